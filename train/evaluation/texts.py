@@ -30,7 +30,7 @@ from train.data.index import open_index
 from train.data.order import spread
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.evaluation.models import EvaluationError
-from train.prepare.corpus import list_sources, read_share, text_key_option
+from train.prepare.corpus import list_sources, read_share
 from train.prepare.output import WORK_NAME
 from train.prepare.readers import Damaged, Dropped
 
@@ -163,8 +163,7 @@ class Documents:
             logger.warning(f"dropped: {item}")
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
-            keys = next((item.text_keys for item in dropped if item.text_keys), ())
-            remedy = f"use {text_key_option(keys)}" if keys else f"repair them, or use --max_dropped {count}"
+            remedy = f"repair them, name the key of the text with --text_key, or use --max_dropped {count}"
             raise EvaluationError(
                 f"DATA {name}: {count:,} documents cannot be read, and {len(documents):,} can; {remedy}",
                 code="unreadable_documents" if documents else "no_text",

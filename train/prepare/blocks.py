@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
@@ -20,14 +19,13 @@ from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import read_share
 from train.prepare.output import SplitWriter
-from train.prepare.readers import Damaged, Dropped, Place
+from train.prepare.readers import Damaged, Dropped
 from train.prepare.tally import Tally
 
 if TYPE_CHECKING:
     from train.prepare.preparation import Preparation
 
 BATCH_BYTES = 1 << 20  # text that is encoded at a time
-PROGRESS_S = 2.0
 
 encoder_of = lru_cache(1)(TextEncoder)  # one load a process, whatever the number of its tasks
 
@@ -50,9 +48,8 @@ class ReadDocuments(PipelineStep):
         left, most = None, self.preparation.max_bytes
         if most is not None:
             left = most * (rank + 1) // world_size - most * rank // world_size
-        what, place = self.preparation, Place()
-        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on, place):
-            self.tally.source_bytes = place.bytes
+        what = self.preparation
+        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on):
             if isinstance(item, Dropped):
                 self.tally.drop(item)
                 continue
@@ -69,7 +66,6 @@ class ReadDocuments(PipelineStep):
                 if text:
                     self.tally.read += 1
                     yield Document(text=text, id=item.where, metadata={"split": split})
-        self.tally.source_bytes = place.total
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
@@ -113,19 +109,15 @@ class WriteShards(PipelineStep):
         writer = SplitWriter(what.work("new"), encoder.vocab_size, what.eval_fraction, what.shard_tokens,
                              f"{rank:05d}_", seed)  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
-        tokens, told = 0, time.monotonic()
         for documents in self._batches(data):
             texts = [document.text for document in documents]
             encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
             splits = [document.metadata.get("split") for document in documents]
             writer.write([np.array(ids, dtype) for ids in encoded], map(str.encode, texts), splits)
-            tokens += sum(map(len, encoded))
-            if time.monotonic() - told >= PROGRESS_S:
-                told = time.monotonic()
-                self._write(f"{rank:05d}.progress", {"tally": self.tally.to_json(), "tokens": tokens})
         shards = [asdict(shard) for shard in writer.close()]
         np.savez_compressed(self.results / f"{rank:05d}.npz", **writer.counts)  # type: ignore[arg-type]
-        self._write(f"{rank:05d}.json", {"tally": self.tally.to_json(), "tokens": tokens, "shards": shards})
+        values = {"tally": self.tally.to_json(), "shards": shards}
+        write_durably(self.results / f"{rank:05d}.json", json.dumps(values) + "\n")
 
     def _batches(self, data: Iterable[Document]) -> Iterator[list[Document]]:
         documents: list[Document] = []
@@ -140,9 +132,6 @@ class WriteShards(PipelineStep):
                 documents, size = [], 0
         if documents:
             yield documents
-
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        write_durably(self.results / name, json.dumps(values) + "\n")
 
 
 def read_results(
@@ -164,19 +153,3 @@ def read_results(
                 counts[split] += found[split]
     shards.sort(key=lambda shard: SPLITS.index(shard.split))  # a stable sort keeps the tasks' order
     return tally, shards, counts
-
-
-def read_progress(results: Path, tasks: int) -> tuple[int, Tally, int]:
-    """(tasks done, their counts and those of the running ones so far, tokens)."""
-    done, tally, tokens = 0, Tally(), 0
-    for rank in range(tasks):
-        for suffix in (".json", ".progress"):
-            try:
-                values = json.loads((results / f"{rank:05d}{suffix}").read_text(encoding="utf-8"))
-            except OSError:
-                continue
-            done += suffix == ".json"
-            tally.add(Tally.from_json(values["tally"]))
-            tokens += values["tokens"]
-            break
-    return done, tally, tokens

@@ -7,13 +7,12 @@ word `python-stdlib` stands for the standard library sources of the running Pyth
 """
 
 import argparse
-import errno
 import importlib.util
 import json
 import math
 import os
-import shlex
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +28,6 @@ from train.prepare.readers import (
     PACKED,
     Dropped,
     Items,
-    Place,
     check_text,
     read_arrow,
     read_parquet,
@@ -49,11 +47,9 @@ RECORDS = (WORK_NAME, SLURM_NAME)  # folders of an unfinished preparation
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
-    f"{' and '.join(NAMED_ONLY)} files by their names, in a folder they are left out), "
+    f"{' and '.join(NAMED_ONLY)} files by their names; in a folder they are skipped), "
     f"a folder of datasets' save_to_disk, {HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
 )
-# What the user has to mend; any other error of the system is its own, and another start may do.
-USERS_TO_MEND = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM)
 # Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
@@ -111,33 +107,45 @@ class Source:
 def list_sources(
     inputs: Iterable[str], split_on: str | None = None, tell: Callable[[str], None] | None = None
 ) -> list[Source]:
-    """The files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
+    """Return the files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
 
-    Files of other kinds inside a folder are left out, which `tell` is told, as are hidden ones, which it is not; a file
-    named itself must be of a known kind. What cannot be listed or opened is an error: nobody could tell what is lost.
+    Files of other kinds in a folder are skipped and reported to `tell`; hidden ones are skipped. A file named itself
+    must be of a known kind.
 
-    Raises:
-        DataError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or
-            something that cannot be read, a dataset of several splits without one of them named, or a package that an
-            input needs is not installed; or there is no .txt for `split_on`.
-        OSError: the system cannot read a folder, for a reason that is not the user's to mend.
+    Raises DataError: a path does not exist, cannot be read, is of an unknown kind or comes twice; a folder has nothing
+    to read; a dataset has several splits and none is named; a package is not installed; there is no .txt for
+    `split_on`.
     """
     files: list[tuple[Path, str]] = []
-    beside: dict[str, list[Path]] = {}
     for name in inputs:
         if not name:
             raise DataError(f"input {name!r} is {NOT_GIVEN}", code="not_given", key="--input")
         check_name("input", name)
-        found, left_out = _readable_files_of(name)
-        if not found:
-            others = f", but {_in_words(left_out)}" if left_out else ""
+        try:
+            found, skipped = _files_of(name)
+            for file, _ in found:
+                os.close(os.open(file, os.O_RDONLY))  # now, not when a task comes to it
+        except OSError as error:
             raise DataError(
-                f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}",
+                f"input {name}: {error.filename or name} cannot be read ({error.strerror}); change its permissions, or "
+                "leave it out",
+                code="unreadable",
+                key=str(error.filename or name),
+            ) from error
+        suffixes = Counter(file.suffix or "without a suffix" for file in skipped).most_common(8)
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes)
+        if not found:
+            raise DataError(
+                f"input {name} holds nothing to read{f', but {kinds}' * bool(kinds)}. Allowed: {ALLOWED}",
                 code="nothing_to_read",
                 key=name,
             )
+        if skipped and tell:
+            tell(
+                f"input {name}: {len(skipped):,} files skipped by suffix: {kinds} (name {' and '.join(NAMED_ONLY)} "
+                "files themselves to read them)"
+            )
         files += found
-        beside[name] = left_out
     seen: dict[str, Path] = {}
     for file, _ in files:
         if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
@@ -147,10 +155,6 @@ def list_sources(
                 code="given_twice",
                 key=str(file),
             )
-    for name, of_folder in beside.items():
-        left_out = [file for file in of_folder if os.path.realpath(file) not in seen]  # else named by itself
-        if left_out and tell:
-            tell(f"input {name}: {len(left_out):,} files left out by suffix: {_in_words(left_out)}")
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
         raise DataError(
             "--split_on splits .txt, and there is none among the inputs; leave it out",
@@ -172,35 +176,8 @@ def check_name(what: str, name: str) -> None:
         ) from error
 
 
-def _readable_files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """As `_files_of`, with a DataError for what is missing, or closed to this user."""
-    try:
-        if os.path.isdir(name):
-            _check_access(name, os.R_OK | os.X_OK)
-        found, left_out = _files_of(name)
-        for file, _ in found:
-            _check_access(file, os.R_OK)  # now, not when a task comes to it
-    except OSError as error:
-        if error.errno not in USERS_TO_MEND:
-            raise
-        path = str(error.filename)
-        link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
-        raise DataError(
-            f"input {name}: {path}{link} cannot be read ({error.strerror}); give the user who runs this access to it, "
-            "mend it, or take it out",
-            code="unreadable",
-            key=path,
-        ) from error
-    return found, left_out
-
-
-def _check_access(path: str | Path, mode: int) -> None:
-    if not os.access(path, mode):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
 def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """The files of one input, each with its kind, and those that a folder has beside them."""
+    """Return the files of one input, each with its kind, and the others in a folder."""
     path = Path(name)
     if name == STDLIB:
         return [(file, "stdlib") for file in _stdlib_files()], []
@@ -217,14 +194,14 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
             )
         if (path / SAVED_DATASET).is_file():
             return _saved_files(path), []
-        read, left_out = [], []
+        read, skipped = [], []
         for file in _walk(path):
             kind = _kind(file)
             if kind and _unpacked(kind) not in NAMED_ONLY:
                 read.append((file, kind))
             else:
-                left_out.append(file)
-        return read, left_out
+                skipped.append(file)
+        return read, skipped
     if not path.is_file():
         raise DataError(
             f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}",
@@ -234,42 +211,21 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
     return ([(path, kind)], []) if (kind := _kind(path)) else ([], [path])
 
 
-def _in_words(left_out: list[Path]) -> str:
-    """How many there are of each suffix, with the first: `2 .png (a/b.png ...), 1 .json (c.json)`."""
-    by_suffix: dict[str, list[Path]] = {}
-    for file in left_out:
-        by_suffix.setdefault(file.suffix or "without a suffix", []).append(file)
-    most = sorted(by_suffix.items(), key=lambda item: -len(item[1]))
-    parts = [f"{len(files):,} {suffix} ({files[0]}{' ...' * (len(files) > 1)})" for suffix, files in most[:8]]
-    if others := sum(len(files) for _, files in most[8:]):
-        parts.append(f"{others:,} of other suffixes")
-    named = any(_unpacked(_kind(file)) in NAMED_ONLY for file in left_out)
-    return ", ".join(parts) + f"; name {' and '.join(NAMED_ONLY)} files themselves to read them" * named
-
-
 def _saved_files(folder: Path) -> list[tuple[Path, str]]:
-    """The files of a dataset that datasets' save_to_disk wrote, by its own list."""
+    """Return the files of a dataset that datasets' save_to_disk wrote, by its own list."""
     try:
         state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
+        return [(folder / entry["filename"], ".arrow") for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again",
             code="not_a_saved_dataset",
             key=str(folder),
         ) from error
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again",
-                code="file_missing",
-                key=str(file),
-            )
-    return [(file, ".arrow") for file in files]
 
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:
-    """The files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
+    """Return the files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"input {name} needs the package datasets, which is not installed. Install it with "
@@ -283,9 +239,8 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     config, _, split = rest.partition(":")
     if "[" in split:
         raise DataError(
-            f"input {name}: the files of a split hold all of it, not the part {split[split.index('[') :]}. Name the "
-            "split alone, of which --eval_fraction holds a part out, or save the part with datasets' save_to_disk and "
-            "name that folder",
+            f"input {name}: a part of a split is not supported. Name the split alone, or save the part with datasets' "
+            "save_to_disk and name that folder",
             code="part_of_split",
             key=name,
         )
@@ -310,25 +265,16 @@ def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str 
 
 
 def read_share(
-    sources: Sequence[Source],
-    text_key: str,
-    task: int,
-    tasks: int,
-    split_on: str | None = None,
-    place: Place | None = None,
+    sources: Sequence[Source], text_key: str, task: int, tasks: int, split_on: str | None = None
 ) -> Items:
-    """The share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split. The shares
-    of all tasks in their order are what one task would read.
+    """Read the share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split.
 
-    split_on: of .txt, as --split_on takes it. place: is told how far the reading is.
+    The shares of all tasks in their order are what one task would read.
+
+    Args:
+        split_on: of .txt, as --split_on takes it.
     """
-    share = [
-        (source, start, stop, source.bytes - start if stop == math.inf else int(stop) - start)
-        for source, start, stop in _share(sources, task, tasks, split_on)
-    ]
-    place = place or Place()
-    place.total = sum(size for *_, size in share)
-    for source, start, stop, size in share:
+    for source, start, stop in _share(sources, task, tasks, split_on):
         path = Path(source.path)
         if source.kind == ".parquet":
             yield from read_parquet(path, text_key, start, stop)
@@ -337,8 +283,7 @@ def read_share(
         elif source.kind == "stdlib":
             yield from _read_stdlib(path)
         else:
-            yield from read_stream(path, source.kind, text_key, split_on, start, stop, place)
-        place.done += size
+            yield from read_stream(path, source.kind, text_key, split_on, start, stop)
 
 
 def _share(
@@ -360,12 +305,6 @@ def _share(
         begin = end
 
 
-def text_key_option(text_keys: Sequence[str]) -> str:
-    """Return the option for a missing key, where `text_keys` hold strings: `--text_key content (or title)`."""
-    first, *others = map(shlex.quote, text_keys[:8])
-    return f"--text_key {first}" + f" (or {', '.join(others)})" * bool(others)
-
-
 def _kind(path: Path) -> str:
     """The reader's name for a file ('' for an unknown one)."""
     name = path.name.lower()
@@ -381,9 +320,9 @@ def _unpacked(name: str) -> str:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files but hidden ones, and those of a preparation whose --output lies in the folder.
+    """Return all files but hidden ones, and those of a preparation whose --output lies in the folder.
 
-    Raises OSError for a folder that cannot be listed, DataError for links to nothing.
+    Raises OSError: a folder cannot be listed. DataError: a link leads nowhere.
     """
     files, visited = [], set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -393,22 +332,15 @@ def _walk(folder: Path) -> list[Path]:
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in RECORDS)
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    # a link to nothing may stand for a folder, too; of another suffix it would be left out whatever it led to
-    broken = sorted(f for f in files if (_kind(f) or not f.suffix) and not f.is_file())
-    if broken:
-        raise DataError(_broken(broken), code="unreadable", key=str(broken[0]))
+    for file in sorted(files):
+        # without a suffix it may stand for a folder; of an unknown one it would be skipped anyway
+        if (_kind(file) or not file.suffix) and not file.is_file():
+            raise DataError(
+                f"{file} is a link that leads nowhere, a pipe or a device; mend it, or take it out",
+                code="unreadable",
+                key=str(file),
+            )
     return sorted(files)
-
-
-def _broken(files: list[Path]) -> str:
-    shown = [
-        f"{f}, a link to {os.readlink(f)}" if f.is_symlink() else f"{f}, a pipe or device" for f in files[:3]
-    ]
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return (
-        f"{'; '.join(shown)}{more}: no file or folder that can be read is there; mend what should be, and take out "
-        "the others"
-    )
 
 
 def _raise(error: OSError) -> None:

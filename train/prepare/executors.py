@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from copy import deepcopy
@@ -27,6 +27,7 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
+from tqdm import tqdm
 
 from model import install_command
 from model.errors import UserError
@@ -35,7 +36,7 @@ from train.prepare.tally import Stage
 
 TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # by the shell
 ROOT = Path(__file__).resolve().parent.parent.parent
-POLL_S = 5.0
+PROGRESS_S = 5.0
 
 
 class PreparationError(UserError, RuntimeError):
@@ -85,71 +86,55 @@ def _run_rank(rank: int) -> None:
     _run_task(_executor, rank)
 
 
-def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[int, int], None]) -> None:
+def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
     """Run the tasks of the stages that are not completed, one stage after the other, in `workers` processes (1: in this
-    one). `watch` is called first and every few seconds, with the stage (from 0) and the number of its completed tasks.
+    one), with a progress bar for each stage.
 
     Raises:
         PreparationError: a worker died.
         Exception: what a task raised; the others that had begun are completed first.
     """
-    for number, stage in enumerate(stages):
-        logs = str(folder / stage.name)
-        executor = LocalPipelineExecutor(stage.pipeline, stage.tasks, workers, logging_dir=logs)
+    for stage in stages:
+        executor = LocalPipelineExecutor(
+            stage.pipeline, stage.tasks, workers, logging_dir=str(folder / stage.name)
+        )
         ranks = executor.get_incomplete_ranks()
-        if ranks:
-            watch(number, stage.tasks - len(ranks))
-        if workers > 1 and ranks:
+        if not ranks:
+            continue
+        done = stage.tasks - len(ranks)
+        with tqdm(
+            total=stage.tasks, initial=done, desc=stage.name, unit="task", mininterval=PROGRESS_S
+        ) as progress:
             try:
-                _run_in_pool(executor, ranks, partial(watch, number))
+                for _ in (
+                    map(partial(_run_task, executor), ranks) if workers == 1 else _in_pool(executor, ranks)
+                ):
+                    progress.update()
             except BrokenProcessPool as error:
                 left = len(executor.get_incomplete_ranks())
                 raise PreparationError(
                     f"a worker process died (killed, or out of memory) in stage {stage.name}: {stage.tasks - left} of "
-                    f"{stage.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers "
-                    "if memory was short",
+                    f"{stage.tasks} tasks are done and kept. Run the same command again to resume, with fewer "
+                    "--workers if memory was short",
                     code="worker_died",
                 ) from error
-        elif ranks:
-            _run_here(executor, ranks, partial(watch, number))
 
 
-def _run_here(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[int], None]) -> None:
-    """One after the other; a thread calls `watch`, also while a task is at work."""
-    done, ended = executor.tasks - len(ranks), threading.Event()
-
-    def look() -> None:
-        while not ended.wait(POLL_S):
-            watch(done)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        for rank in ranks:
-            _run_task(executor, rank)
-            done += 1
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[int], None]) -> None:
-    """As datatrove's own pool, which would wait for ever for a worker that died. A Ctrl-C ends the workers at once: a
-    task that is not completed begins anew."""
+def _in_pool(executor: LocalPipelineExecutor, ranks: list[int]) -> Iterator[None]:
+    """Yield after each task. datatrove's own pool would wait for ever for a worker that died. Ctrl-C ends the workers
+    at once; a task that is not completed starts again."""
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
     workers = min(executor.workers, len(ranks))
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps(executor),))
-    # which the workers inherit: a terminal sends a Ctrl-C to them as well, and they would have a traceback each
+    # the workers inherit this: a terminal sends Ctrl-C to them as well, and each would print a traceback
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        pending = {pool.submit(_run_rank, rank) for rank in ranks}
+        tasks = [pool.submit(_run_rank, rank) for rank in ranks]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        while pending:
-            done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
-            watch(executor.tasks - len(pending))
-            for future in done:
-                future.result()
-    except KeyboardInterrupt:
+        for task in as_completed(tasks):
+            task.result()
+            yield
+    except (KeyboardInterrupt, GeneratorExit):  # the latter: Ctrl-C came between two tasks
         for worker in multiprocessing.active_children():
             worker.kill()
         raise
@@ -255,34 +240,22 @@ def submit_slurm(
             with_srun=False,  # a task is one process
         )
         try:
-            _launch(executor, ids)
+            executor.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
-                f"sbatch refused stage {stage.name} ({error}); its script is "
-                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args{_queued(ids)}",
+                f"sbatch refused stage {stage.name} ({error}); its script is {folder / 'launch_script.slurm'}. See "
+                f"--slurm_partition, --slurm_time, --slurm_args. {ids} lists the jobs that are in the queue already: "
+                "cancel them (scancel), or let them end, and run the same command again",
                 code="sbatch_refused",
                 key=stage.name,
             ) from error
+        finally:  # the array may be in the queue although the job after it, for datatrove's statistics, is refused
+            if executor.job_id not in (None, -1):
+                with open(ids, "a", encoding="utf-8") as file:
+                    file.write(f"{executor.job_id}\n")
         if executor.job_id != -1:  # -1: all its tasks are completed
             jobs.append(str(executor.job_id))
     return jobs
-
-
-def _launch(executor: SlurmPipelineExecutor, ids: Path) -> None:
-    try:
-        executor.launch_job()
-    finally:  # the array may be in the queue when the job behind it, which sums up datatrove's statistics, is refused
-        if executor.job_id not in (None, -1):
-            with open(ids, "a", encoding="utf-8") as file:
-                file.write(f"{executor.job_id}\n")
-
-
-def _queued(ids: Path) -> str:
-    """What else is to be said where a later job is refused."""
-    if not ids.exists():
-        return ""
-    jobs = ", ".join(ids.read_text(encoding="utf-8").split())
-    return f". In the queue already: {jobs}; let them end, or scancel them, and run the same command again to go on"
 
 
 def running_slurm(jobs: list[str]) -> list[str]:

@@ -6,8 +6,6 @@ import math
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,18 @@ from datatrove.pipeline.base import PipelineStep
 from model.hub import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import MANIFEST_NAME, DataError, Manifest
-from train.files import naming, shown, write_durably
-from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
+from train.files import naming, write_durably
+from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_results
 from train.prepare.corpus import Source, list_sources
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
 from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
-from train.prepare.tally import Pace, Stage, Tally
+from train.prepare.tally import Stage, Tally
 from train.prepare.tokenizer import check_tokenizer, report_lines, sample_sources
 
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000
-PROGRESS_S = 5.0
 JOBS_NAME = "jobs.txt"
 TOKENIZER_CHECK = "tokenizer_check.json"  # in the work folder: what check_tokenizer found
 
@@ -136,18 +133,17 @@ class Preparation:
         now = self.identity()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            changed = list(_changes(before, now))
+            changed = _changes(before, now)
             if not changed and self.work(TOKENIZER_CHECK).exists():
                 return
-            if (
-                changed
-                and not output.overwrite
-                and (self._has_done_tasks() or (self.output / MANIFEST_NAME).exists())
-            ):
+            is_begun = (
+                any(self.work("stages").glob("*/completions/*")) or (self.output / MANIFEST_NAME).exists()
+            )
+            if changed and is_begun and not output.overwrite:
                 raise DataError(
                     f"{self.output} holds an unfinished preparation of another kind:\n  "
                     + "\n  ".join(changed)
-                    + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew",
+                    + "\nGive the former inputs and options to resume it, or --overwrite to start again",
                     code="other_preparation",
                     key=changed[0].partition(":")[0],
                 )
@@ -159,9 +155,9 @@ class Preparation:
         write_durably(self.work(TOKENIZER_CHECK), json.dumps(check) + "\n")
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
-    def _has_done_tasks(self) -> bool:
-        """Whether one is completed of what was begun in the work folder, by the marks of datatrove's executors."""
-        return any(self.work("stages").glob("*/completions/*"))
+    def tasks_done(self) -> int:
+        """How many tasks of the last stage are completed."""
+        return sum(1 for _ in self.work("results").glob("*.json"))
 
     def stages(self) -> list[Stage]:
         """The stages in their order; the last one writes the shards."""
@@ -244,66 +240,27 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         preparation.begin(output)
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)
-            stages = preparation.stages()
-            run_local(stages, preparation.work("stages"), workers, Progress(preparation, stages).show)
+            run_local(preparation.stages(), preparation.work("stages"), workers)
         elif args.executor == "ray":
             run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
-        done = read_progress(preparation.work("results"), preparation.tasks)[0]
-        if args.executor != "slurm" or done == preparation.tasks:
+        if args.executor != "slurm" or preparation.tasks_done() == preparation.tasks:
             return preparation.finish(output, args.max_dropped, args.max_damaged_files)
     _submit(preparation, args)  # its jobs take the folder themselves
     return None
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """A line for each part of the identity that is not what it was."""
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a line for each part of the identity that has changed."""
+    lines = []
     for key in sorted({*before, *now}):
-        old, new = before.get(key), now.get(key)
-        if old == new:
-            continue
-        if key == "sources":
-            ours, theirs = ({source["path"]: source for source in files} for files in (new or [], old or []))
-            changed = [path for path in {**theirs, **ours} if ours.get(path) != theirs.get(path)]
-            yield f"{len(changed)} input files are new, gone or changed, the first is {changed[0] if changed else '-'}"
-        else:
-            yield f"{key}: {shown(old)} -> {shown(new)}"
-
-
-class Progress:
-    """A line with the rate, the share that is done and the time left on stderr, every few seconds."""
-
-    def __init__(self, preparation: Preparation, stages: list[Stage]) -> None:
-        self.results, self.tasks = preparation.work("results"), preparation.tasks
-        self.stages, self.size = stages, sum(source.bytes for source in preparation.sources)
-        self.last_s = time.monotonic()
-        # what an earlier, unfinished run did
-        _, tally, self.before = read_progress(self.results, self.tasks)
-        self.stage, self.pace = -1, Pace()
-        self.share_before = self._share(tally)
-
-    def _share(self, tally: Tally) -> float:
-        return min(tally.source_bytes / max(self.size, 1), 1.0)
-
-    def show(self, number: int, done: int) -> None:
-        """Of stage `number` (from 0), of which `done` tasks are completed."""
-        is_last = number == len(self.stages) - 1
-        stage = self.stages[number]
-        if number != self.stage:
-            self.stage, self.pace = number, Pace(self.share_before if is_last else done / stage.tasks)
-        now = time.monotonic()
-        if now - self.last_s < PROGRESS_S:
-            return
-        self.last_s = now
-        place = f"stage {number + 1} of {len(self.stages)}, {stage.name}: " if len(self.stages) > 1 else ""
-        if not is_last:
-            _tell(f"{place}{done} of {stage.tasks} tasks, {self.pace.words(done / stage.tasks)}")
-            return
-        done, tally, tokens = read_progress(self.results, self.tasks)
-        seconds = now - self.pace.start_s
-        rate = (tokens - self.before) / max(seconds, 1e-9) / 1e6
-        _tell(f"{place}{self.pace.words(self._share(tally))}: {done} of {self.tasks} tasks, {tally.kept:,} documents, "
-              f"{tally.text_bytes / 1e6:,.1f} MB, {tokens:,} tokens in {seconds:.0f} s ({rate:.2f} M tokens/s), "
-              f"{tally.dropped.total():,} dropped, {tally.by_step.total():,} removed")  # fmt: skip
+        if before.get(key) != now.get(key):
+            is_long = key == "sources"
+            lines.append(
+                f"{key}: other files, or changed ones"
+                if is_long
+                else f"{key}: {before.get(key)} -> {now.get(key)}"
+            )
+    return lines
 
 
 # ---------------------------------------------------------------- Slurm
@@ -329,10 +286,10 @@ def _is_on_its_way(preparation: Preparation) -> bool:
     ids = preparation.output / SLURM_NAME / JOBS_NAME
     running = running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else [])
     if running:
-        done, tally, tokens = read_progress(preparation.work("results"), preparation.tasks)
-        print(f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {done} of {preparation.tasks} "
-              f"tasks done, {tally.kept:,} documents, {tokens:,} tokens. For another preparation end them first: "
-              f"scancel {' '.join(running)}")  # fmt: skip
+        print(
+            f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {preparation.tasks_done()} of "
+            f"{preparation.tasks} tasks are done. For another preparation end them first: scancel {' '.join(running)}"
+        )
     return bool(running)
 
 

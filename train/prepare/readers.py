@@ -1,7 +1,7 @@
 """Read the documents of one file. A document that cannot be read is a `Dropped`, a file that cannot is a `Damaged`.
 
-Readers of files that can be split take a range of bytes, start to stop, and give the documents that begin in it: the
-ranges of a file together give each of its documents once. Not datatrove's readers: they skip what is bad, and warn.
+Readers of files that can be split take a range of bytes, start to stop, and yield the documents that begin in it: the
+ranges of a file together yield each of its documents once. datatrove's readers skip bad documents with a warning.
 """
 
 import codecs
@@ -11,7 +11,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,18 +23,14 @@ PACKED = (".gz", ".zst")
 BLANK_LINE = "blank_line"  # the word for --split_on
 
 BAD_UTF8 = "bad UTF-8"
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-UTF16 = "; it is UTF-16: iconv -f UTF-16 -t UTF-8"  # as some programs of Windows write text
 INVALID_JSON = "invalid JSON"
 INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
 SEVERAL_COLUMNS = "several columns of the key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
-LONG_WINDOW = "packed by zstd --long, beyond 128 MiB"
 BAD_PARQUET = "unreadable .parquet"
 SHORTER = "split it (--split_on does that to .txt), or give it as .jsonl"
-JSON_ARRAY = "a JSON array; name the file .json, or write an object per line: jq -c '.[]' FILE > NEW.jsonl"
 
 
 @dataclass(frozen=True)
@@ -47,16 +43,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Dropped:
-    """`count` documents that could not be read.
-
-    text_keys: where a key is missing, others that hold strings, the likeliest first.
-    """
+    """`count` documents that could not be read."""
 
     reason: str
     where: str
     detail: str = ""
     count: int = 1
-    text_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, self.reason, self.detail) if part)
@@ -64,8 +56,8 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file of which a part could not be read. detail: what was read of it, and the error. lost_rows: 0 where the
-    format does not tell. Several damaged parts of a file are several of these."""
+    """A part of a file that could not be read. detail: what was read of the file, and the error. lost_rows: 0 if the
+    format does not tell."""
 
     path: str
     reason: str
@@ -80,7 +72,7 @@ Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
-    """A document, unless `text` is none: not a string, blank, not UTF-8, or too long."""
+    """Return a document, or why `text` is none: not a string, blank, not UTF-8, or too long."""
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
@@ -129,60 +121,38 @@ class Lines:
         return data if self.begin else data.removeprefix(codecs.BOM_UTF8)
 
 
-class Place:
-    """How far the reading of a share is: `bytes` of `total` of its files, as they are on the disk."""
+def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
+    """Read a .jsonl, .json, .csv or plain text, which may be packed.
 
-    def __init__(self) -> None:
-        self.total = self.done = 0
-        self.file: BinaryIO | None = None  # the one that is read, if it tells how far
-        self.start = 0
-
-    @property
-    def bytes(self) -> int:
-        if self.file is None or self.file.closed:  # that a file is broken is told when it is closed
-            return self.done
-        return self.done + max(self.file.tell() - self.start, 0)
-
-
-def read_stream(
-    path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float, place: Place
-) -> Items:
-    """The documents of a .jsonl, .json, .csv or plain text, which may be packed (`kind`: the suffixes). .jsonl and what
-    `split_on` splits can be read in ranges, if they are not packed."""
+    Args:
+        kind: the suffixes.
+        start, stop: range of bytes; only unpacked .jsonl, and .txt with `split_on`, can be read in ranges.
+    """
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
     base = kind.removesuffix(packing)
-    lines, position = None, 0
+    lines: Lines | None = None
     try:
         with open(path, "rb") as packed, _unpacked(packed, packing) as file:
-            place.file, place.start = packed, start
             lines = Lines(file, path, start, limit=MAX_JSON_BYTES + 1 if base == ".json" else -1)
-            try:
-                if base == ".jsonl":
-                    yield from _read_jsonl(lines, text_key, stop)
-                elif base == ".json":
-                    yield from _read_json(lines, text_key)
-                elif base == ".csv":
-                    yield from _read_csv(lines, text_key)
-                elif base == ".txt" and split_on is not None:
-                    yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
-                else:
-                    yield from _read_text(lines)
-            finally:
-                position = packed.tell()  # closing `file` may close `packed`
-            if not position and packing:
+            if base == ".jsonl":
+                yield from _read_jsonl(lines, text_key, stop)
+            elif base == ".json":
+                yield from _read_json(lines, text_key)
+            elif base == ".csv":
+                yield from _read_csv(lines, text_key)
+            elif base == ".txt" and split_on is not None:
+                yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
+            else:
+                yield from _read_text(lines)
+            if packing and not packed.tell():
                 raise EOFError("the file has no bytes")
             if not lines.number and not start:
                 yield Dropped(EMPTY, str(path), "an empty file")
     except (EOFError, OSError, zlib.error) as error:
         if not packing or _is_of_disk(error):
             raise
-        reason, detail = f"truncated or corrupt {packing}", str(error)
-        if "too much memory" in detail:  # Arrow's limit
-            reason, detail = LONG_WINDOW, "repack it: zstd -dc --long=31 FILE | zstd -o OTHER.zst"
-        read = f"{lines.number if lines else 0:,} lines in {position:,} of {path.stat().st_size:,} bytes were read"
-        yield Damaged(str(path), reason, f"{read}: {detail}")
-    finally:
-        place.file = None
+        read = f"{lines.number if lines else 0:,} lines were read"
+        yield Damaged(str(path), f"truncated or corrupt {packing}", f"{read}: {error}")
 
 
 def _is_of_disk(error: Exception) -> bool:
@@ -217,11 +187,7 @@ def _decoded(data: bytes, where: str) -> Text | Dropped:
     try:
         return check_text(data.decode("utf-8"), where)
     except UnicodeDecodeError as error:
-        return _not_utf8(error, where)
-
-
-def _not_utf8(error: UnicodeDecodeError, where: str) -> Dropped:
-    return Dropped(BAD_UTF8, where, f"{error}{UTF16 if error.object.startswith(UTF16_MARKS) else ''}")
+        return Dropped(BAD_UTF8, where, str(error))
 
 
 def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
@@ -269,12 +235,7 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
             return
         if not line.strip():
             continue
-        record = _parse(line, lines.where)
-        if isinstance(record, list) or line.strip() == b"[":
-            count = max(len(record), 1) if isinstance(record, list) else 1
-            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY, count)
-        else:
-            yield _text_of(record, lines.where, text_key)
+        yield _text_of(_parse(line, lines.where), lines.where, text_key)
 
 
 def _read_json(lines: Lines, text_key: str) -> Items:
@@ -284,12 +245,8 @@ def _read_json(lines: Lines, text_key: str) -> Items:
         return
     first, path = _parse(line, lines.where), str(lines.path)
     if isinstance(first, dict):
-        where, others = lines.where, _read_jsonl(lines, text_key, math.inf)
-        second = next(others, None)
-        yield _text_of(first, where, text_key, is_whole_file=second is None)
-        if second is not None:
-            yield second
-        yield from others
+        yield _text_of(first, lines.where, text_key)
+        yield from _read_jsonl(lines, text_key, math.inf)
         return
     data = line + lines.rest(MAX_JSON_BYTES)
     if len(data) > MAX_JSON_BYTES:
@@ -305,7 +262,7 @@ def _read_json(lines: Lines, text_key: str) -> Items:
         if not records:
             yield Dropped(EMPTY, path, "an empty array")
     else:
-        yield _text_of(records, path, text_key, is_whole_file=True)
+        yield _text_of(records, path, text_key)
 
 
 def _read_csv(lines: Lines, text_key: str) -> Items:
@@ -317,18 +274,12 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
     """
     path, row = lines.path, 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    rows = csv.reader(_decoded_lines(lines), strict=True)
+    # what is not UTF-8 becomes lone surrogates, which check_text finds in their row
+    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
     try:
         header = next(rows, [])
         if header and header.count(text_key) != 1:
-            if len(header) == 1 and (others := {*header[0]} & {";", "\t", "|"}):
-                detail = f"{_listed(sorted(others))} between fields; have commas there"
-                yield Damaged(str(path), INVALID_CSV, f"no row was read: {detail}")
-                return
-            first = next(rows, [])
-            longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
-            count = max(bool(first) + sum(map(bool, rows)), 1)
-            yield _no_text(path, text_key, header, count, (key for key, _ in longest))
+            yield _no_text(path, text_key, header, max(sum(map(bool, rows)), 1))
             return
         row = last = rows.line_num
         for fields in rows:
@@ -347,29 +298,18 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
         why = str(error).partition(" - ")[0]  # the rest is advice for programmers
         detail = f"lines {row + 1:,} to {last:,} were not read; line {rows.line_num:,}: {why}"
         yield Damaged(str(path), INVALID_CSV, detail)
-    except UnicodeDecodeError as error:
-        yield Damaged(str(path), BAD_UTF8, f"no row was read: {_not_utf8(error, '').detail}")
 
 
-def _decoded_lines(lines: Lines) -> Iterator[str]:
-    """What is not UTF-8 becomes lone surrogates, which check_text finds in the row that has them; but all is in UTF-16
-    if the beginning is."""
-    for line in lines:
-        is_utf16 = lines.number == 1 and line.startswith(UTF16_MARKS)
-        yield line.decode("utf-8", "strict" if is_utf16 else "surrogateescape")
-
-
-def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int, others: Iterable[str]) -> Dropped:
-    """What a table is that has no column of the text, or several."""
+def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Dropped:
+    """Return what a table is that has no column of the text, or several."""
     if (columns := names.count(text_key)) > 1:
         detail = f"{columns} columns are named {text_key!r}; rename all but that of the text"
         return Dropped(SEVERAL_COLUMNS, str(path), detail, rows)
-    detail = f"no column {text_key!r} among {_listed(names)}"
-    return Dropped(MISSING_KEY, str(path), detail, rows, tuple(others))
+    return Dropped(MISSING_KEY, str(path), f"no column {text_key!r} among {_listed(names)}", rows)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names; escaped where a terminal would obey them, or could not show them."""
+    """Return the first names, escaped where a terminal would obey them or could not show them."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
 
@@ -378,29 +318,19 @@ def _parse(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return _not_utf8(error, where)
+        return Dropped(BAD_UTF8, where, str(error))
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of over 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
 
 
-def _text_of(record: Any, where: str, text_key: str, is_whole_file: bool = False) -> Text | Dropped:
-    """The document of a JSON value. is_whole_file: the file has no other, so a list in it may be the documents."""
+def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
+    """Return the document of a JSON value, or of what `_parse` returned."""
     if isinstance(record, Dropped):
         return record
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
-        lists = {k: len(v) for k, v in record.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
-        if is_whole_file and lists:
-            key = max(lists, key=lists.__getitem__)
-            detail = (
-                f"no {text_key!r}, but {lists[key]:,} objects in {key!r}; write them to a file of their own: "
-                f"jq '.[{json.dumps(key)}]' FILE > NEW.json"
-            )
-            return Dropped(MISSING_KEY, where, detail, lists[key])
-        strings = sorted((k for k in record if isinstance(record[k], str)), key=lambda k: -len(record[k]))
-        detail = f"no {text_key!r} among {_listed(sorted(record))}"
-        return Dropped(MISSING_KEY, where, detail, text_keys=tuple(strings))
+        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {_listed(sorted(record))}")
     return check_text(record[text_key], where)
 
 
@@ -487,9 +417,7 @@ def _first_line(error: Exception) -> str:
 def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
     if rows == 0:
         return Dropped(EMPTY, str(path), "an empty file")
-    columns = [column for column in schema if _holds_text(column.type)]
-    columns.sort(key=lambda column: "binary" in str(column.type))  # which may also be images
-    return _no_text(path, text_key, schema.names, rows, (column.name for column in columns))
+    return _no_text(path, text_key, schema.names, rows)
 
 
 def _holds_text(kind: Any) -> bool:

@@ -1,16 +1,13 @@
-"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all; its pace."""
+"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from train.data.format import DataError
-from train.prepare.corpus import text_key_option
-from train.prepare.readers import Damaged, Dropped
+from train.prepare.readers import MISSING_KEY, Damaged, Dropped
 
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep
@@ -27,40 +24,22 @@ class Stage:
     tasks: int
 
 
-class Pace:
-    """The time that is left of work of which a share was `before` done at the start."""
-
-    def __init__(self, before: float = 0.0) -> None:
-        self.before, self.start_s = before, time.monotonic()
-
-    def words(self, share: float) -> str:
-        """`25 %, 0:01:30 left`, at the pace since the start."""
-        percent = f"{100 * share:.0f} %"
-        if share <= self.before:
-            return percent
-        left_s = (time.monotonic() - self.start_s) * (1 - share) / (share - self.before)
-        return f"{percent}, {timedelta(seconds=round(left_s))} left"
-
-
 @dataclass
 class Tally:
     """One task's counts. All blocks of a pipeline share one, also after the pipeline was copied or pickled.
 
     `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
-    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `text_keys`
-    hold strings in the first document whose key was missing. `source_bytes`: of the files, how far reading is.
-    `damaged`: the rows that each damaged file has lost, by path; 0 where the format does not tell. `examples`: of each
-    reason, and of each damaged file.
+    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `damaged`: the
+    rows that each damaged file has lost, by path; 0 if the format does not tell. `examples`: of each reason, and of
+    each damaged file.
     """
 
     read: int = 0
     kept: int = 0
     text_bytes: int = 0
-    source_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     by_step: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    text_keys: list[str] = field(default_factory=list)
     damaged: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
@@ -70,7 +49,6 @@ class Tally:
     def drop(self, item: Dropped) -> None:
         """Count what could not be read, and keep the first places of each reason."""
         self.dropped[item.reason] += item.count
-        self.text_keys = self.text_keys or list(item.text_keys)
         example = f"{item.where}: {item.detail}" if item.detail else item.where
         self._add_examples({item.reason: [example]})
 
@@ -88,10 +66,8 @@ class Tally:
         self.read += other.read
         self.kept += other.kept
         self.text_bytes += other.text_bytes
-        self.source_bytes += other.source_bytes
         self.dropped += other.dropped
         self.by_step += other.by_step
-        self.text_keys = self.text_keys or other.text_keys
         self.damaged.update(other.damaged)  # `+=` would forget a file of which the rows are unknown
         self._add_examples(other.examples)
 
@@ -147,8 +123,8 @@ class Tally:
             f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_empty else ''}"
         )
         ways = [f"repair the inputs that the table names{again}"]
-        if self.text_keys:
-            ways.append(f"name the key of the text with {text_key_option(self.text_keys)}{again}")
+        if self.dropped[MISSING_KEY]:
+            ways.append(f"name the key of the text with --text_key{again}")
         if is_all_read and not is_empty:
             limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
             options = " ".join(f"{name} {count}" for name, count in limits.items() if count)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from tqdm import tqdm
 
 from model.keys import why_not_written
 from train.data.encoder import (
@@ -32,9 +32,8 @@ from train.data.encoder import (
 from train.data.format import DataError
 from train.files import naming
 from train.prepare.corpus import Source, list_sources, read_share
-from train.prepare.output import take_lock
-from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Items, Place, Text
-from train.prepare.tally import Pace, Tally
+from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Text
+from train.prepare.tally import Tally
 
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
@@ -329,99 +328,55 @@ def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | Non
     return texts
 
 
-class _Reading:
-    """The documents of the inputs, counted; how far it is goes to stderr every few seconds."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.documents = self.text_bytes = 0
-        self.place = Place()
-        sources = list_sources(args.input, args.split_on, _tell)
-        self._items = read_share(sources, args.text_key, 0, 1, args.split_on, self.place)
-
-    def __iter__(self) -> Items:
-        pace, told = Pace(), time.monotonic()
-        for item in self._items:
-            if isinstance(item, Text):
-                self.documents += 1
-                self.text_bytes += len(item.text.encode())
-            if time.monotonic() - told >= PROGRESS_S:
-                told = time.monotonic()
-                share = pace.words(self.place.bytes / max(self.place.total, 1))
-                _tell(f"reading: {share}: {self.documents:,} documents, {self.text_bytes / 1e6:,.1f} MB")
-            yield item
-
-
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _exchange(work: Path, output: Path) -> None:
-    """Put the files in `work` in the place of the tokenizer that `output` has. tokenizer.model goes first and comes
-    last: with it the others are its own. It takes milliseconds, in which Ctrl-C is not heard."""
-    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for name in TOKENIZER_FILES:
-            (output / name).unlink(missing_ok=True)
-        for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
-            path.replace(output / path.name)
-    finally:
-        signal.signal(signal.SIGINT, heard)
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
     Raises:
-        DataError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer or is written to
-            by another process, or ids that differ in transformers. Nothing was written.
+        DataError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer, or ids that
+            differ in transformers. Nothing was written.
     """
     output = Path(args.output)
-    work = output / ".unfinished"  # of a run that was killed, if it is there
-
-    def check() -> None:
-        if why := why_not_written(output):
-            raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
-        # of one whose exchange was interrupted the model is gone, and what is left is nobody's
-        is_left = work.exists() and not (output / MODEL_NAME).exists()
-        has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)
-        if has_tokenizer and not (args.overwrite or is_left):
-            raise DataError(
-                f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
-                "prepared with the old one will not fit the new one)",
-                code="already_there",
-                key=str(output),
-            )
-
-    check()
+    if why := why_not_written(output):
+        raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
+    if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
+        raise DataError(
+            f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data prepared with the "
+            "old one will not fit the new one)",
+            code="already_there",
+            key=str(output),
+        )
     start = time.monotonic()
-    reading = _Reading(args)
-    texts = sample_texts(reading, args.max_bytes, args.max_dropped, args.max_damaged_files)
+    sources = list_sources(args.input, args.split_on, _tell)
+    items = read_share(sources, args.text_key, 0, 1, args.split_on)
+    documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
+    texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
     size = sum(len(text.encode()) for text in texts)
-    of = ""
-    if len(texts) < reading.documents:
-        whole = "; documents stay whole" if size > args.max_bytes else ""
-        of = f", a sample of {reading.text_bytes / 1e6:,.1f} MB (--max_bytes{whole})"
-    print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
-    exchanging = False
-    with naming(output), take_lock(output / "train_tokenizer.lock") as lock:
-        try:
-            check()  # reading takes minutes, in which another run may have written one
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
+    print(
+        f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB, of {documents.n:,} (--max_bytes)",
+        flush=True,
+    )
+    with naming(output):
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
+            work = Path(name)
             data = train_model(texts, args.vocab_size, args.character_coverage)
             (work / MODEL_NAME).write_bytes(data)
             write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
             some = [text[:10_000] for text in texts[:: max(1, len(texts) // SAMPLE_TEXTS)]]
             report = check_tokenizer(TextEncoder(work), some)
-            exchanging = True
-            _exchange(work, output)
-            exchanging = False
-        finally:
-            # of an exchange that failed in the middle it stays, as after a kill, and so says that the rest is nobody's
-            if not exchanging:
-                shutil.rmtree(work, ignore_errors=True)
-            os.unlink(lock.name)
-    print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
-          f"sentencepiece on {report['texts']} texts", flush=True)  # fmt: skip
+            for old in TOKENIZER_FILES:
+                (output / old).unlink(missing_ok=True)
+            # the model last: an interrupted exchange leaves no tokenizer, not a mix of two
+            for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
+                path.replace(output / path.name)
+    print(
+        f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
+        f"sentencepiece on {report['texts']} texts",
+        flush=True,
+    )
     for line in report_lines(report):
         _tell(line)

@@ -58,7 +58,7 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "{half}"], "{half} has no manifest.json"),
         (["{run}", "{part}"], "{part} has no manifest.json"),
         (["{run}", "{blank}"], "{blank}"),
-        (["{run}", "{key}"], "--text_key title"),
+        (["{run}", "{key}"], "--text_key"),
         (["{run}", "{one_bad}"], "--max_dropped 1"),
         (["{run}", "{cut}", "--max_dropped", "9"], "{cut}"),
         (["{run}", "{file}", "--tokenizer", "{empty}"], "{empty}"),
