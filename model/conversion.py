@@ -1,7 +1,7 @@
-"""Hugging Face weights <-> each variant, without loss.
+"""Convert weights between Hugging Face's names and each variant, without loss.
 
-Every parameter of every variant is one Hugging Face tensor or several of them stacked along the rows, so the map is a
-table of names (`hf_parts`), and the two directions are a split and a concatenation.
+Every parameter of every variant is one Hugging Face tensor or several stacked along the rows. So the map is a table of
+names (`hf_parts`), and the two directions are a split and a concatenation.
 
 | te_layer parameter                          | Hugging Face tensors, top to bottom                |
 |---------------------------------------------|----------------------------------------------------|
@@ -29,13 +29,13 @@ Parts = list[tuple[str, int]]
 
 
 class ConversionError(UserError, ValueError):
-    """Weights that do not fit the model; the message names the tensors."""
+    """Weights that do not fit the model."""
 
     code = "conversion"
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
-    """The Hugging Face tensors, with their rows, that the parameter `name` of any variant consists of."""
+    """Return the Hugging Face tensors, with their rows, that the parameter `name` of any variant consists of."""
     layer, _, rest = (
         name.partition(".self_attention.")
         if ".self_attention." in name
@@ -63,7 +63,7 @@ def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[str, torch.Tensor]:
-    """A variant's tensors by its own names -> the same values by Hugging Face's names (contiguous copies)."""
+    """Return a variant's tensors under Hugging Face's names, as contiguous copies."""
     out = {}
     for name, tensor in weights.items():
         parts = hf_parts(name, tensor.shape, config)
@@ -73,7 +73,7 @@ def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[st
 
 
 def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of any variant under Hugging Face's names. Tied embeddings appear once, as embed_tokens."""
+    """Return the weights of any variant under Hugging Face's names. Tied embeddings appear once, as embed_tokens."""
     return to_hf(dict(model.named_parameters()), model.config)
 
 
@@ -103,8 +103,8 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
 def init_weights(model: nn.Module, seed: int) -> None:
     """Initialize from scratch: matrices and embeddings normal(0, initializer_range), norms 1.
 
-    Each Hugging Face tensor has a random stream of its own, keyed by (seed, name) and drawn in float32, so the same
-    seed gives the same model in every variant and, up to rounding, in every precision (on one kind of device).
+    Each Hugging Face tensor has its own random stream, keyed by (seed, name) and drawn in float32. So one seed gives
+    the same model in every variant and, up to rounding, in every precision on one kind of device.
     """
     for name, parameter in model.named_parameters():
         parts = hf_parts(name, parameter.shape, model.config)

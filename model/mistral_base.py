@@ -24,8 +24,10 @@ from model.variants import SpeedConfig
 
 
 def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = None) -> nn.Module:
-    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]; `documents.attend`
-    calls it."""
+    """Return the attention module of a model of `config`; `documents.attend` calls it.
+
+    It takes q [B, T, N, D], k and v [B, T, K, D] and returns [B, T, N * D].
+    """
     return te.DotProductAttention(
         config.num_attention_heads,
         head_dim(config),
@@ -39,16 +41,18 @@ def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = 
 
 
 def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats over the labels that are not -100, computed in float32; 0 where there is none, as in
-    fused/cross_entropy.py, and not torch's NaN, by which a step would be skipped. `labels_BT` is already shifted:
-    labels[b, t] follows input_ids[b, t]."""
+    """Return the mean cross entropy in nats over the labels that are not -100, computed in float32.
+
+    If all labels are -100 it is 0, as in fused/cross_entropy.py; torch's NaN would skip the step. `labels_BT` is
+    already shifted: labels[b, t] follows input_ids[b, t].
+    """
     labels_M = labels_BT.flatten()
     total = F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_M, ignore_index=-100, reduction="sum")
     return total / (labels_M != -100).sum().clamp(min=1)
 
 
 class Embedding(nn.Embedding):
-    """An embedding; `fused`, unless None, is called with ids and weight in its place where there are gradients."""
+    """An embedding. With gradients `fused(ids, weight)` computes it instead, unless it is None."""
 
     fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
@@ -75,7 +79,7 @@ class MistralModel(nn.Module):
 class MistralBase(nn.Module):
     """A Mistral causal language model with Hugging Face's names around its layers, which a variant makes.
 
-    document_mask: attention stays within documents and positions begin anew with each; parameters are the same.
+    document_mask: attention stays within documents and positions start at 0 in each; the parameters are the same.
     """
 
     variant: ClassVar[str]
@@ -87,7 +91,7 @@ class MistralBase(nn.Module):
         check_config(config)
         self.config, self.speed, self.document_mask = config, speed, document_mask
         self.precision = precision
-        # nobody has measured it with float16
+        # not measured with float16
         fused = speed.fused_cross_entropy and precision.dtype != torch.float16
         self.fused_cross_entropy = precision.te.cross_entropy if fused else None
         layers = (
@@ -108,10 +112,10 @@ class MistralBase(nn.Module):
         _drop_extra_state(self)
 
     def recompute_layers(self) -> None:
-        """In training each layer keeps its input alone from now on, and runs again in the backward.
+        """Save only the input of each layer in training from now on, and run the layer again in the backward.
 
-        What runs again lies within the hooks of the layer: ZeRO 3 gathers a layer's weights by them before its backward
-        and frees them after a forward, which this second one must not be to it.
+        The second forward runs inside the hooks of the layer. ZeRO 3 gathers weights in a hook before the backward and
+        frees them in a hook after the forward; the second forward must not trigger these.
         """
         for layer in self.model.layers:
             layer.forward = partial(self._recomputed, layer, layer.forward)
@@ -131,7 +135,7 @@ class MistralBase(nn.Module):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        """Layer `index`: called as layer(hidden, is_first_microbatch=..., **arguments), see `enter_layers`."""
+        """Make layer `index`, which is called as layer(hidden, is_first_microbatch=..., **arguments)."""
         raise NotImplementedError
 
     def enter_layers(
@@ -146,16 +150,16 @@ class MistralBase(nn.Module):
         return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
-        """Rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
+        """Return the rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
 
-        Neither a buffer nor a submodule: `model.bfloat16()`, which DeepSpeed calls, would round the frequencies.
+        They are neither a buffer nor a submodule, because `model.bfloat16()`, which DeepSpeed calls, would round them.
         """
         cached = self._rope_freqs
         if cached is None or cached.shape[0] < length or cached.device != device:
             rope = self.precision.te.RotaryPositionEmbedding(
                 head_dim(self.config), rotary_base=rope_theta(self.config)
             )
-            with torch.inference_mode(False):  # else no later pass could be trained with them
+            with torch.inference_mode(False):  # tensors of inference mode cannot be used in training
                 cached = self._rope_freqs = rope.to(device)(length)
         return cached[:length]
 
@@ -166,14 +170,18 @@ class MistralBase(nn.Module):
         is_first_microbatch: bool | None = None,
         documents: Documents | None = None,
     ) -> CausalLMOutput:
-        """Logits, and the loss if `labels` are given.
+        """Compute the logits, and the loss if `labels` are given.
 
-        input_ids: int64 [B, T]. labels: int64 [B, T], already shifted (labels[b, t] follows input_ids[b, t]), -100
-        ignored. is_first_microbatch: None quantizes the weights in this call; True does and keeps the FP8 copy; False
-        reuses it (later micro-batches of one optimizer step).
-        documents: of a model with a document mask, on the device of input_ids; None: each row is a document.
-        Returns loss (float32 scalar, nats a token) and logits [B, T, V]; None for the logits where a fused loss will
-        overwrite them with their gradient.
+        Args:
+            input_ids: int64 [B, T].
+            labels: int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. -100 is ignored.
+            is_first_microbatch: None quantizes the weights in this call; True also keeps the FP8 copy; False reuses it
+                (later micro-batches of an optimizer step).
+            documents: for a model with a document mask, on the device of input_ids; None: each row is a document.
+
+        Returns: loss (float32 scalar, nats a token) and logits [B, T, V]. logits is None where a fused loss overwrites
+        them with their gradient.
+
         Raises ValueError: documents of another shape, or for a model without a document mask.
         """
         documents = self._documents(documents, input_ids)
@@ -217,8 +225,10 @@ class MistralBase(nn.Module):
 
 
 def _drop_extra_state(model: nn.Module) -> None:
-    """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load. FP8 state is saved
-    as plain tensors by `fp8_state` in model/fp8/state.py."""
+    """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load.
+
+    `fp8_state` in model/fp8/state.py saves FP8 state as plain tensors.
+    """
 
     def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
         for key in [k for k in state_dict if k.endswith("_extra_state")]:

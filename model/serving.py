@@ -1,4 +1,4 @@
-"""The weights of a trained model -> FP8, for whatever serves it.
+"""Quantize the weights of a trained model to FP8 for serving.
 
 For a model that trained in Transformer Engine's FP8, these are the codes and scales that training multiplies with: the
 modules of the CPU reference, which equal Transformer Engine's bit for bit, make them from the tensors of a checkpoint.
@@ -33,8 +33,10 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of GEMM number `gemm` of the FP8 module `module`: the Hugging Face tensors `parts`, with their rows,
-    one below the other. With a scale a tensor they share it."""
+    """The weight of GEMM number `gemm` of the FP8 module `module`.
+
+    parts: the Hugging Face tensors that it consists of, top to bottom, with their rows. They share a per-tensor scale.
+    """
 
     module: str
     gemm: int
@@ -42,13 +44,20 @@ class Matrix:
 
 
 class TrainedFP8:
-    """The weights that a run of te_linear or te_layer multiplies in FP8, but for lm_head, which nobody serves in FP8,
-    and for those of modules that precision.on_trouble has taken from a scale a tensor to blocks: a folder has one or
-    the other.
+    """The weights that a run of te_linear or te_layer multiplies in FP8.
 
-    levels: see Precision. Attributes: `names` of the Hugging Face tensors; `blocks`, whether a scale is a block's;
-    `recipes` of the modules. Raises PrecisionError: no such weight; block scaling, and a size that blocks of 128 do not
-    divide.
+    lm_head is not among them: no server runs it in FP8. Neither are modules whose fallback has block scaling where the
+    recipe has a scale a tensor: a folder holds one kind of scales.
+
+    Args:
+        levels: see Precision.
+
+    Attributes:
+        names: of the Hugging Face tensors.
+        blocks: whether there is a scale for each block.
+        recipes: of the modules.
+
+    Raises PrecisionError: there is no such weight, or a size that the blocks of 128 do not divide.
     """
 
     def __init__(
@@ -148,31 +157,33 @@ def differences(
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
-    """The names of the weights to serve in FP8 of a model that did not train in Transformer Engine's: those of all
-    Linears but lm_head, and but those that a run of torchao kept in bf16."""
+    """Return the names of the weights to serve in FP8 of a model that was not trained in Transformer Engine's FP8.
+
+    These are all Linears except lm_head and those that a torchao run kept in bf16.
+    """
     patterns = ["lm_head", *(precision.bf16_modules if precision.compute == "fp8" else [])]
     return [f"{name}.weight" for name in linears(hf_model) if not bf16_pattern(name, patterns)]
 
 
 def linears(hf_model: nn.Module) -> list[str]:
-    """The names of the torch.nn.Linear modules of a Hugging Face model."""
+    """Return the names of the torch.nn.Linear modules of a Hugging Face model."""
     return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
-    """The matrices `names` with a scale a row. Raises PrecisionError: weights that are not finite."""
+    """Quantize the matrices `names` with a scale for each row. Raises PrecisionError: weights that are not finite."""
     for name in names:
         _check_finite(name, weights[name])
     return {name: quantize_rows(weights[name]) for name in names}
 
 
 def trained_in_fp8(precision: PrecisionConfig) -> bool:
-    """Whether a run trained in Transformer Engine's FP8, or its reference's."""
+    """Return whether a run trained in the FP8 of Transformer Engine or its reference."""
     return precision.compute == "fp8" and RECIPES[precision.recipe].package == "te"
 
 
 def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The weights of the GEMMs of one module, in the order of the GEMMs, with their names."""
+    """Return the names and weights of the GEMMs of one module, in order."""
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 
 

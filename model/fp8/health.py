@@ -1,15 +1,15 @@
-"""Health of FP8: what quantization does to the operands of each GEMM, counted from the tensors that are multiplied.
+"""FP8 health check: statistics of the quantized operands of each GEMM.
 
     check = HealthCheck(model, precision)
     with check.watching():
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 
-Each FP8 operand is made by a quantizer, which quantizers.noted_quantizations shows with what it was made of; nothing of
-what runs is replaced, and no random number is drawn. What is seen first of an operand counts: a recomputation makes it
-again, and a weight is quantized with the first micro-batch of a step alone.
+quantizers.noted_quantizations shows each operand together with what it was quantized from. The check changes no number
+and draws no random number. Only the first quantization of an operand counts: a recomputation repeats it, and a weight
+is quantized only with the first micro-batch of a step.
 
-Nothing here waits for the GPU, so that a CUDA graph (model/graphs.py) can hold it.
+Nothing here waits for the GPU, so a CUDA graph (model/graphs.py) can contain it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _watching: list[HealthCheck | None] = []  # the innermost counts; None: nobody
 
 
 class HealthCheck:
-    """Totals of the operands of all FP8 GEMMs of `model` in one forward and backward, for a model of Transformer
-    Engine's modules or its reference's.
+    """Totals of the operands of all FP8 GEMMs of a TE or reference model in one forward and backward.
 
-    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2. An lm_head whose gradients alone are
-    FP8 products (model/head.py) is among them, with what these multiply. not_fp8: which of their operands are in high
-    precision, (GEMM, operand). blocks: those with a scale for each 128 elements.
+    Attributes:
+        gemms: names of the GEMMs; a LayerNormMLP has <module>.fc1 and <module>.fc2. An lm_head of which only the
+            gradients are FP8 products (model/head.py) is included, with the operands of these.
+        not_fp8: the operands in high precision, (GEMM, operand).
+        blocks: the GEMMs with block scaling.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -74,13 +75,12 @@ class HealthCheck:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at what is quantized meanwhile, also in a replay of a CUDA graph that was captured with a look."""
+        """Context in which this check collects, also from a replayed CUDA graph that was captured with a check."""
         with noted_quantizations(self.precision.te, self._note), _innermost(self):
             yield
 
     def totals(self) -> torch.Tensor:
-        """float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN where nothing was seen, as of an operand that is not
-        FP8."""
+        """Return float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN for an operand that was not quantized."""
         if self._replayed is not None:
             return self._replayed
         device = next((t.device for t in self._seen.values()), self.precision.device)
@@ -116,7 +116,7 @@ class HealthCheck:
 
 
 def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """The modules of `model` that multiply in FP8, by name, an lm_head that does so in its backward among them."""
+    """Return the modules of `model` with FP8 GEMMs by name, including an lm_head with FP8 gradients."""
     planned = fp8_modules(model, precision).planned
     return {
         name: module
@@ -126,9 +126,11 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 
 
 def check_due(model: nn.Module, precision: Precision, step: int, again: bool = False) -> HealthCheck | None:
-    """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due, or no
-    module has FP8 operands (Precision.levels). `again`: what the last one saw takes modules up (on_trouble escalate)
-    if this step has it, too."""
+    """Return a check for the first micro-batch of `step`, which also quantizes the weights.
+
+    Returns None if none is due or no module has FP8 operands. again: the last check found trouble that leads to a
+    fallback (on_trouble escalate) if this step confirms it.
+    """
     steps = precision.health_steps
     again &= precision.config.on_trouble == "escalate"
     check = HealthCheck(model, precision) if steps and (step % steps == 0 or again) else None
@@ -145,28 +147,31 @@ def _innermost(check: HealthCheck | None) -> Iterator[None]:
 
 
 def unwatched() -> Any:
-    """A block that nobody looks at, such as passes before a capture."""
+    """Context in which no check collects, for example for passes before a capture."""
     return _innermost(None)
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at what runs now."""
+    """Return whether a check collects now."""
     return bool(_watching) and _watching[-1] is not None
 
 
 def took_replay(totals: torch.Tensor) -> None:
-    """A CUDA graph launched again what a check saw when it was captured; `totals` are its, and will be overwritten."""
+    """Give the running check the totals of a replayed CUDA graph, which the next replay overwrites."""
     if _watching and (check := _watching[-1]) is not None:
         check._replayed = totals.clone()
 
 
 def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
-    """float64 [TOTALS] of an operand [M, N].
+    """Return the totals of an operand [M, N]: float64 [TOTALS].
 
-    source: what was quantized; on a CPU, whose reference casts nothing but matrices, a "matrix". codes: float8 [M, N].
-    scale_inv: float32, one or one a tile, as in QuantizedMatrix, whose tiles have 128 columns on a GPU. moments: also
-    the sums of odd and fourth powers, else 0. Sums are in float32 over a row, or a block of a kernel, in float64 over
-    these.
+    Args:
+        source: what was quantized. On a CPU always a "matrix": the reference quantizes nothing else.
+        codes: float8 [M, N].
+        scale_inv: float32, one or one a tile, as in QuantizedMatrix; on a GPU tiles have 128 columns.
+        moments: also compute the sums of odd and fourth powers, else 0.
+
+    Sums are in float32 within a row (or a block of a kernel), and in float64 over these.
     """
     if codes.is_cuda:
         kernel: Any = importlib.import_module("model.fused.operand_totals")
@@ -199,13 +204,15 @@ def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def statistics(totals: torch.Tensor) -> torch.Tensor:
-    """float64 [..., STATISTICS] of `totals` [..., TOTALS], NaN where one is not known.
+    """Return float64 [..., STATISTICS] of `totals` [..., TOTALS]; NaN where unknown.
 
-    underflow: share of the elements that are not 0 and became 0. saturated: share that the clamp made smaller than
-    rounding would have; both of the elements that are not 0. range: the largest magnitude times its scale, as a part
-    of the format's largest value: above 1 it was clamped, and far below 1 a scale lags behind or the margin is wide.
-    error: |quantized - x| / |x|, Euclidean. kurtosis: fourth central moment by the square of the second, 3 for normal
-    numbers; of the input of the last GEMM of an MLP.
+    - underflow: share of the nonzero elements that became 0.
+    - saturated: share of the nonzero elements that the clamp made smaller than rounding would have.
+    - range: the largest magnitude times its scale, divided by the format's largest value. Above 1 it was clamped; far
+      below 1 a scale lags behind or the margin is wide.
+    - error: |quantized - x| / |x|, Euclidean.
+    - kurtosis: fourth central moment divided by the square of the second, 3 for a normal distribution; only for the
+      input of the last GEMM of an MLP.
     """
     nonzero, kept, saturated, error2, x2, x1, x3, x4, n, largest = totals.unbind(-1)
     mean = x1 / n

@@ -16,7 +16,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE, fits_fp8
 from model.variants import VARIANTS
 
-# What the log says of a level.
+# Names of the fallbacks in the log.
 WORDS = {
     "current": "current scaling",
     "block": "block scaling",
@@ -28,15 +28,18 @@ TAKEN_OUT = "precision.on_trouble took it out"
 
 @dataclass
 class FP8Report:
-    """`planned`: the GEMM modules meant to run FP8; `kept`: the others with the reason; `levels`: of those of `planned`
-    that precision.on_trouble has taken to another level than the recipe. What runs: see gemms.py."""
+    """Which GEMM modules are to run FP8; gemms.py counts what runs.
+
+    planned: names of the modules. kept: the other modules with the reason. levels: the modules of `planned` with a
+    fallback, and its name.
+    """
 
     planned: list[str]
     kept: dict[str, str]
     levels: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
-        """The log's statement: one line for FP8, one a reason for what stays in high precision."""
+        """Return lines for the log: one for FP8, one for each reason for high precision."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
@@ -48,7 +51,7 @@ class FP8Report:
 
 
 def by_value(items: dict[str, str]) -> dict[str, list[str]]:
-    """Value -> the keys that have it."""
+    """Return the keys of `items` by their value."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)
@@ -60,7 +63,7 @@ def shown(names: list[str]) -> str:
 
 
 def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
-    """Run `module`, with everything inside, under an autocast of its own: with `recipe`, or for None without FP8."""
+    """Run `module` and all its submodules under an autocast of their own: with `recipe`, or None for no FP8."""
     stack: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -78,13 +81,13 @@ def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
 
 
 def of_transformer_engine(model: nn.Module) -> bool:
-    """Whether the modules of `model`, a variant or a single module, are TE's or its reference's."""
+    """Return whether the modules of `model`, a variant or a single module, are TE's or its reference's."""
     variant = getattr(model, "variant", None)
     return variant is None or VARIANTS[variant].te
 
 
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
+    """Return the modules with GEMMs by name: TE's, or torch's and torchao's Linear in transformers' own model."""
     kinds: tuple[type, ...] = (nn.Linear,)
     if of_transformer_engine(model):
         kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
@@ -92,19 +95,19 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of the GEMMs of one module: [outputs, inputs] each, at ZeRO 3 partitioned."""
+    """Return the weights of the GEMMs of one module: [outputs, inputs] each, partitioned at ZeRO 3."""
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
 
 
 def bf16_pattern(name: str, patterns: list[str]) -> str | None:
-    """The first of the `patterns` of precision.bf16_modules that matches the module `name` or one that contains it."""
+    """Return the first of `patterns` (precision.bf16_modules) that matches the module `name` or a parent of it."""
     parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
     return next((pattern for pattern in patterns if fnmatch.filter(parents, pattern)), None)
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Which GEMM modules of `model` are meant to run FP8, and which not and why."""
+    """Report which GEMM modules of `model` are to run FP8, and which are not and why."""
     report = FP8Report([], {}, {})
     for name, module in gemm_modules(model, precision).items():
         reason = None
@@ -116,7 +119,7 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
             if name == "lm_head" and precision.config.head_gradients:
-                reason = f"{reason}; {_of_its_gradients(module, precision)}"
+                reason = f"{reason}; {_describe_head_gradients(module, precision)}"
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:
@@ -126,7 +129,7 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     return report
 
 
-def _of_its_gradients(head: nn.Module, precision: Precision) -> str:
+def _describe_head_gradients(head: nn.Module, precision: Precision) -> str:
     if getattr(head, "fp8_gradients", False):
         return "its two gradients do (precision.fp8_head_gradients)"
     if not precision.head_gradients:

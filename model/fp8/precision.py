@@ -1,8 +1,9 @@
-"""What a configuration of the precision means on this machine.
+"""The precision of a model on this machine.
 
-`Precision` resolves the section "precision" of the training JSON (`recipes.PrecisionConfig`) against the hardware: it
-holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
-for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipes tensorwise and rowwise are torchao's.
+`Precision` resolves the section "precision" of the training JSON (`recipes.PrecisionConfig`) for this hardware. It
+holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. If FP8 is
+configured and unavailable, it raises `PrecisionError`; a run never falls back to bf16 silently. torchao implements the
+recipes tensorwise and rowwise, Transformer Engine the others.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from model.fp8.recipes import (
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# Where modules of a checkpoint are at a level that this machine has not.
-GO_ON = (
-    "modules of this checkpoint are there by precision.on_trouble: go on where it is available, or start anew with "
-    "--resume_from_checkpoint never; evaluate.py has --precision bf16"
+# What to do if this machine lacks the recipe of a module's fallback.
+WITHOUT_FALLBACK = (
+    "modules of this checkpoint use it since a fallback (precision.on_trouble): resume on a machine that has it, or "
+    "start over with --resume_from_checkpoint never; evaluate.py has --precision bf16"
 )
 
 
 class PrecisionError(UserError, ValueError):
-    """The precision asked for cannot be had; the message says what is missing and what to do."""
+    """The configured precision is unavailable or contradictory."""
 
     code = "precision"
 
 
 def check_fp8_gpu() -> None:
-    """Raises PrecisionError: the current GPU, if there is one, is not allowed to run FP8."""
+    """Raise PrecisionError if there is a GPU and it is not allowed to run FP8."""
     if torch.cuda.is_available() and (
         why := why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
@@ -57,9 +58,13 @@ def first_key(problem: str) -> str:
 class Precision:
     """A `PrecisionConfig` resolved on this machine.
 
-    Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object or torchao's Float8LinearConfig, None unless
-    compute is fp8), `dtype` (parameters and activations), `device` (the GPU where there is one, unless it is given),
-    `emulated` (see PrecisionConfig), `levels` (module -> one of LEVELS, to which precision.on_trouble has taken it).
+    Attributes:
+        te: namespace of TE modules.
+        recipe: TE's recipe object or torchao's Float8LinearConfig; None unless compute is fp8.
+        dtype: of parameters and activations.
+        device: the given one, else the GPU if there is one.
+        emulated: see PrecisionConfig.
+        levels: modules with a fallback (precision.on_trouble) and its name, one of LEVELS.
 
     Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
     """
@@ -95,7 +100,7 @@ class Precision:
             self.require(config.recipe)
             for level in dict.fromkeys(map(self.level, self.levels)):
                 if level != config.recipe:
-                    self.require(level, GO_ON)
+                    self.require(level, WITHOUT_FALLBACK)
             self.recipe = self.make_recipe(config.recipe)
 
     @property
@@ -104,30 +109,32 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Whether scales come from earlier passes: there is FP8 state to keep."""
+        """Return whether scales come from earlier passes, so that there is FP8 state to save."""
         return self.fp8 and RECIPES[self.config.recipe].has_state
 
     @property
     def torchao(self) -> bool:
-        """FP8 by torchao, not by TE."""
+        """Return whether torchao runs FP8, not TE."""
         return self.fp8 and RECIPES[self.config.recipe].package == "torchao"
 
     @property
     def health_steps(self) -> int:
-        """Steps between looks at the operands of GEMMs; 0: none, or there are no such operands."""
+        """Return the steps between FP8 health checks; 0: none, or torchao runs FP8."""
         return self.config.health_steps if self.fp8 and not self.torchao else 0
 
     @cached_property
     def te(self) -> SimpleNamespace:
-        """The namespace of TE modules, loaded when it is first asked for: transformers' own model and torchao do
-        without. Raises PrecisionError: this machine does not have it."""
+        """Return the namespace of TE modules, loaded on first use: transformers' own model and torchao need none.
+
+        Raises PrecisionError: this machine does not have it.
+        """
         try:
             return te_backend.load(self.config.backend)
         except te_backend.BackendError as error:
             raise self._error(error) from error
 
     def require(self, level: str, *instead: str) -> None:
-        """Raises PrecisionError unless this machine has `level`, or the recipe of that name. instead: see
+        """Raise PrecisionError unless this machine runs the recipe or fallback `level`. instead: see
         te_backend.require_fp8."""
         try:
             if self.torchao:
@@ -143,27 +150,27 @@ class Precision:
         return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
     def level(self, name: str) -> str:
-        """That of the FP8 module `name`: the recipe, or where it is above that, the one of `levels`."""
+        """Return the recipe of the FP8 module `name`, or its fallback in `levels` if that is safer."""
         base = self.config.recipe
         return max(base, self.levels[name], key=LEVELS.index) if name in self.levels else base
 
     @property
     def head_gradients(self) -> bool:
-        """Whether the gradients of an lm_head that is in bf16 are FP8 products, where its sizes allow it."""
+        """Return whether the gradients of an lm_head in bf16 are FP8 products, if its sizes allow it."""
         return self.config.head_gradients and self.level("lm_head") not in ("bf16_backward", "bf16")
 
     def one_up(self, name: str, module: nn.Module) -> tuple[str, str]:
-        """(level, next level) of `name`, which is `module` and runs FP8."""
+        """Return the level and the next fallback of the FP8 module `name`, which is `module`."""
         if getattr(module, "fp8_gradients", False):
             return "block", "bf16"
         levels = list(LEVELS)
-        if isinstance(module, self.te.LayerNormMLP):  # of which Transformer Engine has no such backward
+        if isinstance(module, self.te.LayerNormMLP):  # Transformer Engine has no such backward for it
             levels.remove("bf16_backward")
         level = self.level(name)
         return level, levels[levels.index(level) + 1]
 
     def make_recipe(self, level: str) -> Any:
-        """None for bf16."""
+        """Return the recipe object of a recipe or fallback; None for bf16."""
         if self.torchao:
             return torchao_fp8.linear_config(level, self.emulated)
         if level == "bf16":
@@ -194,7 +201,7 @@ class Precision:
         return recipe
 
     def autocast(self) -> Any:
-        """The context a model's forward (never its backward) runs in."""
+        """Return the context in which a model's forward runs, and never its backward."""
         if not self.fp8 or self.torchao:
             return nullcontext()
         return self.te.autocast(enabled=True, recipe=self.recipe)
