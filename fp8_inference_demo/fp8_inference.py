@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -42,9 +41,6 @@ from model.errors import UserError
 from model.hub import local_folder
 from model.keys import between, why_no_file
 
-CHECKPOINT = re.compile(r"step-(\d{8,})")
-MANIFEST = "manifest.json"  # written last: a save that was killed has none, and is no checkpoint
-
 
 def find_model_folder(given: Path) -> Path:
     """Return the Hugging Face folder that `given` is, or that the run `given` exported.
@@ -59,24 +55,10 @@ def find_model_folder(given: Path) -> Path:
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():
             return folder
-    if _step(given):
-        if not (given / MANIFEST).is_file():
-            raise InferenceError(
-                f"--model {given}: no {MANIFEST} in it: this checkpoint was never finished; give the run's output_dir",
-                code="unfinished_checkpoint",
-                key=str(given),
-            )
-        newest: Path | None = given
-        out = given.with_name(f"{given.name}-hf")
-        of_run = given.absolute().parent.parent / "hf"
-    else:
-        newest = newest_checkpoint(given)
-        of_run = out = (given.parent if given.name == "checkpoints" else given) / "hf"
-    if newest is not None:
-        is_there = (of_run / "config.json").is_file()
-        there = f"the run's exported model is {of_run}" if is_there else "no exported model yet"
+    if given.name.startswith("step-") or (given / "checkpoints").is_dir():
+        command = shlex.join(["python", "train/export.py", str(given), f"{given}-hf"])
         raise InferenceError(
-            f"--model {given}: checkpoints, and {there}; export the one you want: {export_command(newest, out)}",
+            f"--model {given}: checkpoints that are not exported; run {command}, then give {given}-hf",
             code="not_exported",
             key=str(given),
         )
@@ -85,26 +67,6 @@ def find_model_folder(given: Path) -> Path:
         code="no_config_json",
         key=str(given),
     )
-
-
-def newest_checkpoint(given: Path) -> Path | None:
-    """The newest finished checkpoint in `given`, a run or its checkpoints/; None without any. What the run has set
-    aside, checkpoints.discarded-*, is no more of it."""
-    root = given / "checkpoints"
-    steps = (root if root.is_dir() else given).glob("step-*")
-    return max(
-        (path for path in steps if _step(path) and (path / MANIFEST).is_file()), key=_step, default=None
-    )
-
-
-def export_command(checkpoint: Path, out: Path) -> str:
-    return shlex.join(["python", "train/export.py", str(checkpoint), str(out)])
-
-
-def _step(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint; 0 of another name."""
-    match = CHECKPOINT.fullmatch(checkpoint.name)
-    return int(match[1]) if match else 0
 
 
 def temperature(text: str) -> float:

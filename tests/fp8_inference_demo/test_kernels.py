@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -144,15 +144,14 @@ def test_one_row_meets_fp8_weights_as_two_digits(kind: str, C: int) -> None:
     x[0, :8] = torch.logspace(-6, 2, 8, device="cuda")
     norm, residual = torch.rand(C, device="cuda").bfloat16(), torch.randn(1, 100, device="cuda").bfloat16()
     out = torch.full((1, 100), float("nan"), dtype=torch.float32, device="cuda")
-    forward = SimpleNamespace(eps=1e-5)
     wide, matrix = x.double(), weight.dequantize(torch.float32).double()
     if kind == "swiglu":
-        one_row._product(forward, 2, x, weight, out, norm)  # type: ignore[arg-type]
+        one_row._product(1e-5, 2, x, weight, out, norm)
         wide = wide * (wide.square().mean() + 1e-5).rsqrt() * norm.double()
         gate, up = (wide @ matrix.T).chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     else:
-        one_row._product(forward, 1, x, weight, out, residual=residual)  # type: ignore[arg-type]
+        one_row._product(1e-5, 1, x, weight, out, residual=residual)
         expected = wide @ matrix.T + residual.double()
     assert error(out, expected) < 2**-9
 
@@ -170,10 +169,10 @@ def test_a_nan_in_a_row_is_seen(kind: str) -> None:
     )
     weight = Matrix(codes.codes, codes.scale)
     if kind == "swiglu":
-        one_row._product(SimpleNamespace(eps=1e-5), 2, x, weight, out, norm)  # type: ignore[arg-type]
+        one_row._product(1e-5, 2, x, weight, out, norm)
     else:
         out = torch.zeros(1, 32, dtype=torch.bfloat16, device="cuda")
-        one_row._product(SimpleNamespace(eps=1e-5), 1, x, weight, out, residual=out.clone())  # type: ignore[arg-type]
+        one_row._product(1e-5, 1, x, weight, out, residual=out.clone())
     assert out.isnan().all()
 
 
