@@ -1,12 +1,16 @@
-"""Ranks that hang, are stopped, are killed or are slow: the job ends in time, or goes on, and says which one it is."""
+"""Ranks that hang, are stopped, are killed or are slow: the job ends in time, or goes on, and names the rank.
+
+Also before the first step and behind the last, where a phase that takes its time for what it reads is no hang.
+"""
 
 from __future__ import annotations
 
-import io
+import json
 import re
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +20,19 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.reliability.launching import launch
-from train.guard import watchdog
-from train.guard.slow_ranks import FIRST_STEPS, SlowRankDetector, SlowRanks
-from train.guard.watchdog import Watchdog, blame, verdict
+from tests.train.runs import ROOT, run
+from train import train
+from train.data.stream import SampleStream
+from train.files import bytes_of
+from train.guard import signals, watchdog
+from train.guard.slow_ranks import SlowRankDetector, SlowRanks
+from train.guard.watchdog import FIRST_STEP_S, SLOWEST, Watchdog, blame
 
 RANKS = "tests/reliability/meeting_ranks.py"
+SLOW = pytest.mark.slow
 
+
+# ---------------------------------------------------------------- jobs with a faulty rank
 
 # (fault, the rank that has it) -> ranks, hang_timeout_s. Of those that hang or are stopped none would end by itself.
 JOBS = {("hang", 1): (3, 2.0), ("stopped", 0): (3, 2.0), ("killed", 1): (3, 600.0), ("none", 0): (2, 2.0)}
@@ -43,86 +54,51 @@ def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str
         return dict(zip(every, pool.map(run, every.items()), strict=True))
 
 
-@pytest.fixture
-def hung(jobs: dict[tuple[str, int], tuple[int, str]]) -> dict[tuple[str, int], str]:
-    found = {name: job for name, job in jobs.items() if name[0] in ("hang", "hang_in_c", "stopped")}
-    assert {status for status, _ in found.values()} == {1}, jobs
-    return {name: output for name, (_, output) in found.items()}
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("fault", "rank", "status", "shown"),
+    [
+        (
+            "hang",
+            1,
+            1,
+            r"rank 1 on \S+: step 20, micro-batch 1 of 1; File .*meeting_ranks.py.* never_returns",
+        ),
+        ("stopped", 0, 1, ""),  # it keeps the store through which the ranks tell each other where they are
+        ("killed", 1, 128 + 9, ""),
+        pytest.param("hang_in_c", 1, 1, r'File ".*meeting_ranks.py", line \d+ in keeps_the_lock', marks=SLOW),
+        pytest.param("stopped", 1, 1, "", marks=SLOW),
+    ],
+)
+def test_a_faulty_rank_ends_the_job_and_is_named_once(
+    jobs: dict, fault: str, rank: int, status: int, shown: str
+) -> None:
+    found, output = jobs[fault, rank]
+    assert found == status and re.search(shown, output), output
+    lines = [line for line in output.splitlines() if "hang_timeout_s" in line]
+    if status == 1:
+        assert len(lines) == 1 and f"rank {rank} of 3" in lines[0], output
+    else:
+        assert not lines and re.search(rf"rank {rank} .*SIGKILL", output), output
 
 
 @pytest.mark.process
-def test_a_rank_that_hangs_is_named_with_its_stack(hung: dict[tuple[str, int], str]) -> None:
-    output = hung["hang", 1]
-    assert "no step was finished for 2 s (hang_timeout_s); rank 1 of 3 is not where the others wait" in output
-    assert re.search(
-        r"rank 1 on \S+: step 20, micro-batch 1 of 1; File .*meeting_ranks.py.* never_returns", output
-    )
-    assert "rank 1: where its threads are:" in output
-    assert output.count("no step was finished") == 1, "told once"
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same(hung: dict[tuple[str, int], str]) -> None:
-    output = hung["hang_in_c", 1]
-    assert "rank 1 does not answer" in output
-    assert re.search(r'File ".*meeting_ranks.py", line \d+ in keeps_the_lock', output), "faulthandler's form"
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stopped_process_is_named(hung: dict[tuple[str, int], str], rank: int) -> None:
-    """Rank 0 keeps the store through which the ranks tell each other where they are."""
-    output = hung["stopped", rank]
-    assert f"rank {rank} does not answer: its process is stopped" in output
-    assert output.count("no step was finished") == 1, "told once"
-    assert "rank" in output
-
-
-@pytest.mark.process
-def test_a_killed_rank_ends_the_job(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
-    status, output = jobs["killed", 1]
-    assert status == 128 + 9
-    assert "rank 1 was killed by SIGKILL" in output
-
-
-@pytest.mark.process
-def test_no_false_alarm_in_a_clean_run(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
+def test_no_false_alarm_in_a_clean_run(jobs: dict) -> None:
     status, output = jobs["none", 0]
     assert status == 0 and "all 400 steps" in output
-    assert "hang_timeout_s" not in output and "is slow" not in output
+    assert "hang_timeout_s" not in output and "slow" not in output
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_slow_rank_is_named(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
+def test_a_slow_rank_is_named(jobs: dict) -> None:
     status, output = jobs["slow", 1]
     assert status == 0, output
-    found = re.findall(r"warning: rank (\d) is slow: .* ([\d.]+) times .* to step (\d+)", output)
-    assert len(found) == 1, "told once"
-    rank, factor, step = found[0]
+    ((rank, factor, step),) = re.findall(r"rank (\d) is slow: .* ([\d.]+) times .* to step (\d+)", output)
     assert rank == "1" and 1.3 < float(factor) < 1.7 and int(step) <= 50
 
 
-def test_times_are_those_of_micro_batches_behind_the_first_steps(
-    process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not of evaluations, nor of steps that compile and allocate."""
-    norm = nn.Identity()
-    module = SimpleNamespace(model=SimpleNamespace(norm=norm))
-    engine = SimpleNamespace(device=torch.device("cpu"), module=module, zero_optimization_stage=lambda: 1)
-    slow_ranks, now = SlowRanks(engine, dist.group.WORLD, False), iter([0.0, 9.0, 20.0, 22.0, 30.0, 33.0])
-    monkeypatch.setattr(slow_ranks, "_now", lambda: next(now))
-    slow_ranks.begin()
-    norm(torch.ones(1))
-    for step in range(1, FIRST_STEPS + 1):
-        slow_ranks.step(step)
-    for _ in range(2):
-        slow_ranks.begin()
-        norm(torch.ones(1))
-        norm(torch.ones(1))  # an evaluation's
-    assert slow_ranks._median_s() == 2.5
-    assert slow_ranks._median_s() is None, "of this window"
+# ---------------------------------------------------------------- who is slow, who is to blame
 
 
 def test_one_slow_window_is_noise() -> None:
@@ -130,8 +106,8 @@ def test_one_slow_window_is_noise() -> None:
     slow, even = [1.0, 1.0, 1.5, 1.1], [1.0, 1.1, 1.2, 1.0]
     assert [detector.window(w) for w in (slow, slow, even, slow, slow)] == [{}] * 5
     assert detector.window(slow) == {2: 1.5}
-    assert detector.window(slow) == {}, "told already"
-    assert [detector.window(w) for w in (even, slow, slow, slow)] == [{}, {}, {}, {2: 1.5}], "told again"
+    assert detector.window(slow) == {}, "named already"
+    assert [detector.window(w) for w in (even, slow, slow, slow)] == [{}, {}, {}, {2: 1.5}], "named again"
 
 
 @pytest.mark.parametrize(("own_s", "found"), [(1.24, {}), (1.26, {1: 1.26})])
@@ -141,48 +117,42 @@ def test_a_slow_rank_is_a_quarter_behind_the_others(own_s: float, found: dict[in
     assert [detector.window([1.0, own_s]) for _ in range(3)][-1] == found
 
 
-def test_what_is_said_of_a_slow_rank(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
-    """After three windows of ten steps behind the first five of a start."""
-    said, ranks = dict[int, str](), SlowRanks.__new__(SlowRanks)
-    ranks.on, ranks.on_gpu, ranks.group, ranks._steps = True, False, None, 0
-    ranks._detector, ranks._pairs = SlowRankDetector(2), []
+@pytest.mark.parametrize(
+    ("stage", "cuda_graphs", "group", "is_on"),
+    [
+        (2, False, "group", True),
+        (3, False, "group", False),
+        (0, True, "group", False),
+        (0, False, None, False),
+    ],
+)
+def test_where_times_say_nothing_of_a_rank_none_are_taken(
+    monkeypatch: pytest.MonkeyPatch, stage: int, cuda_graphs: bool, group: Any, is_on: bool
+) -> None:
+    """At ZeRO 3 each layer waits for the slowest; a replayed graph passes no Python; alone there is no other."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    module = SimpleNamespace(model=SimpleNamespace(norm=nn.Identity()))
+    engine = SimpleNamespace(device=torch.device("cpu"), module=module, zero_optimization_stage=lambda: stage)
+    assert SlowRanks(engine, group, cuda_graphs).on == is_on
 
-    def gather(times: list, own: float, group: None) -> None:
-        times[:] = 0.002, own
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    for step in range(101, 141):
-        ranks._pairs.append((0.0, 0.003))
-        ranks.step(step)
-        said |= {step: logged.pop()} if logged else {}
-    assert list(said) == [135] and said[135].startswith(
-        "warning: rank 1 is slow: the forward of a micro-batch takes it 3.0 ms, 1.50 times the 2.0 ms of the others, "
-        "for 30 steps to step 135;"
-    )
+WAITS, RUNS = (lambda progress: {"progress": progress, "waits": True}), {"progress": 8, "waits": False}
 
 
 @pytest.mark.parametrize(
-    ("stage", "cuda_graphs", "ranks", "on"),
-    [(2, False, 2, True), (3, False, 2, False), (0, True, 2, False), (0, False, 1, False)],
+    ("found", "world", "blamed"),
+    [
+        ({0: WAITS(8), 1: WAITS(7), 2: WAITS(8)}, 3, [1]),  # all wait, one an operation behind the others
+        ({0: WAITS(8), 1: RUNS, 2: WAITS(8)}, 3, [1]),
+        ({0: WAITS(8), 2: WAITS(8)}, 3, [1]),
+        ({2: WAITS(8)}, 3, [0]),  # nobody answers: rank 0 keeps the store
+        ({0: WAITS(8)}, 3, [1, 2]),
+        ({1: WAITS(8)}, 2, [0]),
+        ({0: WAITS(8), 1: WAITS(8)}, 2, []),  # cannot be told
+    ],
 )
-def test_where_times_say_nothing_of_a_rank_nobody_is_named(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str], stage: int, cuda_graphs: bool, ranks: int, on: bool
-) -> None:
-    """At ZeRO 3 each layer waits for the slowest; a replayed graph passes no Python; alone there is no other."""
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: ranks)
-    norm = nn.Identity()
-    engine: Any = SimpleNamespace(
-        device=torch.device("cpu"),
-        zero_optimization_stage=lambda: stage,
-        module=SimpleNamespace(model=SimpleNamespace(norm=norm)),
-    )
-    times = SlowRanks(engine, object() if ranks > 1 else None, cuda_graphs)
-    assert times.on == on == bool(norm._forward_pre_hooks)
-    times.begin()
-    for step in range(1, 3):
-        times.step(step)
-    assert not logged
+def test_who_is_to_blame(found: dict, world: int, blamed: list[int]) -> None:
+    assert blame(found, world) == blamed
 
 
 def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,102 +181,127 @@ def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyP
     assert reports == [pytest.approx(6.5)]
 
 
-def answer(progress: int, waits: bool) -> dict:
-    return {"progress": progress, "waits": waits}
+# ---------------------------------------------------------------- before the first step and behind the last
+
+# Phases of a start: one in which rank 0 is slow, as it may be for what it reads, and one in which rank 1 hangs.
+START = f"""import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from train.guard import watchdog
+watchdog.FIRST_STEP_S, watchdog.GATHER_S = 1.0, 60.0
+
+def hangs():
+    time.sleep(1e6)
+
+dist.init_process_group("gloo")
+with watchdog.Watchdog(0.5, watchdog.NO_START) as watches:
+    watches.meet("verifies the checkpoint", reads=int(600 * watchdog.SLOWEST))
+    if dist.get_rank() == 0:
+        time.sleep(4)
+    watches.meet("builds the model")
+    if dist.get_rank() == 0:
+        print("the model is built", flush=True)
+    if dist.get_rank() == 1:
+        hangs()
+    watches.meet("proves what runs")
+"""
 
 
-def test_who_is_to_blame() -> None:
-    behind = {0: answer(8, True), 1: answer(7, True), 2: answer(8, True)}
-    assert blame(behind, 3) == [1], "all wait, one an operation behind the others"
-    assert blame({0: answer(8, True), 1: answer(8, False), 2: answer(8, True)}, 3) == [1]
-    assert blame({0: answer(8, True), 2: answer(8, True)}, 3) == [1]
-    assert blame({2: answer(8, True)}, 3) == [0], "nobody answers: rank 0 keeps the store"
-    assert blame({0: answer(8, True)}, 3) == [1, 2], "nobody answers the one that keeps it"
-    assert blame({0: answer(8, True)}, 2) == [1] and blame({1: answer(8, True)}, 2) == [0]
-    assert blame({0: answer(8, True), 1: answer(8, True)}, 2) == [], "cannot be told"
+@pytest.mark.process
+def test_a_rank_that_hangs_in_a_start_is_named_and_one_that_reads_is_not(tmp_path: Path) -> None:
+    (script := tmp_path / "start.py").write_text(START)
+    done = launch(3, str(script))
+    assert done.returncode == 1 and "the model is built" in done.stdout, done.stdout
+    assert len(re.findall(r"1 s \(hang_timeout_s\); rank 1 of 3", done.stdout)) == 1, done.stdout
+    assert re.search(r"rank 1 on \S+: builds the model; File .*start.py.* in hangs", done.stdout)
 
 
-def test_the_verdict_has_the_time_the_place_and_one_of_those_who_wait() -> None:
-    found = {rank: {"host": f"h{rank}", "doing": f"step {rank}", "at": f"File {rank}"} for rank in (0, 1, 3)}
-    assert verdict(found, [1, 2], 4, 90.0).splitlines() == [
-        "error: no step was finished for 90 s (hang_timeout_s); rank 1, 2 of 4 is not where the others wait for it:",
-        "  rank 1 on h1: step 1; File 1",
-        "  rank 2 does not answer: its process is stopped, or its machine or connection is gone",
-        "  rank 0 waits: step 0; File 0",
-        "The job ends; with --resume_from_checkpoint auto, the default, the same command goes on from the last "
-        "checkpoint",
-    ]
-    said = verdict({rank: found[rank] for rank in (1, 0)}, [], 2, 0.5)
-    assert said == (
-        "error: no step was finished for 0.5 s (hang_timeout_s) and all 2 ranks answer; where they are: rank 0: step "
-        "0, File 0; rank 1: step 1, File 1"
-    )
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ranks do together, in its order, each with whether a watchdog watched then: "meet", or "meet, unwatched"."""
+    found, watching = list[str](), list[Watchdog]()
+    enter, leave = Watchdog.__enter__, Watchdog.__exit__
+
+    def entered(self: Watchdog) -> Watchdog:
+        assert not watching, "two at a time would take each other's timer"
+        watching.append(self)
+        return enter(self)
+
+    def left(self: Watchdog, *exception: object) -> None:
+        leave(self, *exception)
+        watching.remove(self)
+
+    monkeypatch.setattr(Watchdog, "__enter__", entered)
+    monkeypatch.setattr(Watchdog, "__exit__", left)
+
+    def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*its: Any, **named: Any) -> Any:
+            found.append(name if watching else f"{name}, unwatched")
+            return right(*its, **named)
+
+        return call
+
+    collectives = "barrier broadcast broadcast_object_list all_gather all_gather_object all_reduce new_group"
+    for name in collectives.split():
+        monkeypatch.setattr(dist, name, noted(name, getattr(dist, name)))
+    monkeypatch.setattr(train, "export_last", noted("export", train.export_last))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("rank", "local", "answer_too", "says", "waits_s"),
-    [
-        (1, 1, [], True, []),
-        (8, 0, [], True, [8.0]),  # rank 1 may be gone with its node, too
-        (2, 2, [], True, [16.0]),
-        (2, 2, [0, 3], False, []),  # rank 0 does
-        (2, 2, [3], True, []),
-    ],
-)
-def test_one_gives_the_verdict_though_rank_0_keeps_the_store_and_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    local: int,
-    answer_too: list[int],
-    says: bool,
-    waits_s: list[float],
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_ranks_wait_for_each_other_under_a_watchdog_from_the_first_time_to_the_last(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: list[str], is_stopped: bool
 ) -> None:
-    """Then no rank hears another, and the launcher ends the others before they speak, too."""
-    slept, said = list[float](), io.StringIO()
-    watches = Watchdog(0)
-    watches._main = threading.get_ident()
-    monkeypatch.setattr(watchdog, "console", lambda: said)
-
-    def gather(self: Watchdog, found: dict, world: int) -> None:
-        found.update({other: found[rank] for other in answer_too})
-
-    monkeypatch.setattr(Watchdog, "_gather", gather)
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
-    monkeypatch.setenv("LOCAL_RANK", str(local))
-    watches._report()
-    assert ("no step was finished" in said.getvalue()) == says and slept == [*waits_s, 1.0]
-    assert says or said.getvalue() == "", "not even an empty line"
-
-
-def test_a_thread_beside_counts_only_while_the_main_thread_waits_for_it() -> None:
-    """As that of a save, which is in a collective of its own while training hangs elsewhere."""
-    there: dict[str, Any] = {}
-    exec(
-        compile("def collective(event): event.wait()", "torch/distributed/distributed_c10d.py", "exec"), there
+    """Else for a day (train/engine/distributed.py). A stop that cannot be noted is a stop: by another status a Slurm
+    job would not be requeued."""
+    schedule = {"schedule": [{"until_step": 1, "compute": "bf16"}, {"compute": "fp8"}]}
+    (config := tmp_path / "config.json").write_text(
+        json.dumps({**settings, "max_steps": 2, "preflight": True, "precision": schedule})
     )
-    ends = threading.Event()
-    beside = threading.Thread(target=there["collective"], args=(ends,), name="save")
-    beside.start()
-    watchdog, found = Watchdog(0), list[tuple[str, bool]]()
-    watchdog._main = threading.get_ident()
+    if is_stopped:
+        monkeypatch.setattr(signals.StopVote, "ask", lambda *_: (True, False, False))
+        (tmp_path / "run/stopped.json.tmp").mkdir(parents=True)
+    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
+    assert train.main([str(config)]) == (signals.STOPPED if is_stopped else 0)
+    assert [call for call in watched if "unwatched" in call] == [] and len(watched) > 20
+    assert watched[0] == "all_gather_object" and watched[-1] == "barrier"
+    assert ("export" in watched) != is_stopped
 
-    def look() -> None:
-        found.append(watchdog._where())
 
-    def look_until_it_counts() -> None:
-        look()
-        deadline = time.monotonic() + 100
-        while not found[-1][1] and time.monotonic() < deadline:
-            look()
-        ends.set()
+def test_a_phase_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it by one slow rank, of a file system that others use, too; without files, half an hour."""
+    read: list[int] = []
+    meet = Watchdog.meet
 
-    first = threading.Thread(target=look)
-    first.start()
-    while first.is_alive():
-        pass
-    threading.Thread(target=look_until_it_counts).start()
-    beside.join()
-    (texts, waits), *_, (_, waits_for_it) = found
-    assert "thread save:" in texts and (waits, waits_for_it) == (False, True)
+    def met(self: Watchdog, doing: str, reads: int = 0) -> None:
+        meet(self, doing, reads)
+        assert self.limit_s == FIRST_STEP_S + reads / SLOWEST
+        read.extend([reads] * bool(reads))
+
+    monkeypatch.setattr(Watchdog, "meet", met)
+    monkeypatch.setattr("train.setup.verify_data", lambda *_: None)
+    monkeypatch.setattr(SampleStream, "num_bytes", 5 * 10**12)
+    settings["data"]["verify"] = True
+    output_dir = run(settings, save_steps=3, hang_timeout_s=60)
+    last = output_dir / "checkpoints/step-00000006"
+    assert read == [10**13, bytes_of(last)], "of the data, held out data, too, and of what is exported"
+
+    read.clear()
+    run(settings, max_steps=6, hang_timeout_s=60)
+    everything = bytes_of(output_dir / "checkpoints")
+    assert read[:4] == [10**13, everything, bytes_of(last), bytes_of(last)], "it is verified, then loaded"
+
+
+def test_a_step_takes_back_the_time_of_a_phase(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Watchdog(60) as watches:
+        watches.meet("reads", reads=int(1000 * SLOWEST))
+        limits = [watches.limit_s]
+        for after_step in (False, True):
+            watches.met("is over", after_step)
+            limits.append(watches.limit_s)
+    assert limits == [FIRST_STEP_S + 1000, FIRST_STEP_S, 60]
+    monkeypatch.setattr(dist, "barrier", pytest.fail)
+    with Watchdog(0) as off:
+        off.meet("nothing")
