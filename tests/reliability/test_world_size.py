@@ -225,11 +225,11 @@ def no_shapes(content: dict) -> None:
         (SHARD, shorter, f"{SHARD}: 2 partitions of .* elements do not hold the .* of group 0"),
         (SHARD, without_moment, f"{SHARD} does not hold what .*exp_avg_sq"),
         (SHARD, other_step, "AdamW's step differs between parameters: .4.0, 5.0."),
-        (MODEL, without_norm, "it lacks .'model.norm.weight'., and has nothing"),
+        (MODEL, without_norm, "'model.norm.weight'"),
         (
             MODEL,
             smaller_norm,
-            "does not have model.norm.weight whole: it has 64 elements, and the shards hold 0 to 63",
+            "all 64 elements of model.norm.weight: the shards hold 0 to 63",
         ),
     ],
 )

@@ -1,12 +1,11 @@
 """Load a checkpoint of another number of ranks, or of another ZeRO stage, than the engine's.
 
-DeepSpeed cuts the float32 weights and AdamW's two moments, or Muon's one, by ZeRO stage and number of ranks. Each such
-cut, of the files or of the engine, is described alike: for each parameter the stretches (`Piece`) with the tensors that
-hold them. What overlaps is copied: in place, since CUDA graphs and Transformer Engine's FP8 copies rely on where the
-weights are.
-Files are mapped, not read: the ranks of a node share their pages.
+DeepSpeed partitions the float32 weights and AdamW's two moments, or Muon's one, by ZeRO stage and number of ranks. Both
+partitions, of the files and of the engine, are described as pieces of each parameter (`Piece`), and what overlaps is
+copied. It is copied in place: CUDA graphs and Transformer Engine's FP8 copies rely on the addresses of weights. Files
+are memory-mapped, so that the ranks of a node share their pages.
 
-What DeepSpeed's files hold is known here (checked against 0.19.8), how its engine looks in train/engine/zero.py.
+This file knows DeepSpeed's checkpoint files (of 0.19.8); train/engine/zero.py knows its engine.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from train.engine.states import MOMENTS, PackedAdamW, Stretch, stretches
 WEIGHT = "float32 weight"
 
 Tensors = dict[str, torch.Tensor] | dict[str, Stretch]  # by WEIGHT and MOMENTS
-Sizes = list[tuple[str, int]]  # name, elements; in the order in which a flat tensor has them
+Sizes = list[tuple[str, int]]  # name, elements; in the order of a flat tensor
 
 
 @dataclass
 class Piece:
-    """The elements from `start` on of a flattened parameter: 1-D tensors of equal length, by WEIGHT and the names of
+    """Elements of a flattened parameter from `start` on: 1-D tensors of equal length, by WEIGHT and the names of
     moments (train/engine/zero.py)."""
 
     start: int
@@ -63,10 +62,10 @@ class Contents:
 
 @torch.no_grad()
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
-    """Put weights, optimizer and counters of the checkpoint `path` (its run state: `state`) into `engine`; every rank
-    calls it.
+    """Load weights, optimizer and counters of the checkpoint `path`, whose run state is `state`, into `engine`.
+    Collective.
 
-    The weights become the float32 ones, rounded to their type: that is what they were.
+    The weights are the float32 ones rounded to their type, as they were.
 
     Raises CheckpointError: a file is missing, cannot be read, or lacks something; it is of another model.
     """
@@ -95,33 +94,32 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
 
 
 def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
-    """Raises CheckpointError: what the files of the checkpoint `path` hold are not exactly the parameters of `sizes`
-    (name -> elements), after one number of steps."""
+    """Raise CheckpointError: the files of the checkpoint `path` do not hold exactly the parameters of `sizes` (name ->
+    elements), after one number of steps."""
     if len(saved.steps) > 1:
         raise CheckpointError(f"{path}: AdamW's step differs between parameters: {sorted(saved.steps)}")
     pieces = saved.pieces
     missing, unknown = sorted(sizes.keys() - pieces.keys()), sorted(pieces.keys() - sizes.keys())
     if missing or unknown:
-        raise CheckpointError(
-            f"{path} is of another model: it lacks {missing or 'nothing'}, and has {unknown or 'nothing'} in addition"
-        )
+        raise CheckpointError(f"{path} is of another model: missing are {missing}, unknown are {unknown}")
     for name, found in pieces.items():
         ends = [0, *(piece.end for piece in found)]
         if [piece.start for piece in found] != ends[:-1] or ends[-1] != sizes[name]:
             stretches = ", ".join(f"{piece.start} to {piece.end}" for piece in found)
             raise CheckpointError(
-                f"{path} does not have {name} whole: it has {sizes[name]} elements, and the shards hold {stretches}"
+                f"{path} does not hold all {sizes[name]} elements of {name}: the shards hold {stretches}"
             )
 
 
-# ---------------------------------------------------------------- cuts
+# ---------------------------------------------------------------- partitions
 
 
 def flat_partition(
     sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
-    """ZeRO 1 and 2: the parameters of a group one after another, paddings[i] elements after the i-th; rank r has the
-    elements from r * `length` on. Without ZeRO: a group of one parameter, of which all are rank 0."""
+    """Yield the pieces of ZeRO 1 and 2: the parameters of a group lie one after another, with paddings[i] elements
+    after the i-th, and rank r has the elements from r * `length` on. Without ZeRO: a group of one parameter, all of
+    rank 0."""
     begin, position = rank * length, 0
     for (name, numel), padding in zip(sizes, paddings, strict=True):
         first, end = max(position, begin), min(position + numel, begin + length)
@@ -132,8 +130,8 @@ def flat_partition(
 
 
 def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
-    """ZeRO 3: of each parameter rank r has the r-th of `world` parts, all as long as the first; the last ones are
-    padded. Its parts lie one after another."""
+    """Yield the pieces of ZeRO 3: rank r has the r-th of `world` parts of each parameter, all as long as the first; the
+    last ones are padded. A rank's parts lie one after another."""
     offset = 0
     for name, numel in sizes:
         part = math.ceil(numel / world)
@@ -147,7 +145,7 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 
 
 def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
-    """What this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
+    """Yield what this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
     optimizer = zero.base_optimizer(engine)
     for master in zero.masters(engine):
         packed = optimizer if isinstance(optimizer, PackedAdamW) else None
@@ -163,18 +161,19 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
                     state[moment] = torch.zeros_like(master.tensor.data)
                 tensors[moment] = state[moment].view(-1)
             if master.moments == MOMENTS:
-                # as torch.optim.AdamW makes it: where its kernel reads it
+                # as torch.optim.AdamW allocates it: where its kernel reads it
                 device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
                 state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
         yield from pieces_of_master(engine, master, tensors)
-        if packed:  # filled by whom they were yielded to
+        if packed:  # the caller has filled the tensors
             packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
 
 
 def pieces_of_master(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """(name, piece) of each parameter of which this rank has a stretch in `master`; 1-D `tensors` are cut as it is."""
+    """Yield (name, piece) of each parameter that this rank has a part of in `master`. The 1-D `tensors` are partitioned
+    as it is."""
     rank, world, stage = dist.get_rank(), dist.get_world_size(), engine.zero_optimization_stage()
     sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
     if stage == 3:
@@ -188,8 +187,10 @@ def pieces_of_master(
 
 
 def read(path: Path, state: RunState, names: list[str]) -> Contents:
-    """What the files of the checkpoint `path` hold, mapped into memory. names: the model's parameters in the order of
-    an optimizer without ZeRO, whose file does not have them.
+    """Return what the files of the checkpoint `path` hold, memory-mapped.
+
+    Args:
+        names: the model's parameters in the order of an optimizer without ZeRO, whose file does not have them.
 
     Raises CheckpointError: a file is missing, cannot be read, or lacks something.
     """
@@ -231,7 +232,7 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
-    """Without ZeRO: the optimizer itself, or DeepSpeed's wrapper for bf16 with its float32 weights."""
+    """Read the optimizer without ZeRO: torch's, or DeepSpeed's wrapper for bf16 with its float32 weights."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         masters = list(itertools.chain(*optimizer["fp32_groups"]))
@@ -245,7 +246,7 @@ def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> Non
 def _read_shard(
     content: dict[str, Any], groups: list[Sizes], rank: int, state: RunState, saved: Contents
 ) -> None:
-    """A rank's part. ZeRO 1 and 2: a flat tensor for each group; ZeRO 3: one for each sub-group."""
+    """Read a rank's part: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
     scaler = content.get("loss_scaler")
     saved.loss_scale = {name: getattr(scaler, name, None) for name in zero.LOSS_SCALE}
     if state.zero_stage == 3:
@@ -257,8 +258,8 @@ def _read_shard(
         if state.zero_stage == 3:
             found = partition_of_each(sizes, rank, state.world_size, tensors)
         else:
-            # The plain optimizer leaves out what pads the last partitions, BF16_Optimizer does not; it alone has no
-            # stage.
+            # The plain optimizer does not save what pads the last partitions; BF16_Optimizer does, and saves no
+            # "zero_stage".
             left_out = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
             length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
@@ -274,8 +275,8 @@ def _read_shard(
 def _tensors(
     master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, steps: set[float]
 ) -> Tensors:
-    """The float32 weight, flat, with the optimizer's state of number `index`, of which there is none before the first
-    step. Muon's has no count of steps."""
+    """Return the flat float32 weight with the optimizer's state of number `index`, if there is any: before the first
+    step there is none. Muon's has no count of steps."""
     if not of_optimizer:
         return {WEIGHT: master.view(-1)}
     state = of_optimizer[index]
@@ -289,7 +290,7 @@ def _tensors(
 
 
 def _shard(path: Path, rank: int) -> Path:
-    """DeepSpeed's file of the optimizer of a rank; its name begins with bf16_ where that is what was trained in."""
+    """Return DeepSpeed's file of the optimizer of a rank. Its name begins with bf16_ for a run in bf16."""
     candidates = [path / f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for kind in ("bf16_", "")]
     for file in candidates:
         if file.exists():
@@ -298,7 +299,7 @@ def _shard(path: Path, rank: int) -> Path:
 
 
 def model_file(path: Path, state: RunState) -> Path:
-    """DeepSpeed's file of the model, at ZeRO 3 that of rank 0."""
+    """Return DeepSpeed's file of the model, with ZeRO 3 that of rank 0."""
     prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
     return path / f"{prefix}mp_rank_00_model_states.pt"
 
@@ -314,7 +315,7 @@ def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) 
 
 @contextlib.contextmanager
 def named(file: Path) -> Iterator[None]:
-    """Errors of a file that is not as it should be, as a CheckpointError that names it."""
+    """Raise errors of a file in the block as a CheckpointError that names it."""
     try:
         yield
     except CheckpointError as error:
@@ -346,9 +347,9 @@ def named(file: Path) -> Iterator[None]:
 
 
 def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
-    """The FP8 state of delayed scaling of the `world` ranks that wrote the checkpoint `path`, which reduce their amaxes
-    and so have the same. In the first row of a history a rank gathers its own amaxes until the next reduction: their
-    maximum is what that would make of them.
+    """Return the FP8 state of the `world` ranks that wrote the checkpoint `path`. With delayed scaling they reduce
+    their amaxes and so have the same, but for the first row of a history, where each gathers its own amaxes until the
+    next reduction: that takes their maximum.
 
     Raises CheckpointError: the ranks have different states.
     """

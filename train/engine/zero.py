@@ -1,5 +1,5 @@
-"""How DeepSpeed 0.19.8 looks inside: here, and for the files in train/checkpoint/reshard.py, stands all that this code
-uses of it without DeepSpeed promising it. A new version is read against these two files.
+"""DeepSpeed 0.19.8's private attributes, and the work-arounds for its faults. For a new version of DeepSpeed check this
+file, and train/checkpoint/reshard.py for its checkpoint files.
 
     ZeRO  optimizer                                   what AdamW or Muon steps (`masters`)
     0     the optimizer itself (float32)              the weights
@@ -33,48 +33,48 @@ from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
 
-# The types in the files of a checkpoint that torch does not allow by itself. Creating one executes no other code.
+# Types in DeepSpeed's files that torch.load does not allow by default (#8500). Creating one executes no other code.
 SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 # ---------------------------------------------------------------- parameters and what is stepped
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The true shape: ZeRO 3 empties partitioned parameters."""
+    """Return the full shape: ZeRO 3 empties partitioned parameters."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def held_of(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of it also between steps: of ZeRO 3 its part, 1-D."""
+    """Return what this rank holds of it between steps: its 1-D part with ZeRO 3, else all."""
     return getattr(parameter, "ds_tensor", parameter).data
 
 
 def name_of(engine: Any, parameter: nn.Parameter) -> str:
-    """The name of a parameter of `engine.module`."""
+    """Return the name of a parameter of `engine.module`."""
     return engine.param_names[parameter]
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """AdamW, torch's or ours, or Muon with AdamW for the rest; an optimizer of DeepSpeed's may wrap it."""
+    """Return AdamW, or Muon with AdamW for the rest, without DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def adamw_is_fused(engine: Any) -> bool:
-    """Whether AdamW is one kernel, which reads its count of steps on the GPU."""
+    """Return whether AdamW is one kernel, which reads its count of steps on the GPU."""
     optimizer = base_optimizer(engine)
     return bool(getattr(optimizer, "aux_optimizer", optimizer).defaults.get("fused"))
 
 
-# What there is beside a float32 weight, element by element, of Muon; MOMENTS are AdamW's.
+# The state of Muon for each element of a weight. MOMENTS are those of AdamW.
 MOMENTUM: tuple[str, ...] = ("momentum_buffer",)
 
 
 @dataclass
 class Master:
-    """A tensor that AdamW or Muon steps; its `moments` are in `base_optimizer(engine).state[tensor]`.
+    """A tensor that AdamW or Muon steps. Its `moments` are in `base_optimizer(engine).state[tensor]`.
 
-    Without ZeRO one parameter, whole and in its shape. Else 1-D, this rank's part of `parameters`: see `flat_partition`
-    (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
+    Without ZeRO it is one parameter, in its shape. Else it is 1-D, this rank's part of `parameters`: see
+    `flat_partition` (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
     """
 
     tensor: torch.Tensor
@@ -84,7 +84,7 @@ class Master:
 
 
 def masters(engine: Any) -> Iterator[Master]:
-    """What this rank's optimizer steps, in its order."""
+    """Yield what this rank's optimizer steps, in its order."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     paddings = None
     if stage == 3:
@@ -106,8 +106,8 @@ def masters(engine: Any) -> Iterator[Master]:
 
 @contextlib.contextmanager
 def rewritten_masters(engine: Any) -> Iterator[None]:
-    """Within it `masters` may be written to; then the weights that the model computes with become these, rounded, where
-    they are. Collective."""
+    """In the block `masters` may be written. At its end the weights of the model become these, rounded, in place.
+    Collective."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -128,9 +128,8 @@ def rewritten_masters(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_settings(engine: Any) -> Iterator[None]:
-    """Within it a checkpoint may be loaded; afterwards the optimizer's settings, its kernel (a checkpoint of a CPU has
-    another than a GPU's) and the norm of clipping are again what they were. DeepSpeed loads those of the checkpoint
-    without a word."""
+    """In the block a checkpoint may be loaded. At its end restore the optimizer's settings, its kernel (that of a CPU
+    and of a GPU differ) and the norm of clipping: DeepSpeed loads those of the checkpoint."""
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
     settings = [{key: group[key] for key in keys & group.keys()} for group in optimizer.param_groups]
@@ -147,21 +146,20 @@ def own_settings(engine: Any) -> Iterator[None]:
 
 
 def use_loader(engine: Any, load: Callable[..., Any]) -> None:
-    """Have DeepSpeed load the files of checkpoints with `load(path, map_location)`: its own function executes code that
-    is in them."""
+    """Have DeepSpeed load files with `load(path, map_location)`: its own torch.load executes code in them (#6751)."""
     engine.checkpoint_engine.load = load
 
 
 def forget_moments(engine: Any) -> None:
-    """DeepSpeed's links from weights to moments that a checkpoint has replaced: they would keep the old ones in memory.
-    The next step links anew."""
+    """Drop DeepSpeed's links from weights to moments that a checkpoint has replaced, which would keep the old ones in
+    memory. The next step links again."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
 
 
 def forget_module(engine: Any) -> None:
-    """DeepSpeed's hold on the model of a destroyed engine, and so on its weights and the optimizer's states: ZeRO 3 has
-    it on a list of the process, below the modules whose forward runs, and modules of it in the cache of a method."""
+    """Drop DeepSpeed's references to the model of a destroyed engine, and so to its weights and optimizer states. ZeRO
+    3 has it on a global list of modules whose forward runs, and modules of it in the cache of a method."""
     stack, coordinator = parameter_offload.FWD_MODULE_STACK, parameter_offload.PartitionedParameterCoordinator
     stack[:] = [module for module in stack if module is not engine.module]
     for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
@@ -170,7 +168,7 @@ def forget_module(engine: Any) -> None:
 
 
 def undo_initial_step(engine: Any) -> None:
-    """Put a fresh engine's optimizer back to before its first step.
+    """Restore a new engine's optimizer to before its first step (DeepSpeed #5151, #5104).
 
     Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
     weights and advances the bias correction, so that the first real step is 27 % too short.
@@ -184,8 +182,8 @@ def undo_initial_step(engine: Any) -> None:
 
 
 def pack_states(engine: Any, moments: str) -> None:
-    """Have a fresh engine's BF16_Optimizer keep of its float32 weights only what the bf16 ones lack, with `moments` of
-    that type (train/engine/states.py)."""
+    """Have a new engine's BF16_Optimizer keep only those bits of its float32 weights that the bf16 weights lack, and
+    `moments` of that type (train/engine/states.py)."""
     optimizer, plain = engine.optimizer, base_optimizer(engine)
     assert type(optimizer).__name__ == "BF16_Optimizer", type(optimizer)
     groups = []
@@ -194,9 +192,9 @@ def pack_states(engine: Any, moments: str) -> None:
         weight = optimizer.bf16_partitioned_groups[index][rank].detach()
         groups.append({**group, "params": [weight]})
         optimizer.fp32_groups_flat_partition[index] = weight
-        group["params"] = []  # the float32 weights go
+        group["params"] = []  # frees the float32 weights
     gradients = optimizer.fp32_groups_gradient_flat_partition
-    # of those that are left in this list a step makes `.grad` of the weights, in their type
+    # a step would make `.grad` of the weights, in their type, of what is left in this list
     optimizer.fp32_groups_gradient_flat_partition = []
     packed = PackedAdamW(groups, gradients, moments)
     optimizer.optimizer = engine.basic_optimizer = engine.client_optimizer = packed
@@ -204,7 +202,7 @@ def pack_states(engine: Any, moments: str) -> None:
     whole_state = optimizer.state_dict
 
     def state_dict() -> dict[str, Any]:
-        # a file would have the whole tensor that a part is cut of
+        # torch.save would write the whole storage of a part
         parts = [weight.clone() for weight in optimizer.fp32_groups_flat_partition]
         return whole_state() | {"single_partition_of_fp32_groups": parts}
 
@@ -219,7 +217,7 @@ MOMENTS_LINKED = ("_hp_optimizer_states_linked",)
 
 
 def muon_groups(engine: Any) -> list[dict[str, Any]]:
-    """The parameter groups that Muon steps."""
+    """Return the parameter groups that Muon steps."""
     return [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
 
 
@@ -266,8 +264,8 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
 
 
 def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Give Muon in each step, in place of each matrix, its parts of so many `rows` each, as views: they lie one after
-    another, in the parameter as in flat tensors. What is saved stays by parameter."""
+    """Have Muon step parts of `rows` of each matrix, as views: they lie one after another, in the parameter as in flat
+    tensors. Checkpoints stay by parameter."""
     if not muon_groups(engine):
         return
     if hasattr(engine.optimizer, "bf16_groups"):
@@ -277,8 +275,8 @@ def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> 
 
 
 def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Of BF16_Optimizer: it orthogonalizes before the step, by lists of parameters, of their float32 gradients and of
-    what ranks have to exchange of those that two of them have in part."""
+    """With BF16_Optimizer, which orthogonalizes before the step: by lists of parameters, of their float32 gradients,
+    and of what ranks exchange of a matrix that lies on two of them."""
     names = "bf16_groups", "fp32_groups_gradients", "_muon_exchange_layouts"
     whole = [getattr(optimizer, name) for name in names]
     apart = [list(each) for each in whole]
@@ -314,7 +312,7 @@ def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int
 
 
 def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Without ZeRO: Muon itself orthogonalizes what it steps, which is whole."""
+    """Without ZeRO, where Muon itself orthogonalizes whole matrices."""
     optimizer = base_optimizer(engine)
     step = optimizer.step
     of_each = {id(master.tensor): rows(master.parameters[0]) for master in masters(engine)}
@@ -348,9 +346,9 @@ def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
 def skip_steps_that_are_not_finite(engine: Any) -> None:
     """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
 
-    Those leave everything as it is where the norm of the reduced gradients, the same on every rank, is not finite, set
-    `overflow`, by which the engine counts (`skipped_steps`), and keep the norm. Here torch's AdamW is called whatever
-    the gradients are.
+    Those skip a step where the norm of the reduced gradients, the same on every rank, is not finite, set `overflow`, by
+    which the engine counts `skipped_steps`, and keep the norm. At ZeRO 0 in float32 DeepSpeed calls torch's AdamW in
+    any case.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow"):
@@ -379,7 +377,7 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class GradientBuffer:
-    """BF16_Optimizer's float32 gradient of a parameter, 1-D; after each backward it adds the bf16 `.grad` to it."""
+    """BF16_Optimizer's float32 gradient of a parameter, 1-D, to which it adds the bf16 `.grad` after each backward."""
 
     tensor: torch.Tensor
     optimizer: Any
@@ -387,12 +385,12 @@ class GradientBuffer:
     index: int
 
     def mark(self) -> None:
-        """Tell DeepSpeed that the gradient is there; its norm and clipping leave out what has none."""
+        """Tell DeepSpeed that there is a gradient: its norm and clipping skip parameters without one."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 
 def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
-    """By `id` of the parameter; {} of an optimizer that has none in float32."""
+    """Return the buffers by `id` of the parameter; {} for an optimizer without float32 gradients."""
     optimizer = engine.optimizer
     buffers = getattr(optimizer, "fp32_groups_gradients", None)
     if buffers is None or optimizer.grad_acc_dtype != torch.float32:
@@ -408,7 +406,7 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
 
 
 class _Capture:
-    """In place of DeepSpeed's checkpoint engine: what that would write goes to `take`."""
+    """Replaces DeepSpeed's checkpoint engine: passes what that would write to `take`."""
 
     def __init__(self, writer: Any, take: Callable[[str, Any], None]):
         self.writer, self.take = writer, take
@@ -429,11 +427,10 @@ class _Capture:
 
 
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
-    """engine.save_checkpoint, without a file: calls `take(name of the file, what is to be in it)` for each. Returns the
-    first error of `take` instead of raising it: a rank that left early would let the others wait in DeepSpeed's
-    barriers, at ZeRO 3 in a gather of weights too.
+    """Call engine.save_checkpoint with `take(name of the file, its content)` in place of writing. Return the first
+    error of `take`: if it were raised, the other ranks would wait in DeepSpeed's barriers.
 
-    DeepSpeed's scripts are not copied beside the checkpoints either; train/export.py does what they do.
+    DeepSpeed's scripts are not copied beside the checkpoints; train/export.py does what they do.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = capture = _Capture(writer, take)
