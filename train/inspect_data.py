@@ -1,11 +1,10 @@
 """Look at prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
 
-Prints what the manifest says, the lengths of the documents, and random samples as training sees them: windows of
---seq_length tokens, packed full, here with a line at each document boundary. Text has "| " before each of its lines,
-so that nothing in it can be taken for such a line; BOS and EOS are lines of their own. Sizes and indexes of all shards
-are always checked; --verify also recomputes every hash and looks at every token id.
+Print the manifest, the lengths of documents, and random samples as training sees them: windows of --seq_length tokens,
+with a line at each document boundary. Each line of text begins with "| "; BOS and EOS are lines of their own. Sizes and
+indexes of all shards are always checked; --verify also checks every hash and every token id.
 
-Ends with status 1 when a file is damaged, with 2 when there is nothing to inspect.
+Exit status: 1 if a file is damaged, 2 if there is nothing to inspect.
 """
 
 import argparse
@@ -25,21 +24,26 @@ from model.keys import between
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; numbers outside their range are errors."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("folder", metavar="DIR", help="a folder of prepared or imported data")
-    add("--verify", action="store_true", help="recompute every hash, check every token id")
+    add("--verify", action="store_true", help="check every hash and every token id")
     add("--samples", type=between(0), default=2, help="random samples to print (2)")
     add(
         "--split",
         choices=("train", "eval"),
         default="train",
-        help="the split to take them from, if it holds any (train)",
+        help="the split of the samples (train)",
     )
-    add("--seq_length", type=between(1), default=2048, help="tokens a sample, if there are so many (2048)")
+    add(
+        "--seq_length",
+        type=between(1),
+        default=2048,
+        help="tokens of a sample, at most all of the split (2048)",
+    )
     add("--seed", type=int, default=0, help="chooses the samples (0)")
     cores = min(os.cpu_count() or 1, 16)
     add("--workers", type=between(1), default=cores, help="threads (one a core, at most 16)")
@@ -47,12 +51,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0, or 1 with each damaged file on stderr, or 2 with the reason why it cannot be done."""
+    """Run the command and return its exit status."""
     args = parse_arguments(argv)
     from train.data.inspection import inspect_folder
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # any text of a corpus, on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")  # any text on any terminal
     try:
         problems = inspect_folder(args)
     except (ValueError, OSError) as error:
@@ -64,5 +68,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it in silence
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     sys.exit(main())

@@ -21,7 +21,7 @@ from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig
-from train.data.mixture import MixtureStage
+from train.data.order import MixturePhase
 from train.files import REPOSITORY
 
 CONFIG_FOLDER = REPOSITORY / "train_args"
@@ -105,7 +105,7 @@ class DataArguments:
         min_length=1,
         example={"NAME": "data/pretrain"},
     )
-    weights: dict[str, float] | list[MixtureStage] | None = option(
+    weights: dict[str, float] | list[MixturePhase] | None = option(
         'name -> share of the samples; null: in proportion to tokens; in phases: [{"until_tokens": N, "weights": '
         '{...}}, ..., {"weights": {...}}]',
         None,

@@ -45,7 +45,7 @@ from train.config.schema import (
     suggest_key,
     value_schema,
 )
-from train.data.mixture import weight_problems
+from train.data.order import weight_problems
 from train.files import blocking, data_folder, shown
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

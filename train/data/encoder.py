@@ -1,4 +1,4 @@
-"""The tokenizer as preparation uses it: text <-> ids, without special ids, from sentencepiece or tokenizers."""
+"""The tokenizer of prepared data: text <-> ids without special ids, by sentencepiece or tokenizers."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.files import data_folder, sha256_file
 
-# What a tokenizer consists of; the first that is there defines the ids.
+# The files of a tokenizer; the first one in a folder defines the ids.
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
@@ -23,15 +23,14 @@ TOKENIZER_FILES = (
 )
 
 
-# Whatever a tokenizer does to text without saying so, it does to this: folds letters, drops or joins spaces.
+# Text that a tokenizer changes if it folds letters, or drops or joins spaces.
 PROBE = "A  b\n\n\tdef f(x):  return\u00a0'caf\u00e9' \ufb01 \u2460 \u6771\u4eac \U0001f642 \r\n"
-SPACE = "\u2581"  # how sentencepiece writes a space
+SPACE = "\u2581"  # stands for a space in sentencepiece
 
 
 class Pieces(NamedTuple):
-    """What ids stand for. sizes: int64 [V], UTF-8 bytes of text, 0 of control ids, UNKNOWN where an id does not say.
-    added_space: the first piece of a text has a space that the text has not; some tokenizers add none to a text that
-    begins with one, of which its tokens say nothing."""
+    """The text of ids. sizes: int64 [V], UTF-8 bytes, 0 for control ids, UNKNOWN if an id does not determine them.
+    added_space: the tokenizer puts a space in front of a text (some do not if the text begins with one)."""
 
     sizes: np.ndarray
     added_space: bool
@@ -41,8 +40,8 @@ UNKNOWN = -1
 
 
 class Markers(NamedTuple):
-    """Pieces that are no learned text. special: piece -> id; text must never yield these ids. user_defined: pieces that
-    text yields as a whole. unk_id: of what a tokenizer does not know, -1 if it knows everything."""
+    """Pieces that are not learned. special: piece -> id; no text may yield these ids. user_defined: pieces that are
+    never split. unk_id: the id of unknown text, or -1."""
 
     special: dict[str, int]
     user_defined: list[str]
@@ -50,14 +49,19 @@ class Markers(NamedTuple):
 
 
 class TextEncoder:
-    """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
+    """The tokenizer of a folder: sentencepiece if there is a tokenizer.model, else tokenizers with tokenizer.json.
 
-    Attributes: `vocab_size`, `bos_id`, `eos_id`, `files`, the tokenizer's files with the defining one first, and
-    `loaded_sha256`, the hash of that one as it was loaded; `encode_batch` texts -> ids, without BOS and EOS, and
-    `decode` ids (without these) -> text. What the ids stand for: `pieces()` and `markers()`.
+    Attributes:
+        vocab_size, bos_id, eos_id: of the tokenizer.
+        files: the tokenizer's files; the first one defines the ids.
+        loaded_sha256: the hash of the defining file as it was loaded.
+        encode_batch: texts -> ids, without BOS and EOS.
+        decode: ids without BOS and EOS -> text.
+        pieces: () -> Pieces, or None if the text of ids cannot be determined.
+        markers: () -> Markers.
 
     Raises:
-        DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
+        DataError: the folder has no tokenizer, an unreadable one, or one without BOS and EOS.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -69,13 +73,11 @@ class TextEncoder:
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
-                f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there; give a folder that has one, or "
-                "train one with train/train_tokenizer.py",
+                f"--tokenizer {folder}: the folder has no tokenizer.model or tokenizer.json; give one that has, or "
+                "train a tokenizer with train/train_tokenizer.py",
                 code="no_tokenizer",
                 key=str(folder),
             )
-        for name in self.files:
-            _check_content(self.folder / name)
         path = self.folder / self.files[0]
         load = self._load_sentencepiece if path.name == "tokenizer.model" else self._load_tokenizers
         try:
@@ -86,11 +88,14 @@ class TextEncoder:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
-                f"{path} cannot be read: {error}", code="tokenizer_unreadable", key=str(path)
+                f"{path} cannot be read: {error}. Copy it again (`git lfs pull` replaces a Git LFS pointer), or remove "
+                "it if the folder has another tokenizer file",
+                code="tokenizer_unreadable",
+                key=str(path),
             ) from error
 
     def sha256(self) -> str:
-        """The hash of the defining file as it is now."""
+        """Return the hash of the defining file as it is now."""
         return sha256_file(self.folder / self.files[0])
 
     def _load_sentencepiece(self, path: Path, data: bytes) -> None:
@@ -109,7 +114,7 @@ class TextEncoder:
 
         def markers() -> Markers:
             special = {i for i in range(self.vocab_size) if model.is_control(i)} | {self.bos_id, self.eos_id}
-            # sentencepiece does not tell the type; it gives the score 0 to user-defined pieces and to one learned piece
+            # the type is not available; user-defined pieces, and one learned piece, have the score 0
             others = {i for i in range(self.vocab_size) if model.get_score(i) == 0 and not model.is_byte(i)}
             user_defined = [
                 model.id_to_piece(i).replace(SPACE, " ") for i in others - special - {model.unk_id()}
@@ -162,7 +167,7 @@ class TextEncoder:
         self.pieces = pieces
 
     def _checked(self, pieces: Pieces) -> Pieces | None:
-        """None where the sizes are not those of a text: the tokenizer changes text before it splits it."""
+        """Return `pieces`, or None if the tokenizer changes text before it splits it."""
         sizes = pieces.sizes[self.encode_batch([PROBE])[0]]
         found = sizes.sum() - pieces.added_space
         return pieces if UNKNOWN in sizes or found == len(PROBE.encode()) else None
@@ -179,36 +184,11 @@ class TextEncoder:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
         raise DataError(
-            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, and documents need one of the tokenizer's "
-            f"tokens. Add {example} to the tokenizer_config.json in a copy of the folder; BOS and EOS may be the same "
-            f"token. Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but documents need one of its tokens. "
+            f"Add {example} to tokenizer_config.json in a copy of the folder; BOS and EOS may be the same token. "
+            f"Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
-        )
-
-
-def _check_content(path: Path) -> None:
-    """Raise DataError: the file is a stand-in for a tokenizer's."""
-    with open(path, "rb") as file:
-        start = file.read(64)
-    is_model = path.name == "tokenizer.model"
-    unused = "; or remove it, and the tokenizer.json beside it is used" * (
-        is_model and path.with_suffix(".json").is_file()
-    )
-    if not start.strip():
-        raise DataError(f"{path} is empty; copy it again{unused}", code="tokenizer_empty", key=str(path))
-    if start.startswith(b"version https://git-lfs"):
-        raise DataError(
-            f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` there{unused}",
-            code="tokenizer_lfs_pointer",
-            key=str(path),
-        )
-    if is_model and re.match(rb"[A-Za-z0-9+/]+=* \d+\n", start):
-        raise DataError(
-            f"{path} holds ranks of tiktoken, which are not read; give a folder with the tokenizer.json of the same "
-            f"tokenizer{unused}",
-            code="tokenizer_of_tiktoken",
-            key=str(path),
         )
 
 
@@ -216,10 +196,10 @@ def _check_content(path: Path) -> None:
 
 
 def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
-    """Load transformers' tokenizer from `folder`, which has a config.json and the files of `encoder`, as an export.
+    """Return transformers' tokenizer of `folder`, an export with a config.json and the files of `encoder`.
 
     Raises:
-        DataError: it cannot be read, has ids from `vocab_size` on, or another BOS or EOS than `encoder`.
+        DataError: it cannot be read, has an id of `vocab_size` or more, or another BOS or EOS than `encoder`.
     """
     from transformers import AutoTokenizer
 
@@ -251,11 +231,10 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:
-    """Check that both tokenizers give the same ids for `texts` and the tokenizer's markers, and that no text yields a
-    special id.
+    """Check that both tokenizers give the same ids for `texts` and for markers, and that no text yields a special id.
 
     Raises:
-        DataError: they differ; names the first differing text.
+        DataError: they differ; the message has the first differing text.
     """
     special, user_defined, _ = encoder.markers()
     around = [text for piece in (*special, *user_defined) for text in (piece, f"a {piece} b{piece}c")]
@@ -295,7 +274,7 @@ def _remedy(encoder: TextEncoder) -> str:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in `folder` has one, in a file of its own or in its configuration."""
+    """Return whether the tokenizer in `folder` has a chat template, in its own file or in its configuration."""
     return (folder / "chat_template.jinja").is_file() or "chat_template" in _tokenizer_config(folder)
 
 
@@ -315,16 +294,19 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:
-    """The folder of a training's tokenizer: prepare_data.py left it with the data `sources`, that of all is the same.
-    Where the data are gone, `export`, the Hugging Face folder of the run, if it has one. Raises DataError: none there.
+    """Return the folder of a training's tokenizer: beside the data `sources`, else the run's Hugging Face folder
+    `export`.
+
+    Raises:
+        DataError: neither has one.
     """
     folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
-    for folder in [*folders, *([export] if export else [])]:
+    folders += [export] if export else []
+    for folder in folders:
         if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
             return folder
-    nor = f", nor in {export}" if export else ""
     raise DataError(
-        f"there is no tokenizer in {folders[0]}, where the training had its own{nor}; give it as --tokenizer DIR",
+        f"there is no tokenizer in {' or '.join(map(str, folders))}; give it as --tokenizer DIR",
         code="no_tokenizer",
         key=str(folders[0]),
     )
@@ -339,7 +321,8 @@ def _sentencepiece_bytes(model: Any, i: int) -> int:
 
 
 def _tokenizers_bytes(tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """By the decoder: a letter a byte (ByteLevel), or sentencepiece's pieces (ByteFallback, Metaspace)."""
+    """Return bytes per id by the decoder: a letter per byte (ByteLevel), or sentencepiece's pieces (ByteFallback,
+    Metaspace); None for other decoders."""
     description = json.loads(tokenizer.to_str())
     decoder = description["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}

@@ -13,7 +13,6 @@ The shard layout is the one datatrove writes. Readers open what the manifest lis
 import hashlib
 import json
 import math
-import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +33,8 @@ UINT16_MAX_VOCABULARY = 1 << 16
 STRICT = ConfigDict(extra="forbid", strict=True)
 FileName = Annotated[str, Field(pattern="^[^/]+$")]
 Positive = Annotated[int, Field(ge=1)]
-READ_BYTES = 16 << 20  # read at a time by whatever goes through a whole shard
+READ_BYTES = 16 << 20  # read at a time when a whole shard is read
+COPY_AGAIN = "prepare or copy the data again"
 
 
 class DataError(UserError, ValueError):
@@ -44,7 +44,7 @@ class DataError(UserError, ValueError):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The on-disk type of token ids below `vocab_size`."""
+    """Return the type on disk of token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= UINT16_MAX_VOCABULARY else np.dtype("<u4")
 
 
@@ -65,17 +65,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` holds.
+    """The content of `manifest.json`.
 
-    `documents` counts {"in", "out", "dropped": {reason: count}}; `text_bytes` is the UTF-8 size of the documents kept.
-    "damaged_files", if there are any, has the rows that each of them has lost, by path, 0 where the format does not
-    tell. Further counts of what was done to documents may stand beside these, by reason or not. Where token ids were
-    imported there was no text: `text_key` and `text_bytes` are null.
-    `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
-    tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
-    add-one-smoothed unigram distribution of the train tokens; null where a split is empty. `steps` are the optional
-    steps of the preparation with their settings, and what else was given; what they removed is in `documents` as
-    "removed", {step: count}.
+    Attributes:
+        tokenizer_sha256: hash of `tokenizer_files[0]`, the file that defines the ids (tokenizer.model or
+            tokenizer.json).
+        documents: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}; "damaged_files" has the rows
+            lost by path, 0 if unknown. There can be further counts.
+        text_key, text_bytes: null if token ids were imported; else text_bytes is the UTF-8 size of the kept documents.
+        unigram_loss: cross entropy in nats per token of the eval tokens under the add-one-smoothed unigram distribution
+            of the train tokens; null if a split is empty.
+        steps: the optional steps of the preparation with their settings, and other options.
     """
 
     __pydantic_config__ = STRICT
@@ -102,21 +102,21 @@ class Manifest:
         return 0 < self.eval_fraction < 1 and self.steps.get("eval_by", "hash") == "hash"
 
     def split_shards(self, split: str) -> list[Shard]:
-        """The shards of one split, in the order of their tokens."""
+        """Return the shards of one split, in the order of their tokens."""
         return [shard for shard in self.shards if shard.split == split]
 
     def split_digest(self, split: str) -> str:
-        """A hash of the hashes of one split's shards, in order: the identity of its tokens."""
+        """Return the hash of the hashes of a split's shards, in order: the identity of its tokens."""
         return hashlib.sha256(
             "".join(shard.sha256 for shard in self.split_shards(split)).encode()
         ).hexdigest()
 
     def split_tokens(self, split: str) -> int:
-        """Tokens in one split."""
+        """Return the number of tokens in one split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
     def documents_line(self) -> str:
-        """What became of the documents."""
+        """Return a line with the counts of documents."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
         removed = counts.get("removed", 0)
         line = "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
@@ -126,11 +126,11 @@ class Manifest:
             rows = (
                 f"{counts['damaged_files']:,} rows" if all(damaged.values()) else "an unknown number of rows"
             )
-            line += f"; {len(damaged):,} damaged files, which have lost {rows}"
+            line += f"; {len(damaged):,} damaged files, which lost {rows}"
         return line
 
     def summary(self) -> str:
-        """What the documents and the splits are, in lines for whoever prepared them."""
+        """Return lines about the documents and the splits, for the log of the preparation."""
         lines = [self.documents_line()]
         for split in SPLITS:
             shards = self.split_shards(split)
@@ -144,7 +144,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit the folder: write the manifest beside its place, flush it to the disk, rename it there."""
+    """Commit the folder: write the manifest durably, as the last file."""
     write_durably(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -152,44 +152,41 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises:
-        DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema; then
-            `key` is the first wrong field.
+        DataError: the folder or its manifest is missing, or the manifest is not one of this schema; then `key` is the
+            first wrong field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
-    command = "python train/prepare_data.py --input PATH... --tokenizer DIR --output"
-    remedy = f"prepare it with: {command} {shlex.quote(str(folder))}"
     if not path.is_file():
-        code, state = "no_manifest", "has no manifest.json (unfinished or not prepared data)"
-        if not folder.exists():
-            code, state = "folder_missing", "does not exist"
-        elif not folder.is_dir():
-            code, state = "not_a_folder", "is a file, not a folder"
-            remedy = f"name a folder that was prepared with: {command} DIR"
-        elif not any(folder.iterdir()):
-            code, state = "folder_empty", "is empty"
-        elif not any(path for kind in ("*.ds", "*.unfinished") for path in folder.glob(kind)):
-            # a run's, or one of texts, which is not to be prepared into
-            code, state = "not_prepared_data", "is not prepared data: it has no manifest.json"
-            remedy = f"name a folder that was prepared with: {command} DIR"
-        raise DataError(f"data folder {folder} {state}; {remedy}", code=code, key=str(folder))
+        code, state = (
+            "no_manifest",
+            "has no manifest.json: its preparation is unfinished, or it is not prepared data",
+        )
+        if not folder.is_dir():
+            code, state = "folder_missing", "does not exist or is not a folder"
+        raise DataError(
+            f"data folder {folder} {state}; name a folder that train/prepare_data.py wrote (--output)",
+            code=code,
+            key=str(folder),
+        )
     try:
         return _parse_manifest(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        if other := of_something_else(path):
+        if other := foreign_manifest(path):
             raise DataError(
                 f"{other}; name a folder that this version has prepared",
                 code="foreign_manifest",
                 key=str(path),
             ) from error
-        field = getattr(error, "key", None)
         raise DataError(
-            f"{path} is corrupt: {error}; {remedy} --overwrite", code="manifest_corrupt", key=field
+            f"{path} is corrupt: {error}; prepare or copy the data again",
+            code="manifest_corrupt",
+            key=getattr(error, "key", None),
         ) from error
 
 
-def of_something_else(path: Path) -> str:
-    """Why the manifest.json `path` is none that this version can have written, which it would be wrong to call corrupt
-    or to replace; "" where nothing speaks against it."""
+def foreign_manifest(path: Path) -> str:
+    """Return why this version cannot have written the manifest.json `path`, so that it is neither corrupt nor to be
+    replaced; or ""."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         schema = int(content["schema"])
@@ -198,7 +195,7 @@ def of_something_else(path: Path) -> str:
     if not content.keys() & {"shards", "dtype", "vocab_size"}:
         return f"{path} is not of prepared data: a checkpoint has a file of that name, too"
     if schema > SCHEMA:
-        return f"{path} is of a newer version of this program: it has schema {schema}, and this one reads {SCHEMA}"
+        return f"{path} has schema {schema} of a newer version of this program; this one reads {SCHEMA}"
     return ""
 
 
@@ -251,27 +248,31 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:
-    """Check that a shard and its index are there in full.
+    """Check that a shard and its index have their full sizes.
 
     Raises:
         DataError: one is missing or has another size.
     """
-    folder = Path(folder)
     index_bytes = shard.documents * INDEX_DTYPE.itemsize
-    for name, size in ((shard.name, shard.bytes), (shard.name + ".index", index_bytes)):
-        if not (folder / name).is_file():
+    for name, size in ((shard.name, shard.bytes), (f"{shard.name}.index", index_bytes)):
+        path = Path(folder) / name
+        if not path.is_file():
             raise DataError(
-                f"{folder / name} is missing but the manifest lists it; prepare or copy the data again",
+                f"{path} is missing but the manifest lists it; {COPY_AGAIN}",
                 code="file_missing",
-                key=str(folder / name),
+                key=str(path),
             )
-        if (found := (folder / name).stat().st_size) != size:
+        if (found := path.stat().st_size) != size:
             raise DataError(
-                f"{folder / name} has {found} bytes, the manifest says {size}: truncated or not the file that "
-                "was prepared; prepare or copy the data again",
+                f"{path} has {found} bytes, the manifest says {size}; {COPY_AGAIN}",
                 code="wrong_size",
-                key=str(folder / name),
+                key=str(path),
             )
+
+
+def open_index(folder: str | Path, shard: Shard) -> np.ndarray:
+    """Return the document ends [documents] of a shard, uint64, memory-mapped, in tokens from the shard's start."""
+    return np.asarray(np.memmap(Path(folder) / f"{shard.name}.index", dtype=INDEX_DTYPE, mode="r"))
 
 
 def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
@@ -283,7 +284,7 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: the tokenizer that made the data; prepare or copy the data again",
+            f"{path} is missing: the tokenizer that made the data; {COPY_AGAIN}",
             code="file_missing",
             key=str(path),
         )
@@ -301,7 +302,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     """Check the hashes of a shard and its index and every token id, reading each file once.
 
     Raises:
-        DataError: a hash is another one, or an id is beyond the vocabulary.
+        DataError: a hash differs, or an id is beyond the vocabulary.
     """
     path = Path(folder) / shard.name
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -312,26 +313,27 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
             ids = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
             largest_id = max(largest_id, int(ids.max(initial=0)))
     index_path = path.with_name(path.name + ".index")
-    for name, found, sha256 in ((path, digest.hexdigest(), shard.sha256),
-                                (index_path, sha256_file(index_path), shard.index_sha256)):  # fmt: skip
+    hashes = (
+        (path, digest.hexdigest(), shard.sha256),
+        (index_path, sha256_file(index_path), shard.index_sha256),
+    )
+    for name, found, sha256 in hashes:
         if found != sha256:
             raise DataError(
-                f"{name} does not have the sha256 of the manifest: its content changed; "
-                "prepare or copy the data again",
+                f"{name} does not have the sha256 of the manifest: its content changed; {COPY_AGAIN}",
                 code="wrong_sha256",
                 key=str(name),
             )
     if largest_id >= manifest.vocab_size:
         raise DataError(
-            f"{path} holds token id {largest_id}, beyond the vocabulary of "
-            f"{manifest.vocab_size}: prepare the data again",
+            f"{path} holds token id {largest_id}, beyond the vocabulary of {manifest.vocab_size}; {COPY_AGAIN}",
             code="token_beyond_vocabulary",
             key=str(path),
         )
 
 
 def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
-    """Return the cross entropy of a model that knows only how frequent tokens are, in nats per token.
+    """Return the cross entropy of a unigram model, in nats per token.
 
     Args:
         train_counts: [V], smoothed by adding one to each.

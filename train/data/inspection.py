@@ -1,11 +1,11 @@
-"""Prepared data for people: what the manifest says, what is damaged, the lengths of documents, samples as text."""
+"""Prepared data for people: the manifest, damage, the lengths of documents, and samples as text."""
 
 import argparse
 import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from model.terminal import escape_controls
 from train.data.encoder import TextEncoder
 from train.data.format import (
+    COPY_AGAIN,
     SPLITS,
     TOKENIZER_FOLDER,
     DataError,
@@ -21,17 +22,73 @@ from train.data.format import (
     Shard,
     check_sizes,
     check_tokenizer,
+    open_index,
     read_manifest,
     verify_shard,
 )
-from train.data.index import Lengths, read_lengths
 from train.data.source import TokenSource
 
 BAR_WIDTH = 40
+BLOCK_DOCUMENTS = 1 << 18  # of an index that are read at a time: there may be more documents than memory
+BINS = 64  # bin k holds lengths of 2^k to 2^(k+1) - 1 tokens
+
+
+@dataclass
+class Lengths:
+    """A histogram of document lengths: documents and their tokens by bin, int64 [BINS] each; extremes in tokens."""
+
+    documents: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+    shortest: int = 1 << 62
+    longest: int = 0
+
+    def add(self, other: "Lengths") -> None:
+        """Add the documents of another histogram."""
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.shortest = min(self.shortest, other.shortest)
+        self.longest = max(self.longest, other.longest)
+
+
+def count_lengths(lengths: np.ndarray) -> Lengths:
+    """Return the histogram of lengths [n >= 1] in tokens, 1 or more each."""
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact: float64 holds such integers
+    documents = np.bincount(bins, minlength=BINS)
+    tokens = np.bincount(bins, weights=lengths, minlength=BINS).astype(np.int64)
+    return Lengths(documents, tokens, int(lengths.min()), int(lengths.max()))
+
+
+def read_lengths(folder: Path, shard: Shard) -> Lengths:
+    """Return the lengths of a shard's documents, by one pass over its index.
+
+    Raises:
+        DataError: document ends do not increase, or the last one is not the end of the shard.
+    """
+    name = folder / f"{shard.name}.index"
+    ends = open_index(folder, shard)
+    total, before = Lengths(), np.uint64(0)
+    for start in range(0, len(ends), BLOCK_DOCUMENTS):
+        block = np.concatenate([[before], ends[start : start + BLOCK_DOCUMENTS]])
+        wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
+        if len(wrong):
+            raise DataError(
+                f"{name} is not increasing at document {start + int(wrong[0])}: its content changed; {COPY_AGAIN}",
+                code="index_not_increasing",
+                key=str(name),
+            )
+        total.add(count_lengths(np.diff(block).astype(np.int64)))
+        before = block[-1]
+    if int(before) != shard.tokens:
+        raise DataError(
+            f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {COPY_AGAIN}",
+            code="index_of_other_length",
+            key=str(name),
+        )
+    return total
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
-    """The manifest as text: its values, the documents, and what the splits hold."""
+    """Return the manifest as text: its values, the documents, and the splits."""
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
     lines = [str(folder), json.dumps(values, indent=2, ensure_ascii=False), "", manifest.documents_line()]
     lines.append(f"\n{'split':<6}{'shards':>8}{'documents':>16}{'tokens':>20}{'bytes':>22}")
@@ -43,9 +100,8 @@ def describe(folder: Path, manifest: Manifest) -> str:
 
 
 def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tuple[Lengths, list[Exception]]:
-    """Check every shard: its size and its index, with `verify` also hashes and token ids. Returns the lengths of the
-    documents in the whole ones, and what is wrong with each of the others, in the manifest's order.
-    """
+    """Check the size and index of every shard, with `verify` also hashes and token ids. Return the lengths of documents
+    in the undamaged shards, and the error of each damaged one, in the manifest's order."""
 
     def check(shard: Shard) -> Lengths | Exception:
         try:
@@ -57,41 +113,45 @@ def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tup
             return error
         return lengths
 
-    total, problems = Lengths.of(np.empty(0, dtype=np.int64)), list[Exception]()
-    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy leave Python's lock free
+    total, problems = Lengths(), list[Exception]()
+    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the interpreter lock
         checked = pool.map(check, manifest.shards)
         for found in tqdm(checked, "checked", len(manifest.shards), unit="shard", disable=None):
             if isinstance(found, Exception):
                 problems.append(found)
             else:
-                total += found
+                total.add(found)
     return total, problems
 
 
 def histogram_table(lengths: Lengths) -> str:
-    """The histogram as text: a line a bin with its documents, their share, their share of the tokens, and a bar."""
+    """Return the histogram as text: per bin its documents, their share, their share of the tokens, and a bar."""
     documents, tokens = int(lengths.documents.sum()), int(lengths.tokens.sum())
     if not documents:
         return "no documents"
-    rows = lengths.rows()
-    largest = max(count for _, count, _ in rows)
-    width = max(len(rows[-1][0]), len("tokens long"))
-    lines = [f"{'tokens long':>{width}}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
-    for label, count, bin_tokens in rows:
-        bar = "#" * -(-count * BAR_WIDTH // largest)  # rounded up: one document is visible
-        line = (
-            f"{label:>{width}}  {count:>13,}  {count / documents:>6.1%}  {bin_tokens / tokens:>9.1%}  {bar}"
+    used = np.flatnonzero(lengths.documents)
+    rows = []
+    for k in range(used[0], used[-1] + 1):
+        count = int(lengths.documents[k])
+        bar = "#" * -(
+            -count * BAR_WIDTH // int(lengths.documents.max())
+        )  # rounded up: one document is visible
+        label = f"{1 << k:,} to {(2 << k) - 1:,}" if k else "1"
+        rows.append(
+            (label, f"{count:,}", f"{count / documents:.1%}", f"{lengths.tokens[k] / tokens:.1%}", bar)
         )
-        lines.append(line.rstrip())
-    lines.append(
-        f"{'all':>{width}}  {documents:>13,}  {tokens / documents:,.1f} tokens on average, "
-        f"{lengths.shortest:,} to {lengths.longest:,}"
-    )
-    return "\n".join(lines)
+    extent = f"{tokens / documents:,.1f} tokens on average, {lengths.shortest:,} to {lengths.longest:,}"
+    table = [
+        ("tokens long", "documents", "share", "of tokens", ""),
+        *rows,
+        ("all", f"{documents:,}", extent, "", ""),
+    ]
+    width = max(len(row[0]) for row in table)
+    return "\n".join(f"{a:>{width}}  {b:>13}  {c:>6}  {d:>9}  {e}".rstrip() for a, b, c, d, e in table)
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
-    """One sample of a source, decoded, with a line before what it has of each document.
+    """Return one sample as text, with a line before each document in it.
 
     Raises:
         DataError: it has a token id beyond the vocabulary.
@@ -106,7 +166,7 @@ def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
 
 
 def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
-    """Ids as lines: text behind "| ", BOS and EOS on lines of their own, wherever they stand."""
+    """Return ids as lines: text after "| ", BOS and EOS on lines of their own."""
     special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
     lines: list[str] = []
     for is_special, run in itertools.groupby(ids, special.__contains__):
@@ -121,51 +181,41 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
 def print_samples(
     folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
 ) -> None:
-    """Print `number` different windows of a split, chosen by `seed`; all of them where there are no more.
-
-    Data without a fault may be small, or for evaluation alone: in place of an empty split it is the other one, and of a
-    short one a shorter window, with a line that says so.
+    """Print up to `number` different windows of a split, chosen by `seed`. A short split has one window, of all tokens.
 
     Raises:
         DataError: the tokenizer in the folder is not that of the data.
     """
-    # the one that was asked for comes first
-    tokens = {name: manifest.split_tokens(name) for name in (split, *SPLITS)}
-    held = next((name for name, count in tokens.items() if count > 1), None)
-    if held is None:
-        print("\nno samples: no split has two tokens")
+    tokens = manifest.split_tokens(split)
+    seq_length = min(seq_length, tokens - 1)  # a window's labels are one token ahead
+    if seq_length < 1:
+        print(f"\nno samples: the {split} split has {tokens} tokens (--split)")
         return
-    if held != split:
-        print(f"\nthe {split} split has {tokens[split]} tokens: samples of the {held} split")
-    split, most = held, tokens[held] - 1  # a window's labels are one token ahead
-    if seq_length > most:
-        print(
-            f"\nthe {split} split has {most + 1:,} tokens: a sample of {most:,}, not of {seq_length:,} (--seq_length)"
-        )
-        seq_length = most
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)
     windows = random.Random(seed).sample(range(source.num_windows), min(number, source.num_windows))
     for count, window in enumerate(windows, start=1):
         start = window * seq_length
-        print(f"\n== sample {count} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
-              f"{start:,} to {start + seq_length - 1:,}")  # fmt: skip
+        print(
+            f"\n== sample {count} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
+            f"{start:,} to {start + seq_length - 1:,}"
+        )
         print(sample_text(source, encoder, window))
 
 
 def inspect_folder(args: argparse.Namespace) -> list[Exception]:
-    """Print everything about `args.folder`; the fields are inspect_data.py's. Returns what is damaged.
+    """Print everything about `args.folder`; return what is damaged. `args`: the options of inspect_data.py.
 
     Raises:
-        DataError: there is nothing to inspect, or samples were asked for that there cannot be.
+        DataError: there is nothing to inspect, or the tokenizer is damaged.
         OSError: the folder cannot be read.
     """
     folder, verify = Path(args.folder), args.verify
     manifest = read_manifest(folder)
     print(describe(folder, manifest), flush=True)
     lengths, problems = examine(folder, manifest, verify, args.workers)
-    left_out = f" (without {len(problems):,} damaged shards)" if problems else ""
-    print(f"\ndocument lengths in all splits, BOS and EOS included{left_out}\n{histogram_table(lengths)}")
+    skipped = f" (without {len(problems):,} damaged shards)" if problems else ""
+    print(f"\ndocument lengths in all splits, BOS and EOS included{skipped}\n{histogram_table(lengths)}")
     if verify:
         try:
             check_tokenizer(folder, manifest)
@@ -173,8 +223,10 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
             problems.append(error)
     if verify and not problems:
         size = sum(shard.bytes for shard in manifest.shards)
-        print(f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB: sizes, hashes, indexes, token ids "
-              "and tokenizer are those of the manifest", flush=True)  # fmt: skip
+        print(
+            f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB, and the tokenizer",
+            flush=True,
+        )
     if args.samples and problems:
         print("\nno samples of damaged data")
     elif args.samples:

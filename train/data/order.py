@@ -1,22 +1,30 @@
-"""Which sample comes at which place: pure functions of a position, with no state and no table of the corpus' size.
+"""The order of samples: which sample of which source is at a position of the stream.
 
-`Mixture` says from which source sample n of the stream comes and how many came from it before; `permute` shuffles the
-samples of one source and epoch. Both answer for any position at once, so a resume costs nothing. `next_position` is
-where a step begins in a run that skips samples after a rollback.
+Everything here is a pure function of a position, with no state and no table of the size of the corpus, so a resume
+costs nothing. `mix` makes a `Mixture` of the configured weights, which says from which source sample n is and how many
+of that source came before. `permute` shuffles the samples of one source in an epoch. `next_position` is where a step
+begins in a run that skips samples after a rollback. The key data.weights is one of
+
+    null                                          in proportion to the tokens of the sources
+    {"web": 0.7, "code": 0.3}                     the same in the whole run
+    [{"until_tokens": 10^10, "weights": {...}},   in phases; the last one has no end, and a source that a phase does not
+     {"weights": {...}}]                          name gives nothing in it, except what it owes (class Mixture)
 """
 
 import bisect
 import hashlib
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
+from train.data.format import DataError
+
 # Weights without a common denominator up to this are rounded to multiples of its inverse (a drift of at most one
-# sample in two million). It bounds the tables of a mixture: 6 bytes times this, a stage.
+# sample in two million). It bounds the tables of a mixture: 6 bytes times this, per phase.
 MAX_PERIOD = 1_000_000
 FEISTEL_ROUNDS = 6
 
@@ -33,21 +41,116 @@ def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
     return position
 
 
+# ---------------------------------------------------------------- the configured weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePhase:
+    """One phase. Its first sample is the first one at or beyond the `until_tokens` of the phase before.
+
+    `until_tokens` counts tokens of the run: samples * sequence length. It is None only in the last phase.
+    """
+
+    weights: dict[str, float]
+    until_tokens: int | None = None
+
+
+Weights = Mapping[str, float] | Sequence[MixturePhase]
+
+
+def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
+    """Return why these weights cannot mix the sources `names`: a line per problem with the phase and the source."""
+    if not (phases := _phases(weights)):
+        return ["data.weights has no phase; give at least one, or null to mix by tokens"]
+    problems = []
+    for index, phase in enumerate(phases):
+        what = "data.weights"
+        if not isinstance(weights, Mapping):
+            what += f"[{index}] (phase {index + 1} of {len(phases)})"
+        problems += [f"{what}: {problem}" for problem in _phase_problems(phase, names)]
+        begin = phases[index - 1].until_tokens or 0 if index else 0
+        if index == len(phases) - 1:
+            if phase.until_tokens is not None:
+                problems.append(f"{what}: the last phase runs to the end; remove its until_tokens")
+        elif phase.until_tokens is None:
+            problems.append(f"{what}: until_tokens is missing; only the last phase runs to the end")
+        elif phase.until_tokens <= begin:
+            problems.append(
+                f"{what}: until_tokens is {phase.until_tokens}; it must be above {begin}, where the phase begins"
+            )
+    given = {name for phase in phases for name, weight in phase.weights.items() if weight > 0}
+    problems += [
+        f"data.weights: the source {name!r} has no weight above 0; give it one, or remove the source"
+        for name in names
+        if name not in given
+    ]
+    return problems
+
+
+def _phases(weights: Weights) -> list[MixturePhase]:
+    return [MixturePhase(weights=dict(weights))] if isinstance(weights, Mapping) else list(weights)
+
+
+def _phase_problems(phase: MixturePhase, names: Sequence[str]) -> list[str]:
+    listed = ", ".join(sorted(names)) or "nothing"
+    unknown = [name for name in phase.weights if name not in names]
+    problems = [f"there is no source {name!r}; data.sources has {listed}" for name in unknown]
+    for name, weight in phase.weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            problems.append(f"the weight of {name!r} is {weight}; it must be 0 or positive")
+    if not any(weight > 0 for weight in phase.weights.values()):
+        problems.append("no source has a weight above 0")
+    return problems
+
+
+def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
+    """Return the mixture of the sources `names`, in this order, with samples of `seq_length` tokens.
+
+    Args:
+        weights: without `weight_problems`.
+
+    Raises:
+        DataError: a weight is too small, or a phase has no sample.
+    """
+    phases = _phases(weights)
+    starts = [0] + [-(-(phase.until_tokens or 0) // seq_length) for phase in phases[:-1]]
+    for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        if start == stop:
+            raise DataError(
+                f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens begins "
+                f"between its start and until_tokens {phases[index].until_tokens}; make it longer, or remove it",
+                code="stage_without_sample",
+                key=f"data.weights[{index}]",
+            )
+    shares = [[phase.weights.get(name, 0) for name in names] for phase in phases]
+    try:
+        return Mixture(shares[0], later=list(zip(starts[1:], shares[1:], strict=True)))
+    except ValueError as error:
+        raise DataError(f"data.weights: {error}", code="weight_too_small", key="data.weights") from error
+
+
+# ---------------------------------------------------------------- the source of each sample
+
+
 class Mixture:
     """Exact quotas: after any n samples each of K sources has given its target to within 1 - 1/(2K - 2) samples.
 
-    The target is n * weight, and with stages the sum over the stages of their samples * weight. The order is that of
-    the earliest deadline. With d = 1/(2K - 2), the j-th sample of a source may come once its target has reached
-    j - 1 + d and is due before it exceeds j - d; of those that may come, the one due first does. None is ever late,
-    for weights that change too (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980), where a
-    deadline beyond a change is that of the weights to come. With rational weights the order of a stage repeats after
-    their common denominator, but for its end, where such deadlines count, and perhaps its first period, which takes
-    up what the stage before left: so these are all there is to keep.
+    The target is n * weight; with phases it is the sum over the phases of their samples * weight. The source with the
+    earliest deadline is next: with d = 1/(2K - 2), the j-th sample of a source is released when its target reaches
+    j - 1 + d, and due before it exceeds j - d. No sample is late, not even if weights change (Tijdeman, "The chairman
+    assignment problem", Discrete Mathematics 32, 1980): a deadline beyond a change follows from the later weights.
 
-    Args: `weights` of the first stage, one a source, 0 allowed where another stage has more; `later` stages, each with
-    its first sample, increasing and above 0, and its weights.
+    With rational weights the order of a phase repeats after their common denominator. The exceptions are its end, where
+    deadlines of the next phase count, and its first period, which may make up for the phase before. These parts and one
+    period are all that is kept.
 
-    Attributes: `starts`, the first sample of each stage; `weights` in effect in each stage, which sum to 1.
+    Args:
+        weights: of the first phase, one per source; 0 is allowed if another phase has more.
+        later: the other phases: first sample (increasing, above 0) and weights.
+
+    Attributes:
+        starts: the first sample of each phase.
+        weights: in effect in each phase; they sum to 1.
 
     Raises:
         ValueError: a weight so small that no period up to `max_period` has a sample of its source.
@@ -59,16 +162,16 @@ class Mixture:
         max_period: int = MAX_PERIOD,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        stages = [_quotas(each, max_period) for each in (weights, *(each for _, each in later))]
+        phases = [_quotas(each, max_period) for each in (weights, *(each for _, each in later))]
         self.starts = [0, *(start for start, _ in later)]
-        self.weights = [[quota / sum(quotas) for quota in quotas] for quotas in stages]
+        self.weights = [[quota / sum(quotas) for quota in quotas] for quotas in phases]
         self._segments: list[_Segment] = []
-        targets, given = _Targets(self.starts, stages), [0] * len(weights)
-        for stage in range(len(stages)):
-            given = self._add_stage(targets, stage, given)
+        targets, given = _Targets(self.starts, phases), [0] * len(weights)
+        for phase in range(len(phases)):
+            given = self._add_phase(targets, phase, given)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """For samples start..start+count-1: their sources [count] and their ordinals within the source [count]."""
+        """Return for samples start..start+count-1 their sources [count] and their ordinals in the source [count]."""
         parts, stop = [], start + count
         index = bisect.bisect_right(self._segments, start, key=lambda segment: segment.start) - 1
         while start < stop:
@@ -80,13 +183,13 @@ class Mixture:
             return parts[0]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
-    def _add_stage(self, targets: "_Targets", stage: int, given: list[int]) -> list[int]:
-        """Append the segments of a stage; `given` and the answer: samples of each source before and after it."""
-        start, stop = self.starts[stage], self.starts[stage + 1] if stage + 1 < len(self.starts) else None
-        smallest = min(quota for quota in targets.quotas[stage] if quota)
-        # From here on a sample that may come can have its deadline in the next stage.
-        settled = None if stop is None else max(start, stop - sum(targets.quotas[stage]) // smallest - 2)
-        for part in targets.periods(stage, list(given), settled):
+    def _add_phase(self, targets: "_Targets", phase: int, given: list[int]) -> list[int]:
+        """Append the segments of a phase. `given`: samples of each source before it; returns those after it."""
+        start, stop = self.starts[phase], self.starts[phase + 1] if phase + 1 < len(self.starts) else None
+        smallest = min(quota for quota in targets.quotas[phase] if quota)
+        # from here on a released sample can have its deadline in the next phase
+        settled = None if stop is None else max(start, stop - sum(targets.quotas[phase]) // smallest - 2)
+        for part in targets.periods(phase, list(given), settled):
             if part:
                 self._segments.append(_Segment.of(start, part, given))
                 start += len(part)
@@ -95,16 +198,16 @@ class Mixture:
             return given
         if start < settled:  # the last part repeats until there
             given = self._segments[-1].given(settled)
-        self._segments.append(_Segment.of(settled, targets.order(stage, list(given), settled, stop), given))
+        self._segments.append(_Segment.of(settled, targets.order(phase, list(given), settled, stop), given))
         return self._segments[-1].given(stop)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """From sample `start` on, `source` [length] over and over, until the next segment begins.
+    """From sample `start` on, `source` [length] repeats until the next segment begins.
 
-    `rank` [length] counts the samples of the same source before in the segment, `quotas` [K] those of one repetition,
-    and `before` [K] what the sources had given when the segment began.
+    `rank` [length] counts the samples of the same source before it in a repetition, `quotas` [K] those of a repetition,
+    and `before` [K] the samples of each source when the segment begins.
     """
 
     start: int
@@ -127,46 +230,46 @@ class _Segment:
         return source, self.before[source] + cycle * self.quotas[source] + self.rank[place]
 
     def given(self, position: int) -> list[int]:
-        """Samples that each source has given before sample `position` of the run."""
+        """Return the samples of each source before sample `position` of the run."""
         cycles, place = divmod(position - self.start, len(self.source))
         rest = np.bincount(self.source[:place], minlength=len(self.quotas))
         return [int(n) for n in self.before + cycles * self.quotas + rest]
 
 
 class _Targets:
-    """What each source should have given after n samples of the run, exact and linear within a stage.
+    """The samples that each source should have after n samples of the run, exact and linear within a phase.
 
-    In stage s that of source k is (offset[s][k] + slope[s][k] * n) / unit[s], all whole numbers.
+    In phase s the target of source k is (offset[s][k] + slope[s][k] * n) / unit[s], all whole numbers.
     """
 
     def __init__(self, starts: list[int], quotas: list[list[int]]) -> None:
         self.starts, self.quotas, self.sources = starts, quotas, len(quotas[0])
         self.slope, self.offset, self.unit = [], [], []
         reached = [Fraction(0)] * self.sources
-        for stage, parts in enumerate(quotas):
+        for phase, parts in enumerate(quotas):
             period, common = sum(parts), math.lcm(*(value.denominator for value in reached))
             slope = [quota * common for quota in parts]
             self.slope.append(slope)
             self.offset.append(
-                [int(r * common) * period - starts[stage] * s for r, s in zip(reached, slope, strict=True)]
+                [int(r * common) * period - starts[phase] * s for r, s in zip(reached, slope, strict=True)]
             )
             self.unit.append(common * period)
-            if stage + 1 < len(starts):
-                samples = starts[stage + 1] - starts[stage]
+            if phase + 1 < len(starts):
+                samples = starts[phase + 1] - starts[phase]
                 reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
 
-    def release(self, stage: int, source: int, ordinal: int) -> float:
-        """The first sample, counted from 1, at which the ordinal-th of a source may come, as seen in `stage`."""
+    def release(self, phase: int, source: int, ordinal: int) -> float:
+        """Return the first sample, counted from 1, that can be the ordinal-th of a source, as seen in `phase`."""
         scale = 2 * self.sources - 2  # 1/d
-        level = self.unit[stage] * (scale * (ordinal - 1) + 1) - self.offset[stage][source] * scale
-        if slope := self.slope[stage][source]:
+        level = self.unit[phase] * (scale * (ordinal - 1) + 1) - self.offset[phase][source] * scale
+        if slope := self.slope[phase][source]:
             return -(-level // (scale * slope))
         return 0 if level <= 0 else math.inf
 
-    def due(self, stage: int, source: int, ordinal: int) -> float:
-        """The last sample, counted from 1, at which it may come."""
+    def due(self, phase: int, source: int, ordinal: int) -> float:
+        """Return the last sample, counted from 1, that can be the ordinal-th of a source."""
         scale = 2 * self.sources - 2
-        for s in range(stage, len(self.starts)):
+        for s in range(phase, len(self.starts)):
             if slope := self.slope[s][source]:
                 level = self.unit[s] * (scale * ordinal - 1) - self.offset[s][source] * scale
                 sample = level // (scale * slope)
@@ -174,49 +277,47 @@ class _Targets:
                     return sample
         return math.inf
 
-    def periods(self, stage: int, given: list[int], stop: int | None) -> tuple[list[int], list[int]]:
-        """The order of a stage from its start, as (what comes once, what repeats after it); each may be empty.
-
-        All of it comes once if `stop` is reached before anything repeats. `given` is counted up.
-        """
-        start, quotas = self.starts[stage], self.quotas[stage]
+    def periods(self, phase: int, given: list[int], stop: int | None) -> tuple[list[int], list[int]]:
+        """Return the order of a phase from its start, as (the part before the repetition, the repetition). The second
+        is empty if `stop` is reached before anything repeats. `given` is counted up."""
+        start, quotas = self.starts[phase], self.quotas[phase]
         period, order = sum(quotas), list[int]()
-        # what each source is ahead of its quotas at the end of a period -> where that is in the order
+        # lead of each source over its quotas at the end of a period -> the place in the order
         seen: dict[tuple[int, ...], int] = {}
         ahead = tuple(given)
         while ahead not in seen:
             seen[ahead] = len(order)
             now = start + len(order)
             end = now + period if stop is None else min(now + period, stop)
-            order += self.order(stage, given, now, end)
+            order += self.order(phase, given, now, end)
             if end < now + period:
                 return order, []
             cycles = len(order) // period
             ahead = tuple(n - cycles * quota for n, quota in zip(given, quotas, strict=True))
         return order[: seen[ahead]], order[seen[ahead] :]
 
-    def order(self, stage: int, given: list[int], start: int, stop: int) -> list[int]:
-        """The sources of samples start..stop-1, which are of `stage`; `given`, before them, is counted up."""
+    def order(self, phase: int, given: list[int], start: int, stop: int) -> list[int]:
+        """Return the sources of samples start..stop-1, all in `phase`. `given`, before them, is counted up."""
         if self.sources == 1:
             given[0] += stop - start
             return [0] * (stop - start)
-        waiting = [(self.release(stage, source, n + 1), source) for source, n in enumerate(given)]
+        waiting = [(self.release(phase, source, n + 1), source) for source, n in enumerate(given)]
         heapq.heapify(waiting)
         ready: list[tuple[float, int]] = []  # (due, source)
         order = []
         for sample in range(start + 1, stop + 1):
             while waiting and waiting[0][0] <= sample:
                 _, source = heapq.heappop(waiting)
-                heapq.heappush(ready, (self.due(stage, source, given[source] + 1), source))
+                heapq.heappush(ready, (self.due(phase, source, given[source] + 1), source))
             _, source = heapq.heappop(ready)
             order.append(source)
             given[source] += 1
-            heapq.heappush(waiting, (self.release(stage, source, given[source] + 1), source))
+            heapq.heappush(waiting, (self.release(phase, source, given[source] + 1), source))
         return order
 
 
 def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
-    """Whole numbers in the proportion of the weights: samples of each source in one period."""
+    """Return whole numbers in proportion to the weights: samples of each source in one period."""
     # 0.1 means one tenth, not its nearest binary fraction
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -237,22 +338,25 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
     return [quota // common for quota in quotas]
 
 
+# ---------------------------------------------------------------- the samples of a source
+
+
 def spread(count: int, total: int) -> np.ndarray:
     """Choose `count` of range(total) at even distances; all of them when `count` is `total`. Returns int64 [count]."""
     return (2 * np.arange(count, dtype=np.int64) + 1) * total // (2 * max(count, 1))
 
 
 def permutation_key(seed: int, source: str, epoch: int) -> np.ndarray:
-    """Round keys [FEISTEL_ROUNDS] uint64 for one source and epoch."""
+    """Return the round keys [FEISTEL_ROUNDS] uint64 of one source and epoch."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """A keyed permutation of range(size), applied to index [n] int64 with values in that range.
+    """Apply a keyed permutation of range(size) to index [n], int64 values in that range.
 
-    A Feistel network permutes the smallest power of two that holds the range, and what falls outside is put through
-    it again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network permutes the smallest power of two that holds the range; a value outside is permuted again until
+    it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     bits = max(2, (size - 1).bit_length())
     value = _feistel(index.astype(np.uint64), bits, key)

@@ -1,4 +1,4 @@
-"""The token shards of one prepared folder as windows of training: `TokenSource`."""
+"""The token shards of one prepared folder as windows: `TokenSource`."""
 
 import io
 import itertools
@@ -11,21 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.format import MANIFEST_NAME, DataError, check_sizes, check_tokenizer, read_manifest
-from train.data.index import open_index
+from train.data.format import COPY_AGAIN, DataError, check_sizes, check_tokenizer, open_index, read_manifest
 
-# What the frequencies of a source's tokens are counted in, spread evenly over its split, and in pieces of how many.
+# Tokens from which the frequencies of a source are counted, evenly spread over its split in pieces.
 COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
-# File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
+# Open files of a source, and as many indexes; a login shell often allows 1024.
 OPEN_SHARDS = 256
 
 
 class _ShardFile(io.FileIO):
-    """A file that is open for reading as long as something refers to it.
+    """A file that is closed when nothing refers to it any more.
 
-    Samples are read by pread. A memory map would do for what is in the page cache, but beyond it a fault reads as much
-    of the file as the device reads ahead, megabytes for the kilobytes of a sample; and a file that is cut off under a
-    map kills the process without a word.
+    Samples are read by pread. A page fault of a memory map would read as much of the file as the device reads ahead,
+    megabytes for the kilobytes of a sample, and a file that is truncated under a map kills the process.
     """
 
     __del__ = io.FileIO.close
@@ -43,7 +41,6 @@ class TokenSource:
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
-        self._manifest_stat = self._stat_manifest()
         self.manifest = read_manifest(self.folder)
         self.shards = self.manifest.split_shards(split)
         for shard in self.shards:
@@ -61,67 +58,48 @@ class TokenSource:
             )
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._starts = list(itertools.accumulate((shard.tokens for shard in self.shards), initial=0))
-        self._file = lru_cache(OPEN_SHARDS)(self._open_shard)
-        self._ends = lru_cache(OPEN_SHARDS)(self._open_index)
-
-    def _open_shard(self, index: int) -> _ShardFile:
-        file = _ShardFile(self.folder / self.shards[index].name)
-        self._check_not_replaced()
-        return file
-
-    def _open_index(self, index: int) -> np.ndarray:
-        ends = open_index(self.folder, self.shards[index])
-        self._check_not_replaced()
-        return ends
-
-    def _stat_manifest(self) -> tuple[int, int] | None:
-        try:
-            stat = os.stat(self.folder / MANIFEST_NAME)
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_mtime_ns
-
-    def _check_not_replaced(self) -> None:
-        """Raise DataError when the folder has got other data meanwhile, whose shards may have the same names."""
-        if (now := self._stat_manifest()) != self._manifest_stat:
-            if read_manifest(self.folder) != self.manifest:
-                raise DataError(
-                    f"{self.folder} has got other data since it was opened: it was prepared again while it was read; "
-                    "prepare into a folder of its own what a run shall not read",
-                    code="data_replaced",
-                    key=str(self.folder),
-                )
-            self._manifest_stat = now
+        self._file = lru_cache(OPEN_SHARDS)(lambda index: _ShardFile(self.folder / self.shards[index].name))
+        self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """`count` tokens of a shard from `offset` on, or what there is of them until its end."""
+        """Return up to `count` tokens of a shard from `offset` on; fewer at its end.
+
+        Raises:
+            DataError: the file was truncated while it was open, or an id is beyond the vocabulary.
+        """
         size = self._dtype.itemsize
         expected = min(count, self.shards[index].tokens - offset) * size
         file = self._file(index)
         data = os.pread(file.fileno(), expected, offset * size)
         if len(data) != expected:
-            now, was = os.fstat(file.fileno()).st_size, self.shards[index].bytes
             raise DataError(
-                f"{file.name} has {now} bytes, the manifest says {was}: it was cut off since it was opened; prepare or "
-                "copy the data again",
+                f"{file.name} ends before token {offset + count}: it was truncated while it was open; {COPY_AGAIN}",
                 code="wrong_size",
                 key=str(file.name),
             )
-        return np.frombuffer(data, self._dtype)
+        ids = np.frombuffer(data, self._dtype)
+        if ids.max() >= self.manifest.vocab_size:
+            first = int(np.argmax(ids >= self.manifest.vocab_size))
+            raise DataError(
+                f"{file.name}: token {offset + first} has the id {ids[first]}, beyond the vocabulary of "
+                f"{self.manifest.vocab_size}; {COPY_AGAIN}",
+                code="token_beyond_vocabulary",
+                key=str(file.name),
+            )
+        return ids
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
         """Fill one sample: input_ids [T] and labels [T], labels one token ahead.
 
         Raises:
-            DataError: a token id beyond the vocabulary, which an embedding would answer with an error of its own; a
-                shard that has been cut off since it was opened.
+            DataError: as `_tokens`.
         """
         tokens = self._span(window * self.seq_length, self.seq_length + 1)
         input_ids[:] = tokens[:-1]
         labels[:] = tokens[1:]
 
     def token_counts(self) -> np.ndarray:
-        """Count each token in about COUNTED_TOKENS of the split. Returns int64 [V]. Raises DataError as `read`."""
+        """Count each token in about COUNTED_TOKENS of the split. Returns int64 [V]. Raises DataError: as `_tokens`."""
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
         stride = PIECE_TOKENS * math.ceil(self.num_tokens / COUNTED_TOKENS)
         for start in range(0, self.num_tokens, stride):
@@ -130,53 +108,37 @@ class TokenSource:
         return counts
 
     def _span(self, start: int, count: int) -> np.ndarray:
-        """Tokens start..start+count-1 of the split, which may lie in several shards. Raises DataError: see `read`."""
+        """Return tokens start..start+count-1 of the split, from one or more shards. Raises DataError: as `_tokens`."""
         shard = bisect_right(self._starts, start) - 1
         parts = [self._tokens(shard, start - self._starts[shard], count)]
         while missing := count - sum(map(len, parts)):
             shard += 1
             parts.append(self._tokens(shard, 0, missing))
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if tokens.max() >= self.manifest.vocab_size:
-            raise self._bad_token(start, tokens)
-        return tokens
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document_ends(self, window: int) -> np.ndarray:
-        """How many of the window's first T tokens there are up to the end of each document that ends in them: int64,
-        increasing, each 1 to T. Costs two bisections of a memory-mapped index, however many documents there are.
-        """
+        """Return the end of each document that ends in the window's first T tokens, counted from the window's start:
+        int64, increasing, each 1 to T. Costs two bisections of a memory-mapped index."""
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
         shard = bisect_right(self._starts, start) - 1
         while shard < len(self.shards) and self._starts[shard] < stop:
             begin = self._starts[shard]
             ends = self._ends(shard)
-            # As uint64: compared with a signed number, numpy would convert the whole index to float64.
+            # uint64: compared with a signed number, numpy would convert the whole index to float64
             bounds = np.array([max(start - begin, 0), stop - begin], dtype=np.uint64)
             first, last = ends.searchsorted(bounds, side="right").tolist()
             found.append(ends[first:last].astype(np.int64) + (begin - start))
             shard += 1
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _bad_token(self, start: int, tokens: np.ndarray) -> DataError:
-        """The error for the first id beyond the vocabulary in `tokens`, of which the first is the split's `start`th."""
-        first = int(np.argmax(tokens >= self.manifest.vocab_size))
-        shard = bisect_right(self._starts, start + first) - 1
-        return DataError(
-            f"{self.folder / self.shards[shard].name}: token {start + first - self._starts[shard]} has the id "
-            f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
-            "prepare or copy the data again",
-            code="token_beyond_vocabulary",
-            key=str(self.folder / self.shards[shard].name),
-        )
-
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
     """Open one split of prepared folders ({name: folder}), in the order of their names.
 
     Raises:
-        DataError: as TokenSource does; no folder at all; folders that were prepared with different tokenizers, or to
-            train on, with different eval fractions.
+        DataError: as TokenSource; there is no folder; folders were prepared with different tokenizers or, for the
+            train split, with different eval fractions.
     """
     if not folders:
         raise DataError(
@@ -193,14 +155,14 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
 
 
 def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None:
-    """Check that no document of the folders in `held_out` is evaluated on and, as a copy, trained on in `train`.
+    """Check that no document of `held_out` can also be in the train split of `train`, as a copy.
 
-    The hash of a document sends it to the eval split where it is below the folder's eval fraction. So a document whose
-    hash is between the fractions of two folders is in the train split of one and in the eval split of the other. A
-    folder that is all for evaluation (1), or that cuts each document (eval_by position), has no hash split.
+    A document is in the eval split if its hash is below the folder's eval fraction. So a document whose hash lies
+    between the fractions of two folders is in the train split of one and in the eval split of the other. A folder that
+    is only for evaluation (1), or that cuts each document (eval_by position), has no hash split.
 
     Raises:
-        DataError: a held-out folder has a larger fraction than one that is trained on.
+        DataError: a held-out folder has a larger fraction than a training folder.
     """
     for one, other in itertools.product(train, held_out):
         fractions = one.manifest.eval_fraction, other.manifest.eval_fraction
@@ -215,7 +177,7 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
 
 
 def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
-    """Raise DataError when the ids of the two mean other texts."""
+    """Check that the ids of both have the same meaning. Raises DataError."""
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
             f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
@@ -225,8 +187,8 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
 
 
 def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -> None:
-    """Raise DataError when a model of that vocabulary and so many positions does not take all ids or the samples'
-    length."""
+    """Check that a model with this vocabulary and `max_positions` takes all ids and the length of samples. Raises
+    DataError."""
     first = sources[0]
     if first.manifest.vocab_size > vocab_size:
         raise DataError(

@@ -3,8 +3,8 @@
     manifest -> TokenSource (the tokens of one folder) -> SampleStream (global order) -> MicroBatches (rank)
 
 A sample is a window of seq_length + 1 tokens of the split's concatenated documents, at a stride of seq_length, so
-that each token is predicted once and nothing is padded. The order of samples is a pure function of (seed, manifests,
-seq_length, weights, position); the state of a run is the number of samples it has consumed.
+that each token is predicted once and nothing is padded. The order of samples (order.py) is a pure function of (seed,
+manifests, seq_length, weights, position); the state of a run is the number of samples it has consumed.
 """
 
 import json
@@ -20,27 +20,26 @@ import numpy as np
 import torch
 
 from model.documents import Documents
-from train.data.format import DataError, unigram_loss, verify_shard
-from train.data.mixture import Weights, mix
-from train.data.order import MAX_PERIOD, Mixture, permutation_key, permute, spread
+from train.data.format import COPY_AGAIN, DataError, unigram_loss, verify_shard
+from train.data.order import MAX_PERIOD, Mixture, Weights, mix, permutation_key, permute, spread
 from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
-NO_LABEL = -100  # what the loss ignores
+NO_LABEL = -100  # ignored by the loss
 
 VERIFY_THREADS = 8
 PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
 
 
 class Batch(NamedTuple):
-    """input_ids, labels: int64 [B, T]; a label of NO_LABEL is none. documents: what attention stays within, None
-    without a document mask."""
+    """input_ids, labels: int64 [B, T]; NO_LABEL is no label. documents: attention stays within them; None without a
+    document mask."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     documents: Documents | None = None
 
     def to(self, device: Any) -> "Batch":
-        """On `device`, without waiting for the copies."""
+        """Return the batch on `device`, without waiting for the copies."""
         documents = None if self.documents is None else self.documents.to(device)
         return Batch(
             self.input_ids.to(device, non_blocking=True),
@@ -49,7 +48,7 @@ class Batch(NamedTuple):
         )
 
     def filled(self, rows: int) -> "Batch":
-        """With its first row repeated up to `rows` rows."""
+        """Return the batch with its first row repeated up to `rows` rows."""
         input_ids, labels, documents = self
         if not (missing := rows - len(input_ids)):
             return self
@@ -63,19 +62,23 @@ class Batch(NamedTuple):
         )
 
     def labelled(self) -> torch.Tensor:
-        """The share of tokens that have a label, float32 scalar, without waiting for it."""
+        """Return the share of tokens that have a label, a float32 scalar, without waiting for it."""
         return (self.labels != NO_LABEL).float().mean()
 
 
 def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
-    """Take the labels of last tokens away; returns the documents of the rows. labels: int64 [B, T]. after: int64, among
-    the B * T tokens in a row, the one behind each document that ends in a row."""
+    """Remove the labels of last tokens in place; return the documents of the rows.
+
+    Args:
+        labels: int64 [B, T].
+        after: int64; of the B * T tokens in sequence, the one after each document that ends in a row.
+    """
     labels.reshape(-1)[after - 1] = NO_LABEL
     begins = np.zeros(labels.size + 1, dtype=bool)
     begins[after] = begins[:: labels.shape[1]] = True
     starts = np.flatnonzero(begins[:-1])
-    # One a token, and back to 0 at each start, summed up in place: the memory that several arrays of the batch's
-    # size would take is given back and zeroed anew for every batch, which takes longer than all the rest.
+    # A cumulative sum of ones that returns to 0 at each start, in place: allocating and zeroing several arrays of the
+    # batch's size takes longer than everything else here.
     positions = np.ones(labels.size, dtype=np.int64)
     positions[0] = 0
     positions[starts[1:]] -= starts[1:] - starts[:-1]
@@ -83,7 +86,7 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
     return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
 
 
-def _by_tokens(sources: Sequence[TokenSource]) -> Mixture:
+def _mix_by_tokens(sources: Sequence[TokenSource]) -> Mixture:
     """Raises DataError: a source is too small beside the others."""
     windows = [source.num_windows for source in sources]
     try:
@@ -92,29 +95,29 @@ def _by_tokens(sources: Sequence[TokenSource]) -> Mixture:
         least = min(sources, key=lambda source: source.num_windows)
         raise DataError(
             f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, less than "
-            f"one in {MAX_PERIOD:,}: mixed by tokens it cannot be. Give data.weights, which say how much of each there "
-            "is, or prepare it together with another, or leave it out",
+            f"one in {MAX_PERIOD:,}, so it cannot be mixed by tokens. Set data.weights, or prepare it together with "
+            "another source",
             code="source_too_small",
             key=least.name,
         ) from error
 
 
 class SampleStream:
-    """All samples of one split of one or several sources, in one global order without end.
+    """All samples of one split of one or several sources, in one global order.
 
-    train: sources are mixed by `weights` (None: by their size) with exact quotas, each shuffled anew every epoch.
-    eval: every window of every source once, each source in its natural order; `weights` play no role. With
-    `max_samples` so many windows, at even distances over each source, whose share is that of its windows.
+    train: sources are mixed by `weights` (None: in proportion to their size) with exact quotas; each is shuffled again
+    in every epoch. The order has no end. eval: every window of every source once, in natural order.
 
-    document_mask: batches have their documents, for attention within them, and the last token of a document has no
-    label (NO_LABEL): what follows is the beginning of an unrelated document. So a document is trained on as if it stood
-    alone, and all but the first tokens of documents are predicted once. Batches differ in their number of labels by
-    that, which the loss has to be weighted by (train/engine/step.py).
+    Args:
+        max_samples: of eval: use only so many windows, evenly spaced over each source, in proportion to its windows.
+        document_mask: batches have `documents`, and the last token of a document has no label, since an unrelated
+            document follows. So batches differ in their number of labels, by which the loss is weighted
+            (train/engine/step.py).
 
     Attributes:
-        vocab_size: of the tokenizer that all sources share.
+        vocab_size: of the tokenizer of all sources.
         num_tokens: in the split, over all sources.
-        num_samples: of train: windows in the split, one epoch's if sources were mixed by size; of eval: of the stream.
+        num_samples: of train: windows in the split; of eval: samples of the stream.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class SampleStream:
         if self.split == "eval":
             self._mixture = Mixture(windows, max_period=sum(windows))
         elif weights is None:
-            self._mixture = _by_tokens(self.sources)
+            self._mixture = _mix_by_tokens(self.sources)
         else:
             self._mixture = mix(weights, [source.name for source in self.sources], seq_length=self.seq_length)
         self.vocab_size = self.sources[0].manifest.vocab_size
@@ -145,7 +148,7 @@ class SampleStream:
         self._plan = lru_cache(4)(self._make_plan)
 
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """(source, window) of samples block * PLAN_SAMPLES .. (block + 1) * PLAN_SAMPLES - 1, of eval up to its end."""
+        """Return (source, window) of the samples of a block of PLAN_SAMPLES, of eval up to its end."""
         first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
         if self.split == "eval":
             count = min(count, self.num_samples - first)
@@ -163,7 +166,7 @@ class SampleStream:
         return list(zip(which.tolist(), windows.tolist(), strict=True))
 
     def sample_ids(self, start: int, count: int) -> list[tuple[int, int]]:
-        """(source index in name order, window) of samples start..start+count-1: what the order consists of."""
+        """Return (source index in name order, window) of samples start..start+count-1."""
         ids: list[tuple[int, int]] = []
         for block in range(start // PLAN_SAMPLES, -(-(start + count) // PLAN_SAMPLES)):
             first = block * PLAN_SAMPLES
@@ -171,17 +174,16 @@ class SampleStream:
         return ids
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples start..start+count-1 of the global order, count rows of seq_length tokens. With a document mask the
-        positions of `documents` are those of a token in its document, or in what of it the sample has; they begin with
-        0 at each document's and each sample's first token.
+        """Return samples start..start+count-1 of the global order, count rows of seq_length tokens. With a document
+        mask the positions of `documents` are 0 at the first token of each document and of each sample.
 
         Raises:
-            DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt tokens.
+            DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt data.
         """
         if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
             end = f"of {self.num_samples}" if self.split == "eval" else "of an endless stream"
             raise DataError(
-                f"samples {start} to {start + count} {end} {self.split} samples were asked for",
+                f"samples {start} to {start + count} {end} {self.split} samples are requested",
                 code="samples_beyond_end",
             )
         input_ids = np.empty((count, self.seq_length), dtype=np.int64)
@@ -193,22 +195,22 @@ class SampleStream:
         return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
     def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> Documents:
-        """Take the labels of last tokens away; returns the documents of the rows.
+        """Remove the labels of last tokens; return the documents of the rows.
 
         Raises:
-            DataError: document ends that do not increase.
+            DataError: the document ends of a sample do not increase.
         """
         T = self.seq_length
         rows = [self.sources[source].document_ends(window) for source, window in samples]
         ends, begin = np.concatenate(rows), np.repeat(np.arange(len(rows)) * T, [len(row) for row in rows])
-        after = begin + ends  # of the batch in a row, the token after each document
+        after = begin + ends  # in the flattened batch, the token after each document
         wrong = (ends < 1) | (ends > T)
         wrong[1:] |= after[1:] <= after[:-1]
         if wrong.any():
             source, window = samples[begin[np.argmax(wrong)] // T]
             raise DataError(
                 f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
-                "increase: the content of an index changed; prepare or copy the data again",
+                f"increase: the content of an index changed; {COPY_AGAIN}",
                 code="index_not_increasing",
                 key=str(self.sources[source].folder),
             )
@@ -216,15 +218,14 @@ class SampleStream:
 
     @property
     def num_bytes(self) -> int:
-        """Of the shards of the split."""
+        """The size of the split's shards."""
         return sum(shard.bytes for source in self.sources for shard in source.shards)
 
     def verify(self, part: int = 0, parts: int = 1) -> int:
-        """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their
-        number.
+        """Check the hashes and every token id of each `parts`-th shard, from shard `part` on; return their number.
 
         Raises:
-            DataError: as verify_shard does.
+            DataError: as verify_shard.
         """
         shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
         with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the interpreter lock
@@ -232,7 +233,7 @@ class SampleStream:
         return len(shards)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must not change between a run and its resume, as JSON values: all that the order depends on."""
+        """Return all that the order depends on, as JSON values: it must not change between a run and its resume."""
         sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
@@ -243,7 +244,7 @@ class SampleStream:
         }
         values = {"split": self.split, "seq_length": self.seq_length, "seed": self.seed, "sources": sources}
         for index, name in enumerate(sources):
-            # Where weights never change, as checkpoints had it before there were stages.
+            # constant weights keep the form of checkpoints from before there were phases
             if len(self._mixture.starts) == 1:
                 sources[name]["weight"] = self._mixture.weights[0][index]
             else:
@@ -254,7 +255,7 @@ class SampleStream:
         return json.loads(json.dumps(values))
 
     def describe(self) -> str:
-        """One line a source for the log, with its weight in every stage."""
+        """Return one line per source for the log, with its weight in every phase."""
         lines = []
         for source, (first, *later) in zip(
             self.sources, zip(*self._mixture.weights, strict=True), strict=True
@@ -271,19 +272,19 @@ class SampleStream:
         return "\n".join(lines)
 
     def weights_at(self, sample: int) -> dict[str, float]:
-        """Return the weights of the sources that the mixture draws from at this position of the global order."""
+        """Return the weights above 0 of the sources at this position of the global order."""
         weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
     def stage_that_begins(self, start: int, count: int) -> str | None:
-        """For the log: the stage of the mixture that begins within samples start..start+count-1, if one does."""
+        """Return a line for the log if a phase of the mixture begins in samples start..start+count-1."""
         starts = self._mixture.starts
-        found = [stage for stage, first in enumerate(starts) if start <= first < start + count]
+        found = [phase for phase, first in enumerate(starts) if start <= first < start + count]
         if len(starts) == 1 or not found:
             return None
         weights = zip(self.sources, self._mixture.weights[found[-1]], strict=True)
         return (
-            f"mixture: stage {found[-1] + 1} of {len(starts)} begins with sample {starts[found[-1]]:,}: "
+            f"mixture: phase {found[-1] + 1} of {len(starts)} begins with sample {starts[found[-1]]:,}: "
             + ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights)
         )
 
@@ -300,7 +301,7 @@ def open_stream(
     """Open prepared folders ({name: folder}) as one stream; document_mask, max_samples: see SampleStream.
 
     Raises:
-        DataError: as open_sources and SampleStream do; its message names the folder and what to do.
+        DataError: as open_sources and SampleStream.
     """
     return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
 
@@ -311,12 +312,16 @@ def open_held_out(
     sets: Mapping[str, str | Path],
     max_samples: int | None = None,
 ) -> dict[str, SampleStream]:
-    """Open what a run on `train`, of the folders `sources`, is evaluated on, by the name of its loss: "eval_loss" the
-    eval split of the sources, "eval_loss/NAME" that of each of the `sets`; max_samples of each (see SampleStream).
+    """Open the evaluation data of a run, by the name of its loss.
+
+    Args:
+        train: the stream of the folders `sources`, whose eval split is "eval_loss".
+        sets: name -> folder whose eval split is "eval_loss/NAME".
+        max_samples: of each (see SampleStream).
 
     Raises:
-        DataError: as open_stream does; a set that was prepared with another tokenizer than the sources, or with a
-            larger eval fraction.
+        DataError: as open_stream; a set was prepared with another tokenizer than the sources, or with a larger eval
+            fraction.
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
     opened = {
@@ -350,9 +355,9 @@ def unigram_loss_of(train: SampleStream, held_out: SampleStream) -> float:
 def held_out_batches(
     stream: SampleStream, size: int, rank: int, world: int
 ) -> Iterator[tuple[int, int, Batch]]:
-    """Yield the samples of an eval stream as the batches of one rank: (first sample, number of rows that are samples of
-    this rank, batch of `size` rows). Other rows have no labels. Every rank has the same number of batches: the
-    collectives of ZeRO 3 would hang otherwise."""
+    """Yield the samples of an eval stream as the batches of one rank: (first sample, number of rows with samples of
+    this rank, batch of `size` rows). The other rows have no labels. Every rank has the same number of batches, or the
+    collectives of ZeRO 3 would hang."""
     samples = stream.num_samples
     for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
         rows = max(0, min(size, samples - start))
@@ -362,10 +367,10 @@ def held_out_batches(
 
 
 class MicroBatches:
-    """The micro-batches of one rank, the next one read ahead by a thread.
+    """The micro-batches of one rank; a thread reads the next one ahead.
 
-    A micro-step takes batch_size * world_size samples of the stream in a row; rank r has the r-th batch_size of them.
-    So the samples that an optimizer step consumes are the same for every number of ranks with the same global batch.
+    A micro-step takes the next batch_size * world_size samples of the stream; rank r has the r-th batch_size of them.
+    So an optimizer step has the same samples for every number of ranks with the same global batch.
     """
 
     def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:
@@ -374,7 +379,7 @@ class MicroBatches:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def get(self, consumed: int, micro_step: int) -> Batch:
-        """What SampleStream.batch gives, `micro_step` micro-steps after `consumed` samples."""
+        """Return the batch of this rank in micro-step `micro_step` after `consumed` samples."""
         stride = self.batch_size * self.world_size
         start = consumed + micro_step * stride + self.rank * self.batch_size
         if self._ahead is not None and self._ahead[0] == start:

@@ -24,9 +24,9 @@ from train.data.format import (
     DataError,
     check_sizes,
     check_tokenizer,
+    open_index,
     read_manifest,
 )
-from train.data.index import open_index
 from train.data.order import spread
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.evaluation.models import EvaluationError

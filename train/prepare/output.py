@@ -23,7 +23,7 @@ from train.data.format import (
     DataError,
     Manifest,
     Shard,
-    of_something_else,
+    foreign_manifest,
     read_manifest,
     token_dtype,
     unigram_loss,
@@ -237,7 +237,7 @@ class OutputFolder:
                 key=str(self.folder),
             )
         if (manifest := self.folder / MANIFEST_NAME).exists():
-            if other := of_something_else(manifest):
+            if other := foreign_manifest(manifest):
                 return DataError(
                     f"{other}; choose another --output", code="foreign_manifest", key=str(manifest)
                 )

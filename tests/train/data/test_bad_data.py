@@ -65,40 +65,6 @@ def test_a_shard_that_is_cut_off_while_training_reads_it_is_named(folder):
         stream.batch(0, stream.num_samples)
 
 
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_data_that_are_replaced_while_training_reads_them_are_noticed(
-    folder, tmp_path, monkeypatch, document_mask
-):
-    """Shards of the same names and sizes, of which not all are open."""
-    monkeypatch.setattr("train.data.source.OPEN_SHARDS", 1)
-    stream = open_stream({"a": folder}, None, T, seed=1, document_mask=document_mask)
-    before = stream.batch(0, 9)
-    (folder / "manifest.json").touch()
-    assert torch.equal(stream.batch(0, 9).input_ids, before.input_ids)
-    replace(folder, tmp_path / "other")
-    with refused(DataError, code="data_replaced", key=str(folder)):
-        stream.batch(0, 9)
-
-
-def replace(folder: Path, by: Path, in_place: bool = False) -> None:
-    make_folder(by, {"train": [tokens(1000, seed=s) for s in range(5, 8)], "eval": [tokens(500)]})
-    for path in by.iterdir():
-        if path.is_file() and in_place:
-            (folder / path.name).write_bytes(path.read_bytes())
-        elif path.is_file():
-            path.replace(folder / path.name)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_documents_of_other_data_are_noticed(folder, tmp_path, in_place):
-    """The tokens of a shard that is open are those of before; its index is opened only now."""
-    source = TokenSource("a", folder, "train", T)
-    source.read(0, *np.empty((2, T), dtype=np.int64))
-    replace(folder, tmp_path / "other", in_place)
-    with refused(DataError, code="data_replaced", key=str(folder)):
-        source.document_ends(0)
-
-
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])
 def test_a_flipped_bit_is_found_by_verify(folder, name):
     content = bytearray((folder / name).read_bytes())

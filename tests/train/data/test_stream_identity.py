@@ -10,7 +10,7 @@ import torch
 
 from test_fp8.common.folders import finish_folder, make_folder
 from train.data.format import INDEX_DTYPE, Shard, token_dtype
-from train.data.mixture import MixtureStage
+from train.data.order import MixturePhase
 from train.data.source import TokenSource
 from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
 
@@ -56,9 +56,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def opened(folders: dict[str, str]) -> IdStream:
     weights = [
-        MixtureStage(until_tokens=72_000 * T, weights={"a": 0.6, "b": 0.3, "c": 0.1}),
-        MixtureStage(until_tokens=168_001 * T - 3, weights={"a": 0.2, "c": 0.8}),
-        MixtureStage(weights={"a": 0.35, "b": 0.35, "c": 0.3}),
+        MixturePhase(until_tokens=72_000 * T, weights={"a": 0.6, "b": 0.3, "c": 0.1}),
+        MixturePhase(until_tokens=168_001 * T - 3, weights={"a": 0.2, "c": 0.8}),
+        MixturePhase(weights={"a": 0.35, "b": 0.35, "c": 0.3}),
     ]
     return IdStream([TokenSource(name, path, "train", T) for name, path in folders.items()], weights, seed=11)
 

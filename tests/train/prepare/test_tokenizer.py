@@ -229,10 +229,9 @@ def test_special_tokens_of_a_chat_are_special(tmp_path, prepare, corpus, tokeniz
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 493443\n"
 STAND_INS = [
-    ("tokenizer.model", POINTER, "tokenizer_lfs_pointer"),
-    ("tokenizer.json", POINTER, "tokenizer_lfs_pointer"),
-    ("tokenizer.model", "", "tokenizer_empty"),
-    ("tokenizer.model", "AA== 0\nAQ== 1\n", "tokenizer_of_tiktoken"),
+    ("tokenizer.model", POINTER, "tokenizer_unreadable"),
+    ("tokenizer.model", "AA== 0\nAQ== 1\n", "tokenizer_unreadable"),
+    ("tokenizer.model", "", "tokenizer_without_ends"),
 ]
 
 
