@@ -188,8 +188,6 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "other model as export": (written("run/hf/config.json"), "configuration", "output_dir"),
     "link as export": (export_by_a_link, "configuration", "output_dir"),
     "no access to the folder": (no_access(".", os.W_OK), "configuration", "output_dir"),
-    "unreadable checkpoints": (no_access("run/checkpoints", os.R_OK), "checkpoint", None),
-    "unreadable checkpoint": (no_access("run/checkpoints/step-00000004", os.R_OK), "checkpoint", None),
     "read-only checkpoints": (no_access("run/checkpoints", os.W_OK), "configuration", "output_dir"),
     "read-only metrics": (no_access("run/metrics.jsonl", os.W_OK), "configuration", "output_dir"),
     "second run": (second_run, "lock", "{}/run/run.lock"),
