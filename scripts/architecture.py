@@ -26,7 +26,7 @@ def sources() -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """train/loop.py -> train/loop.py, train/data/stream.py -> train/data, model/build.py -> model."""
+    """train/trainer.py -> train/trainer.py, train/data/stream.py -> train/data, model/build.py -> model."""
     parent = path.parent.as_posix()
     return path.as_posix() if parent == "train" and path.name != "__init__.py" else parent
 

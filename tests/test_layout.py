@@ -46,10 +46,10 @@ LAYERS = [
         "train/launch.py",
         "train/evaluate.py",
         "train/setup.py",
-        "train/loop.py",
         "train/export.py",
         "train/inspect_checkpoint.py",
     ],
+    ["train/trainer.py"],
     ["train/train.py"],
 ]
 # What training and benchmarks never import: a GPU node does without the packages of preparation.

@@ -1,1 +1,1 @@
-"""How a Mistral is trained: train.py is the story, setup.py and loop.py its chapters, the others commands and parts."""
+"""How a Mistral is trained: train.py runs a training, setup.py and trainer.py build it; the others are commands."""

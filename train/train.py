@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral: arguments -> data -> resume -> model -> engine -> loop -> export.
+"""Train a Mistral: arguments -> data -> a Trainer for each precision -> export.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +48,10 @@ from train.preflight.sizes import memory_ran_out
 from train.record.log import configure_logging, link_log_file, open_log_file
 
 if TYPE_CHECKING:
-    from train.guard.watchdog import Watchdog
-    from train.loop import Run
     from train.planning.plan import Prediction
-    from train.record.provenance import RunRecord
+    from train.record.metrics import MetricsLogger
     from train.record.run_folder import RunFolder
+    from train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 # Exit status; signals has the others.
@@ -81,7 +79,7 @@ def main(argv: list[str]) -> int:
         import torch.distributed as dist
 
         # all that a run needs to its end: its sources may be edited meanwhile
-        from train import export, setup  # noqa: F401
+        from train import export, trainer  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
         from train.guard.watchdog import NO_START, Watchdog
@@ -159,14 +157,13 @@ def leave(status: int) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """One run from its resolved arguments; every rank calls it. An error is in the log file with its traceback."""
+    """Run a training from its resolved arguments. Every rank calls it. An error is in the log file with its
+    traceback."""
     import torch.distributed as dist
-
-    from train.record.run_folder import RunFolder
 
     configure_logging(args.log_level, dist.get_rank(), has_file=True)
     try:
-        _run(args, RunFolder(args.output_dir))
+        _run(args)
     except tuple(ENDINGS):
         raise
     except Exception:
@@ -174,253 +171,153 @@ def run_training(args: TrainingArguments) -> None:
         raise
 
 
-def _run(args: TrainingArguments, folder: RunFolder) -> None:
+def _run(args: TrainingArguments) -> None:
+    """Build a Trainer for each precision and fit it, then export."""
     import torch.distributed as dist
 
-    from train.config.schedule import stage_at
+    from train import setup
     from train.guard.watchdog import NO_END, NO_START, Watchdog
-    from train.loop import train
+    from train.preflight.gradients import check_gradients
+    from train.preflight.ranks import is_on
+    from train.record.provenance import RunRecord
+    from train.record.run_folder import RunFolder
+    from train.trainer import Trainer
 
+    began, folder, rank = time.time(), RunFolder(args.output_dir), dist.get_rank()
     with Watchdog(args.hang_timeout_s, NO_START) as watchdog:
-        begun = _begin(args, folder, watchdog)
-    if begun is None:
-        return
-    run, record, planned, ds_config = begun
-    del begun  # has the engine, which a change of the precision takes apart
-    main, args, state, first = dist.get_rank() == 0, run.arguments, run.state, run.stage
+        args = setup.check_ranks_and_choose_precision(args, watchdog)
+        data = setup.open_data(args, watchdog)
+        state, checkpoint = setup.find_start(args, data.train, watchdog)
+        setup.describe_run(args, data, state)
+        prediction = setup.predict(args, state)
+        trainer = Trainer(args, data, state, checkpoint, watchdog)
+        if is_on(args) and state.step < args.max_steps:
+            watchdog.meet("checks the gradients of a step")
+            check_gradients(args, trainer.engine, trainer.micro_step, trainer.precision, data.train, state)
+        watchdog.meet("opens its folder")
+        if args.dry_run:
+            return setup.rehearse(args, data, state)
+        metrics = setup.open_run_folder(args, state, checkpoint)
+        start = setup.describe_start(args, trainer.report, data.train, state, checkpoint)
+        start |= {"time": round(began, 1), "plan": prediction and prediction.to_json()}
+        open_log_file(folder.rank_log(rank) if rank else folder.log)
+        if rank == 0 and state.world_size > 1:
+            link_log_file(folder.rank_log(0), folder.log)
+        stop_vote = signals.StopVote()
+    record = None
+    if rank == 0:
+        record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         with contextlib.ExitStack() as end:
-            with record if main else contextlib.nullcontext():
-                # what was planned is the first stage's
-                with signals.taking_steps(), contextlib.ExitStack() as first_stage:
-                    if planned:
-                        first_stage.enter_context(beside_the_plan(run, planned, record.start["plan"]))
-                    last = train(run)
+            with record or contextlib.nullcontext():
+                with signals.taking_steps():
+                    try:
+                        checkpoint = trainer.fit(metrics, stop_vote)
+                    finally:
+                        if record and prediction:
+                            compare_with_prediction(prediction, trainer.speeds, record.start["plan"])
                     while state.step < args.max_steps:
-                        if stage_at(args, state.step, state.consumed_tokens) != first:
-                            first_stage.close()
-                        stage_record = change_precision(run, ds_config)
-                        if main:
-                            record.add_stage(stage_record)
-                        last = train(run)
+                        trainer, change = build_next_trainer(trainer)
+                        if record:
+                            record.add_stage(change)
+                        checkpoint = trainer.fit(metrics, stop_vote)
                 watchdog = end.enter_context(Watchdog(args.hang_timeout_s, NO_END))
-                ends = f"exports {last}, which rank 0 does" if last else "ends"
-                watchdog.meet(ends, reads=_to_read(last))
-                if main:
+                what = f"exports {checkpoint}, which rank 0 does" if checkpoint else "ends"
+                watchdog.meet(what, reads=setup.bytes_to_read(checkpoint))
+                if record:
                     record.part = "export"
-                    export_last(run, last)
+                    export_last(args, folder, metrics, checkpoint)
             watchdog.doing("waits for the end of all")
-            run.metrics.close()
+            metrics.close()
             dist.barrier()
     except signals.Stopped as stopped:
         with Watchdog(args.hang_timeout_s, NO_END) as watchdog:
             watchdog.doing("waits for the end of all, which were asked to stop")
-            if main:
-                try:
-                    signals.write_stopped(folder.path, stopped)
-                except OSError as error:  # it is saved: the status says that it was a stop
-                    run.metrics.message(
-                        f"warning: {folder.stopped} cannot be written: {error}; a launcher that passes no status "
-                        "on, as torchrun, does not tell this stop from a crash"
-                    )
-            run.metrics.message(str(stopped))
-            run.metrics.close()
+            report_stop(folder, metrics, stopped)
             dist.barrier()
         raise
 
 
-def _begin(
-    args: TrainingArguments, folder: RunFolder, watchdog: Watchdog
-) -> tuple[Run, RunRecord, Prediction | None, dict[str, Any]] | None:
-    """What a run consists of, built in the order of train/setup.py, the record of this start, what is planned of it,
-    and DeepSpeed's configuration; None with dry_run, which ends here. The ranks meet between its parts, so that one
-    that hangs in a part is known by the time of that part."""
-    import torch.distributed as dist
-
-    from model.config import load_config
-    from train import setup
-    from train.checkpoint.resume import begins_as
-    from train.checkpoint.save import Saver
-    from train.config.ds_config import resolve_ds_config
-    from train.config.schedule import at_stage
-    from train.data.stream import unigram_loss_of
+def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
+    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint; return it and what
+    run.json says of the change. The memory of the old one is free before the new one takes any."""
     from train.guard.watchdog import Watchdog
-    from train.loop import Run
-    from train.planning.autotune import resolve_auto
-    from train.preflight.gradients import check_gradients
-    from train.preflight.ranks import check_alike, is_on
-    from train.record.provenance import RunRecord
+    from train.trainer import Trainer
 
-    begun, rank, world = time.time(), dist.get_rank(), dist.get_world_size()
-    setup.say(f"output: {os.path.abspath(folder.path)}")
-    if is_on(args):
-        watchdog.meet("compares itself with the others, and measures their links")
-        check_alike(args)
-    setup.seed(args)
-    watchdog.meet("waits for what precision.auto measures" if args.precision.auto else "opens the data")
-    args = resolve_auto(args, world)
-    config = load_config(args.model.config)
-    train_stream, eval_streams = setup.streams_for(args, config)
-    unigram_loss = unigram_loss_of(train_stream, eval_streams["eval_loss"])
-    if args.data.verify:
-        streams = train_stream, *eval_streams.values()
-        watchdog.meet("verifies its share of the data", reads=sum(stream.num_bytes for stream in streams))
-        setup.verify_data(*streams)
-    ds_config = resolve_ds_config(args, world)
-    given = args.resume_from_checkpoint
-    candidates = [folder.checkpoints] if given in ("auto", "never") else [folder.checkpoints, Path(given)]
-    watchdog.meet(
-        "waits for rank 0, which verifies the checkpoint to go on from", reads=_to_read(*candidates)
-    )
-    state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
-    stage, levels = begins_as(args, state)
-    staged = at_stage(args, stage)
-    read = _to_read(resume_from or args.model.init_from)
-    watchdog.meet("builds the model", read)
-    model, precision = setup.model_for(staged, resume_from, levels)
-    watchdog.meet("proves what runs")
-    proven = setup.announce(args, model, precision, train_stream, unigram_loss, state)
-    planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
-    watchdog.meet("builds the engine", read)
-    engine, micro_step = setup.engine_for(
-        staged, model, precision, train_stream, ds_config, state, resume_from
-    )
-    state.precision = staged.to_dict()["precision"]
-    if is_on(args) and state.step < args.max_steps:
-        watchdog.meet("checks the gradients of a step")
-        check_gradients(staged, engine, micro_step, precision, train_stream, state)
-    watchdog.meet("opens its folder")
-    if args.dry_run:
-        setup.rehearse(args, train_stream, eval_streams, ds_config, state)
-        return None
-    metrics = setup.open_folder(args, ds_config, state, resume_from)
-    start = setup.start_of(args, model, proven, train_stream, state, resume_from)
-    open_log_file(folder.rank_log(rank) if rank else folder.log)
-    if world > 1 and rank == 0:
-        link_log_file(folder.rank_log(0), folder.log)
-    run = Run(
-        arguments=args,
-        folder=folder,
-        engine=engine,
-        micro_step=micro_step,
-        precision=precision,
-        stage=stage,
-        attention=proven.attention,
-        train_stream=train_stream,
-        eval_streams=eval_streams,
-        unigram_loss=unigram_loss,
-        metrics=metrics,
-        state=state,
-        resumed_from=resume_from,
-        first_step=state.step,
-        saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit),
-        stop_vote=signals.StopVote(),
-        watchdog=Watchdog(args.hang_timeout_s),
-    )
-    start["time"] = round(begun, 1)
-    start["plan"] = planned and planned.to_json()
-    start["escalations"] = state.escalations  # which grows while it runs
-    return (
-        run,
-        RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS),
-        planned,
-        ds_config,
-    )
-
-
-def _to_read(*places: Path | str | None) -> int:
-    """Bytes of the files in these folders, counted by rank 0 alone: of many ranks a shared file system would be asked
-    for each file of a checkpoint by each."""
-    from train.engine.distributed import from_rank_0
-    from train.files import bytes_of
-
-    return from_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
-
-
-def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Change to the precision of the stage of precision.schedule that begins, and to the levels that on_trouble has
-    taken modules to, as a stop would and a start from the checkpoint of this step with the changed keys; what run.json
-    says of it."""
-    from train import setup
-    from train.config.schedule import at_stage, stage_at, stage_text
-    from train.engine.step import release
-    from train.guard.watchdog import Watchdog
-
-    began, state = time.monotonic(), run.state
-    number, before = stage_at(run.arguments, state.step, state.consumed_tokens), run.precision.levels
-    new_stage = number != run.stage
-    begins = [f"{stage_text(run.arguments.precision, number)} begins"] if new_stage else []
-    if new_stage:
-        run.before_stage = len(run.speeds)
-    moved = sum(before.get(name) != level for name, level in state.levels.items())
-    modules = f"{moved} module{'s' if moved > 1 else ''} at another level by precision.on_trouble"
-    begins += [modules] if moved else []
-    run.stage, args, what = number, at_stage(run.arguments, number), "; ".join(begins)
-    run.metrics.message(f"step {state.step + 1}: {what}; model and engine are built anew")
-    with Watchdog(args.hang_timeout_s) as watchdog:  # that of the loop has ended with its last step
-        watchdog.doing("takes model and engine apart")
-        release(run.engine)
-        del run.engine, run.micro_step, run.saver.engine
-        setup.clear_memory()
-        watchdog.doing("builds the model anew and proves it")
-        model, run.precision = setup.model_for(args, run.checkpoint, state.levels)
-        proven = setup.prove_all(args, model, run.precision)
-        watchdog.doing(f"builds the engine anew, from {run.checkpoint}")
-        of_run = run.train_stream, ds_config, state, run.checkpoint
-        run.engine, run.micro_step = setup.engine_for(args, model, run.precision, *of_run)
-    run.attention, state.precision = proven.attention, args.to_dict()["precision"]
-    run.saver.engine, run.saver.precision = run.engine, run.precision
-    run.watchdog = Watchdog(args.hang_timeout_s)
+    began = time.monotonic()
+    args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
+    what, is_new_phase = trainer.describe_next()
+    logger.info(f"step {state.step + 1}: {what}; model and engine are built again")
+    with Watchdog(args.hang_timeout_s) as watchdog:
+        watchdog.doing("frees model and engine")
+        trainer.close()
+        following = Trainer(args, data, state, checkpoint, watchdog)
     took_s = round(time.monotonic() - began, 2)
-    run.metrics.message(f"the change took {took_s:.1f} s")
-    of_proof = {"fp8": proven.fp8, "proof": proven.lines}
-    return {"step": state.step, "stage": what, "new_stage": new_stage, "took_s": took_s, **of_proof}
+    logger.info(f"the change took {took_s:.1f} s")
+    checked = {"fp8": following.report.fp8, "proof": following.report.lines}
+    return following, {
+        "step": state.step,
+        "stage": what,
+        "new_stage": is_new_phase,
+        "took_s": took_s,
+        **checked,
+    }
 
 
-@contextlib.contextmanager
-def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> Iterator[None]:
-    """However the steps end, tell what was measured beside what was planned, and have it in `record`, that of run.json.
-    A fault in it ends no run."""
+def compare_with_prediction(prediction: Prediction, speeds: list[float], record: dict[str, Any]) -> None:
+    """Log measured memory and speed beside the prediction, and add them to its `record` in run.json. An error in it
+    ends no run."""
     import torch
 
     from train.record.history import typical_speed
 
     try:
-        yield
-    finally:
+        speed, peak = typical_speed(speeds), torch.cuda.max_memory_allocated() / GIB
+        record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
+        logger.info(prediction.compare(peak, speed))
+    except Exception as error:
+        logger.warning(f"nothing measured beside the plan: {type(error).__name__}: {error}")
+
+
+def report_stop(folder: RunFolder, metrics: MetricsLogger, stopped: signals.Stopped) -> None:
+    """Leave stopped.json in the run folder, and close the metrics."""
+    if metrics.is_main:
         try:
-            speed = typical_speed(run.speeds)
-            peak = torch.cuda.max_memory_allocated() / GIB
-            record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
-            run.metrics.message(planned.compare(peak, speed))
-        except Exception as error:
-            run.metrics.message(f"warning: nothing measured beside the plan: {type(error).__name__}: {error}")
+            signals.write_stopped(folder.path, stopped)
+        except OSError as error:  # it is saved: the status says that it was a stop
+            logger.warning(
+                f"{folder.stopped} cannot be written: {error}; a launcher that passes no status on, as "
+                "torchrun, does not tell this stop from a crash"
+            )
+    logger.info(str(stopped))
+    metrics.close()
 
 
-def export_last(run: Run, last: Path | None) -> None:
-    """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there. Raises what `export`
-    does, when it is told what the run has all the same."""
+def export_last(
+    args: TrainingArguments, folder: RunFolder, metrics: MetricsLogger, checkpoint: Path | None
+) -> None:
+    """Write the plots and, of the last checkpoint, the Hugging Face folder, unless that exists. Rank 0 calls it. Raises
+    what `export` does."""
     from train.checkpoint.files import identity
     from train.checkpoint.resume import to_go_on
     from train.data.encoder import tokenizer_of
     from train.export import export
 
-    folder = run.folder
-    if last is None:
-        run.metrics.message("save_strategy is no: the trained model is not saved")
+    if checkpoint is None:
+        logger.info("save_strategy is no: the trained model is not saved")
     else:
-        if not folder.is_exported(identity(last)):
+        if not folder.is_exported(identity(checkpoint)):
             try:
-                for line in export(last, folder.hf, tokenizer_of(run.arguments.data.sources)):
-                    run.metrics.message(line)
+                for line in export(checkpoint, folder.hf, tokenizer_of(args.data.sources)):
+                    logger.info(line)
             except Exception:
-                run.metrics.message(
-                    f"the training is over and {last} is committed, but its export to {folder.hf} failed. When what is "
-                    f"said below is mended, the same command{to_go_on(run.arguments)} exports it, without a step"
+                logger.error(
+                    f"the training is over and {checkpoint} is committed, but its export to {folder.hf} failed. After "
+                    f"the cause below is fixed, the same command{to_go_on(args)} exports it, without a step"
                 )
                 raise
-        run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder")
-    run.metrics.draw_last()
+        logger.info(f"wrote {folder.hf}, a Hugging Face folder")
+    metrics.draw_last()
 
 
 if __name__ == "__main__":

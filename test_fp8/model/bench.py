@@ -60,7 +60,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.distributed import from_rank_0, init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, release
-from train.setup import model_for
+from train.setup import build_model_and_precision
 
 MIN_PASSES = 4
 MAX_PASSES = 48
@@ -272,7 +272,7 @@ def measure_case(
     no_graphs = why_no_graphs(arguments.model.variant, emulated=not torch.cuda.is_available())
     if arguments.speed.cuda_graphs and no_graphs:
         raise Unavailable(no_graphs)
-    model, precision = model_for(arguments)
+    model, precision = build_model_and_precision(arguments)
     model.train()
     is_te, engine = VARIANTS[arguments.model.variant].te, None
     pinned = "auto" if is_te else setting.attention

@@ -25,7 +25,7 @@ from train.data.stream import Batch
 from train.engine.distributed import from_rank_0, init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.guard.signals import StopVote
-from train.setup import model_for
+from train.setup import build_model_and_precision
 
 WARM_UP_STEPS = 3
 
@@ -36,7 +36,7 @@ class Training:
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
         self.args = arguments_of(case, options, "auto", options.micro_batch, dist.get_world_size())
-        model, self.precision = model_for(self.args)
+        model, self.precision = build_model_and_precision(self.args)
         check_startup(model, self.precision, seed=self.args.seed)
         ds_config = resolve_ds_config(self.args, dist.get_world_size())
         self.engine = build_engine(model, self.args, ds_config)

@@ -23,11 +23,10 @@ from train import setup, train
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.step import MicroStep, build_engine
+from train.engine.step import MicroStep, SkipDecision, build_engine
 from train.guard import signals
-from train.guard.health import Health
 from train.guard.replicas import ReplicaError
-from train.loop import TrainingError
+from train.trainer import TrainingError
 
 RIGHT_LOSS = mistral_base.causal_lm_loss
 
@@ -131,7 +130,7 @@ def skip(
         resolve_ds_config(args, world),
     )
     micro_step = MicroStep(engine, how, args)
-    health = Health(engine, how, window=16, factor=10.0)
+    skip_decision = SkipDecision(engine, how)
     kinds = ["nan_weight"] if stage < 3 else []  # ZeRO 3 computes with weights that it has gathered before
     if not args.speed.cuda_graphs:
         kinds += ["nan_loss", "inf_loss", "nan_gradient"]
@@ -149,13 +148,13 @@ def skip(
         spoil(kind if bad and kind not in ("nan_in_buffer", "nan_weight") else None)
         engine.backward = spoiled_backward if bad and kind == "nan_in_buffer" else right_backward
         before = digests(engine, how)
-        health.before_step()
+        skip_decision.keep_fp8_state()
         with nan_in_a_weight(engine.module) if bad and kind == "nan_weight" else contextlib.nullcontext():
             for index in range(2):
                 generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
                 ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
-                loss = micro_step(Batch(ids, ids), index)
-        skipped = health.after_step(step, 0, {}, loss, None)
+                micro_step(Batch(ids, ids), index)
+        skipped = skip_decision.is_skipped(step)
         after = digests(engine, how)
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
         changed = [name for name in before if before[name] != after[name]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tests.reliability.number_ranks import tensors_in
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
-from train import loop
+from train import trainer
 from train.checkpoint import save, staging
 from train.checkpoint.files import RUN_STATE, committed, name_of, problems, read_manifest
 from train.checkpoint.save import SaveError
@@ -38,7 +39,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(path.name)
         return right(path, value)
 
-    def step(self: loop.Loop, take: Callable = loop.Loop._take_step) -> loop.Step:
+    def step(self: trainer.Trainer, take: Callable = trainer.Trainer.take_step) -> trainer.Step:
         taken = take(self)
         with changed:
             steps[0] += 1
@@ -55,7 +56,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             waits.clear()
 
     monkeypatch.setattr(save, "write_tensors", write)
-    monkeypatch.setattr(loop.Loop, "_take_step", step)
+    monkeypatch.setattr(trainer.Trainer, "take_step", step)
     monkeypatch.setattr(save.Saver, "finish", finish)
     return names
 
@@ -151,14 +152,14 @@ def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pyt
 def test_training_errors_leave_the_save_under_way_whole(
     settings: dict, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = loop.Loop._mean_loss
+    right = trainer.Trainer._mean_loss
 
-    def mean_loss(self: loop.Loop, step: loop.Step) -> float:
-        step.loss = step.loss * (float("nan") if self.state.step == 3 else 1)
-        return right(self, step)
+    def mean_loss(self: trainer.Trainer, step: trainer.Step) -> float:
+        factor = float("nan") if self.state.step == 3 else 1
+        return right(self, replace(step, loss=step.loss * factor))
 
-    monkeypatch.setattr(loop.Loop, "_mean_loss", mean_loss)
-    with pytest.raises(loop.TrainingError, match="step 3 is nan .*checkpoints before it are intact"):
+    monkeypatch.setattr(trainer.Trainer, "_mean_loss", mean_loss)
+    with pytest.raises(trainer.TrainingError, match="step 3 is nan .*checkpoints before it are intact"):
         run(settings, save_steps=2)
     (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
     assert path.name == "step-00000002" and problems(path) == []

@@ -52,7 +52,7 @@ def test_each_rank_draws_its_own_numbers_and_the_same_again(
     draws = []
     for rank in (0, 1, 0):
         monkeypatch.setattr(setup.dist, "get_rank", lambda rank=rank: rank)
-        setup.seed(settings)
+        setup.seed_generators(settings)
         draws.append([random.random(), float(np.random.rand()), float(torch.rand(1))])
     assert draws[0] == draws[2] and all(a != b for a, b in zip(draws[0], draws[1], strict=True))
     assert torch.are_deterministic_algorithms_enabled() == full_determinism

@@ -22,7 +22,8 @@ from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, resolve_arguments
 from train.data.order import next_position
 from train.data.stream import open_stream
-from train.guard.health import Health, SpikeDetector
+from train.engine.step import SkipDecision
+from train.guard.health import SpikeDetector
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}
@@ -120,14 +121,13 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
     precision = Precision(PrecisionConfig(recipe="delayed", amax_history_len=16))
     model = build_model(config, "te_layer", precision, seed=1)
     ids = random_ids(config, 2, 16)
-    engine: Any = SimpleNamespace(module=model, skipped_steps=0, get_global_grad_norm=lambda: None)
-    health = Health(engine, precision, window=16, factor=10.0)
+    engine: Any = SimpleNamespace(module=model, skipped_steps=0)
+    decision = SkipDecision(engine, precision)
 
     def step(number: int) -> None:
-        health.before_step()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        health.after_step(number, 0, {}, loss.detach(), None)
+        decision.keep_fp8_state()
+        model(ids, labels=ids).loss.backward()
+        assert not decision.is_skipped(number)
 
     step(8)
     state = fp8_state(model, precision)
@@ -136,11 +136,11 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
     state[name][-1, 0] = float("inf")
     scale[0] = 12345.0
     step(9)
-    assert scale[0] == 12345.0 and health.mended() == 0  # stuck
+    assert scale[0] == 12345.0 and decision.count_removed_amaxes() == 0  # stuck
     step(10)
     step(11)
     assert scale[0] != 12345.0 and state[name].isfinite().all()
-    assert [health.mended(), health.mended()] == [1, 0]
+    assert [decision.count_removed_amaxes(), decision.count_removed_amaxes()] == [1, 0]
     histories = [tensor for key, tensor in state.items() if key.endswith("amax_history")]
     for history in histories:
         history[-1] = float("inf")
@@ -154,9 +154,9 @@ def test_what_is_logged_changes_no_number(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an amax that is not finite, too: logging_steps may change on a resume."""
-    right, steps = Health.before_step, list[int]()
+    right, steps = SkipDecision.keep_fp8_state, list[int]()
 
-    def inf_in_step_3(self: Health) -> None:
+    def inf_in_step_3(self: SkipDecision) -> None:
         right(self)
         steps.append(1)
         if len(steps) == 3:
@@ -164,8 +164,8 @@ def test_what_is_logged_changes_no_number(
                 math.inf
             )
 
-    monkeypatch.setattr(Health, "before_step", inf_in_step_3)
-    monkeypatch.setattr("train.guard.health.MEND_STEPS", 4)
+    monkeypatch.setattr(SkipDecision, "keep_fp8_state", inf_in_step_3)
+    monkeypatch.setattr("train.engine.step.MEND_STEPS", 4)
     losses = []
     for logging_steps in (1, 6):
         steps.clear()

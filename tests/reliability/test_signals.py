@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, run
 from train import launch as launch_module
-from train import loop, train
+from train import train, trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.checkpoint.save import SaveError
@@ -38,7 +36,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     with monkeypatch.context() as patch:
-        stop_when(patch, loop.MicroBatches, "get", 6, number)  # the second micro-batch of step 3
+        stop_when(patch, trainer.MicroBatches, "get", 6, number)  # the second micro-batch of step 3
         with pytest.raises(
             signals.Stopped,
         ):
@@ -70,7 +68,7 @@ def test_signals_while_it_saves_change_nothing(
 def test_a_run_that_saves_nothing_stops_too(
     settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_when(monkeypatch, loop.MicroBatches, "get", 2, signal.SIGTERM)
+    stop_when(monkeypatch, trainer.MicroBatches, "get", 2, signal.SIGTERM)
     with pytest.raises(signals.Stopped) as stopped:
         run(settings, save_strategy="no")
     assert (stopped.value.step, stopped.value.checkpoint) == (1, None)
@@ -119,21 +117,6 @@ def test_a_signal_does_not_change_why_a_rank_ends() -> None:
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=200) == 2
-
-
-def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> None:
-    """The last save of a run first waits for the one under way: two saves, each within the timeout."""
-    told, said = list[str](), list[str]()
-    saved = SimpleNamespace(path="step-00000004", seconds=2.0, waited_s=1.0)
-    saver = SimpleNamespace(pending=True, finish=lambda: told.append("finish") or saved)
-    watchdog = SimpleNamespace(doing=told.append, met=told.append)
-    run: Any = SimpleNamespace(saver=saver, watchdog=watchdog, metrics=SimpleNamespace(message=said.append))
-    loop.settle(run)
-    assert said == ["saved step-00000004 in 2.0 s (training waited 1.0 s)"]
-    assert told == ["waits for the save under way", "finish", "the save is over"]
-    saver.pending = False
-    loop.settle(run)
-    assert len(told) == 3  # nothing was waited for, on any rank
 
 
 # Rank 1 goes on until the launcher has seen rank 0 end, and then says so.

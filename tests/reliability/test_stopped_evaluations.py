@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tests.reliability.stopping import stop_when
 from tests.train.runs import metrics, run
-from train import loop
 from train.checkpoint.files import committed, read_state
 from train.guard import fp8_alarms, signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
 from train.record.metrics import MetricsLogger
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
+from train.trainer import Trainer
 
 
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
@@ -36,20 +36,20 @@ def test_an_evaluation_is_left_and_made_up_for(
     settings["eval_steps"] = 2
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
-        stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
+        stop_when(patch, Trainer, "held_out_losses", evaluation, signal.SIGUSR1)
         with pytest.raises(signals.Stopped, match=f"after step {step};"):
             run(settings)
     folder = Path(settings["output_dir"])
     assert [m.get("eval_loss") for m in metrics(folder) if m["step"] == step] == [None]
     signals.received.clear()
-    right = loop.evaluate_late
+    right = Trainer._evaluate_first
 
     def crashes(*arguments: Any) -> None:
         right(*arguments)
         raise RuntimeError("a crash")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a crash"):
-        patch.setattr(loop, "evaluate_late", crashes)
+        patch.setattr(Trainer, "_evaluate_first", crashes)
         run(settings)
     assert [m.get("eval_loss") is None for m in metrics(folder) if m["step"] == step] == [True, False]
     run(settings)  # which makes up for it once more
@@ -75,7 +75,7 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
     folder = Path(settings["output_dir"])
     for step, evaluation in ((2, 1), (4, 2)):  # the second start makes up for the first one's
         with monkeypatch.context() as patch:
-            stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
+            stop_when(patch, Trainer, "held_out_losses", evaluation, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=f"after step {step};"):
                 run(settings)
         signals.received.clear()
@@ -99,7 +99,7 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
         (tmp_path / "b", str(tmp_path / "a/checkpoints/step-00000002")),
     ):
         with monkeypatch.context() as patch:
-            stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
+            stop_when(patch, Trainer, "held_out_losses", 1, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=said):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
         signals.received.clear()
@@ -120,7 +120,7 @@ def test_a_command_that_would_do_again_what_it_asked_for_is_told_what_goes_on(
     for evaluation, begins, needs in ((1, "never", True), (2, own, True), (2, "auto", False)):
         option = " with --resume_from_checkpoint auto" * needs
         with monkeypatch.context() as patch:
-            stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
+            stop_when(patch, Trainer, "held_out_losses", evaluation, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=f"The same command{option} goes on from there"):
                 run(settings, resume_from_checkpoint=begins)
         signals.received.clear()
@@ -135,7 +135,7 @@ def test_ranks_end_together_behind_what_rank_0_has_to_write(
     monkeypatch.setattr(dist, "barrier", lambda *a, **k: events.append("meet") or barrier(*a, **k))
     monkeypatch.setattr(MetricsLogger, "close", lambda self: close(self) or events.append("closed"))
     with monkeypatch.context() as patch:
-        stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
+        stop_when(patch, Trainer, "held_out_losses", 1, signal.SIGUSR1)
         with pytest.raises(signals.Stopped):
             run(settings)
     assert events[-2:] == ["closed", "meet"]
@@ -151,7 +151,7 @@ def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(
     """Kernels are compiled and graphs captured in the first step, whatever comes before it."""
     settings["eval_steps"] = 2
     with monkeypatch.context() as patch:
-        stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
+        stop_when(patch, Trainer, "held_out_losses", 1, signal.SIGUSR1)
         with pytest.raises(signals.Stopped, match="after step 2;"):
             run(settings)
     signals.received.clear()

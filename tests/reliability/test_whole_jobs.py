@@ -19,7 +19,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics, run
-from train import loop, setup
+from train import setup, trainer
 from train.checkpoint import save
 from train.checkpoint.files import read_state
 from train.guard import signals
@@ -33,15 +33,15 @@ def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
 ) -> None:
     """In this process: asked to stop before the first step, within a step, in a save."""
     taken: list[tuple[int, int]] = []
-    right = loop.MicroBatches.get
+    right = trainer.MicroBatches.get
 
     def get(self: object, consumed_samples: int, index: int) -> object:
         taken.append((consumed_samples, index))
         return right(self, consumed_samples, index)
 
-    monkeypatch.setattr(loop.MicroBatches, "get", get)
+    monkeypatch.setattr(trainer.MicroBatches, "get", get)
     settings |= {"save_steps": 2}
-    for owner, name, call, step in ((setup, "build_engine", 1, 1), (loop.MicroBatches, "get", 3, 3),
+    for owner, name, call, step in ((setup, "build_engine", 1, 1), (trainer.MicroBatches, "get", 3, 3),
                                     (save.Saver, "begin", 1, 5)):  # fmt: skip
         with monkeypatch.context() as patch:
             stop_when(patch, owner, name, call, signal.SIGUSR1)

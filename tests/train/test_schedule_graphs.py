@@ -19,7 +19,7 @@ from train import setup
 from train.engine import step
 from train.engine.step import MicroStep
 from train.guard import signals
-from train.loop import Loop
+from train.trainer import Trainer
 
 GPU = torch.cuda.is_available()
 CHANGES, STEPS = (2, 5), 7  # after steps 2 and 5: two steps in bf16, three in FP8, two in bf16
@@ -147,19 +147,19 @@ def test_a_schedule_that_is_stopped_in_its_fp8_stage_goes_on_bit_for_bit(
     """Losses, gradient norms and what is saved at the end."""
     if device == "cpu":
         graphs_on_tapes(monkeypatch)
-    settings, stop, take = with_schedule(settings, variant, recipe, cuda_graphs), 4, Loop._take_step
+    settings, stop, take = with_schedule(settings, variant, recipe, cuda_graphs), 4, Trainer.take_step
     whole, folder = tmp_path / "whole", Path(settings["output_dir"])
     seen = observed(settings, output_dir=str(whole))
     assert seen == expected(recipe, cuda_graphs, range(1, STEPS + 1))
 
-    def asked_to_stop(self: Loop) -> Any:
+    def asked_to_stop(self: Trainer) -> Any:
         if self.state.step + 1 == stop:
             signals.received.append("SIGTERM")
         return take(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(signals, "received", [])
-        patch.setattr(Loop, "_take_step", asked_to_stop)
+        patch.setattr(Trainer, "take_step", asked_to_stop)
         with pytest.raises(signals.Stopped, match=f"after step {stop};"):
             run(settings)
     assert curve(folder) == curve(whole)[:stop]
@@ -176,7 +176,7 @@ def test_what_a_stage_captured_is_gone_before_the_next_has_a_model(
     if device == "cpu":
         graphs_on_tapes(monkeypatch)
     held, alive = list[weakref.ref](), list[tuple[int, int]]()
-    capture, model_for = _Captured.__init__, setup.model_for
+    capture, build = _Captured.__init__, setup.build_model_and_precision
 
     def captured(self: _Captured, *of_passes: Any) -> None:
         held.append(weakref.ref(self))
@@ -184,10 +184,10 @@ def test_what_a_stage_captured_is_gone_before_the_next_has_a_model(
 
     def made(*of_run: Any) -> Any:
         alive.append((len(held), sum(each() is not None for each in held)))
-        return model_for(*of_run)
+        return build(*of_run)
 
     monkeypatch.setattr(_Captured, "__init__", captured)
-    monkeypatch.setattr(setup, "model_for", made)
+    monkeypatch.setattr(setup, "build_model_and_precision", made)
     run(with_schedule(settings, "te_layer", "delayed", True))
     # by a stage: one for all micro-batches, in FP8 one for the first of a step, one for the others, one for health
     assert alive == [(0, 0), (1, 0), (4, 0)]

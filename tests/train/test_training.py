@@ -20,7 +20,7 @@ from model.startup_check import StartupCheckError
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
-from train import loop, plot, train
+from train import plot, train, trainer
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
 from train.config.ds_config import load_deepspeed
@@ -296,7 +296,7 @@ def test_loaded_weights_are_evaluated_before_the_first_step(
     assert first["unigram_loss"] == steps[-1]["unigram_loss"] > 0 and "loss" not in first
     assert metrics(trained)[0]["step"] == 1
     plot.main([str(resumed), "--output", str(resumed / "again.png")])
-    monkeypatch.setattr(loop, "evaluate_loaded_weights", lambda run: None)
+    monkeypatch.setattr(trainer.Trainer, "_evaluate_first", lambda self: None)
     without = run(settings, max_steps=1, output_dir=str(resumed.parent / "without"))
     assert curve(without)[0][:4] == curve(resumed)[0][:4] and metrics(without)[0]["step"] == 1
 
@@ -308,9 +308,9 @@ def test_a_finished_run_has_nothing_to_train(
     before, exported = curve(own_trained), own_trained / "hf/exported_from.json"
     written, of_checkpoint, export_last = exported.stat().st_mtime_ns, list[Path](), train.export_last
 
-    def exports(of_run: Any, last: Path) -> None:
+    def exports(args: Any, folder: RunFolder, metrics: Any, last: Path) -> None:
         of_checkpoint.append(last)
-        export_last(of_run, last)
+        export_last(args, folder, metrics, last)
 
     monkeypatch.setattr(train, "export_last", exports)
     run(settings)
@@ -367,7 +367,7 @@ def test_steps_without_finite_gradients_end_the_run(settings: dict, monkeypatch:
 
     monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_gradient)
     with pytest.raises(
-        loop.TrainingError,
+        trainer.TrainingError,
         match="the gradients of the last 3 steps, to step 3, were not finite.*this run has saved no checkpoint",
     ):
         run(settings, max_skipped_steps=3)
@@ -389,7 +389,7 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it
 
     monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_later)
     with pytest.raises(
-        loop.TrainingError,
+        trainer.TrainingError,
         match="the last 3 steps, to step 6, were not finite.*the checkpoints before it are intact",
     ):
         run(settings, logging_steps=6, save_steps=1, save_total_limit=9, max_skipped_steps=3)

@@ -1,13 +1,18 @@
-"""The DeepSpeed engine of a model, and one micro-batch through it: what the loop and the benchmarks run.
+"""The DeepSpeed engine of a model, one micro-batch through it, and whether a step is skipped.
 
 engine = build_engine(model, arguments, ds_config)
 micro_step = MicroStep(engine, precision, arguments)
-loss = micro_step(batch, index)  # index 0 to gradient_accumulation_steps - 1; the last steps
+skip_decision = SkipDecision(engine, precision)
+skip_decision.keep_fp8_state()
+for index, batch in enumerate(micro_batches):  # gradient_accumulation_steps of them; the last one steps
+    loss = micro_step(batch, index)
+skipped = skip_decision.is_skipped(step)
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import math
 from collections.abc import Iterator
@@ -20,6 +25,7 @@ from torch import nn
 from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, reset_fp8_state
 from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, why_no_graphs
 from train.config.arguments import TrainingArguments
@@ -34,6 +40,10 @@ from train.engine.zero import (
     skip_steps_that_are_not_finite,
     undo_initial_step,
 )
+
+# Steps of the run between two removals of amaxes that are not finite. Counted in steps of the run, because the values
+# that a step computes may depend on it.
+MEND_STEPS = 10
 
 
 @contextlib.contextmanager
@@ -59,8 +69,8 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
 
 
 def release(engine: Any) -> None:
-    """Take an engine apart that nobody will use again, so that another can be built in its place once the caller has
-    let go of it and of its model."""
+    """Destroy an engine. Its memory is free once the caller drops the last references to it and to its model, and
+    calls `free_memory`."""
     parameters = list(engine.module.parameters())
     with without_prints():
         engine.destroy()
@@ -69,6 +79,13 @@ def release(engine: Any) -> None:
         # DeepSpeed gives them methods of their own, by which they would hold themselves: no garbage collector sees that
         vars(parameter).clear()
     te_backend.forget_models()
+
+
+def free_memory() -> None:
+    """Free the memory of models and engines that nothing refers to any more."""
+    gc.collect()  # they are in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class MicroStep:
@@ -112,8 +129,9 @@ class MicroStep:
         loss = engine(input_ids, labels=labels, is_first_microbatch=first, documents=documents).loss
         if documents is not None:
             loss = loss * batch.labelled()
-        # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). Made NaN on
-        # one rank they are NaN after the reduction, and the step is skipped on all. Else it is a factor of 1.
+        # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). This makes
+        # them NaN on this rank, so that the norm after the reduction is NaN on all (SkipDecision). Else it multiplies
+        # by 1.
         engine.backward(
             loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         )  # divides by the accumulation steps
@@ -133,6 +151,66 @@ class MicroStep:
         if main_grads:
             main_grads.switch(True)
         self.capture, self.main_grads = capture, main_grads
+
+
+class SkipDecision:
+    """Decides whether a step is skipped: on all ranks or on none, if the norm of its reduced gradients is not finite.
+
+    MicroStep makes gradients NaN where the loss is not finite, so this norm shows every step to skip. The optimizers
+    of DeepSpeed then leave weights and optimizer state as they are, and the engine counts the step in
+    `skipped_steps`; engine/zero.py gives that behavior to the only optimizer without it. `is_skipped` reads the count
+    and restores the FP8 state, so that a skipped step changes nothing. Nobody else decides: the trainer reports the
+    step, and ends a run that skips too many.
+    """
+
+    def __init__(self, engine: Any, precision: Precision):
+        self.engine, self.precision = engine, precision
+        self._count_before = 0
+        self._live: list[torch.Tensor] = []  # FP8 scales and histories
+        self._kept: list[torch.Tensor] = []  # their values before the step
+        self._histories: list[torch.Tensor] = []
+        self._removed = torch.zeros((), dtype=torch.int64, device=precision.device)
+
+    def keep_fp8_state(self) -> None:
+        """Keep the FP8 state of before a step. With an amax of inf a scale would not move while it is in the history
+        (16 passes by default); with a finite but enormous one, everything after it would underflow as long."""
+        self._count_before = self.engine.skipped_steps
+        if not self._live:  # allocated in the modules' first forward; from then on it stays where it is
+            state = fp8_state(self.engine.module, self.precision)
+            self._live = list(state.values())
+            self._kept = [torch.empty_like(t) for t in self._live]
+            self._histories = [t for key, t in state.items() if key.endswith(".amax_history")]
+        if self._live:
+            torch._foreach_copy_(self._kept, self._live)
+
+    @torch.no_grad()
+    def is_skipped(self, step: int) -> bool:
+        """Return whether this step, which was the `step`-th of the run, is skipped; if so, restore the FP8 state."""
+        skipped = self.engine.skipped_steps > self._count_before
+        if skipped and self._live:
+            torch._foreach_copy_(self._live, self._kept)
+        elif skipped:
+            reset_fp8_state(self.engine.module, self.precision)
+        if step % MEND_STEPS == 0 and self._histories:
+            self._remove_bad_amaxes()
+        return skipped
+
+    def _remove_bad_amaxes(self) -> None:
+        """Remove amaxes that are not finite from the histories. FP8 casts saturate, so that an inf need not make a
+        gradient infinite and its step need not be skipped."""
+        amaxes = torch.cat([history.flatten() for history in self._histories])
+        bad = ~amaxes.isfinite()
+        self._removed += bad.sum()
+        right = amaxes.masked_fill(bad, 0.0).split([history.numel() for history in self._histories])
+        torch._foreach_copy_(
+            self._histories, [r.view_as(h) for r, h in zip(right, self._histories, strict=True)]
+        )
+
+    def count_removed_amaxes(self) -> int:
+        """Return how many amaxes were removed since the last call. Waits for the GPU."""
+        count = int(self._removed)
+        self._removed.zero_()
+        return count
 
 
 class MainGrads:

@@ -1,21 +1,31 @@
-"""Alarms of FP8: an operand of a GEMM whose health (precision.health_steps) is beyond what FP8 bears.
+"""Alarms and fallbacks: what follows when the FP8 health check finds an operand of a GEMM beyond what FP8 bears.
 
-    underflow   so many elements became 0 that the GEMM multiplies another tensor: a few large values took the scale, or
+An alarm begins when a statistic exceeds its limit, and is over when all statistics are below half of it:
+
+    underflow   elements became 0, so that the GEMM multiplies another tensor: a few large values took the scale, or
                 the scale is still that of larger values
-    saturated   so many were clamped, or the largest by so much (range), that the scale is older than what came
+    saturated   elements were clamped, or the largest one by so much (range) that the scale is older than the tensor
     error       the tensor has lost two bits of its mantissa
 
-Healthy runs of 200 steps of a small model on the CPU reference, with each recipe and at a high learning rate, came to
-0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, an error of 0.062 and, of a gradient,
-once 0.22; all of these with delayed scaling. Runs of 1,000 steps of 125 M parameters on an H200, with the same loss in
-the end, came to 0.2 % underflow of inputs; of a gradient to 18 % with current scaling and, for some hundred steps whose
-scale was that of the first ones, to 40 % with delayed. That one's error was 0.031, of which rounding alone is 0.0265:
-what became 0 held less than 2 % of its norm. A look at each of the 250 steps of train_config_tiny with the default
-history of 16: one has an alarm, step 35, in which gradients of three modules are up to 5.3 times what their scales
-allow (an error of 0.53) and in none after it; a range above 2.4 no other has.
+Alarms are logged, counted, and saved with the run. With precision.on_trouble escalate they lead to fallbacks:
 
-An alarm is told when it begins and when it is over, and counted; metrics.jsonl and checkpoints have it. It costs
-nothing beside the look, whose numbers it takes. What is done about it: escalation.py.
+    delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
+
+Gradients may jump for one step. So an operand that one check finds above its limit is checked again in the next step,
+and its module falls back if two of four checks in a row find the operand. A module falls back by one recipe at a check
+and does not return. A LayerNormMLP, whose backward Transformer Engine has in FP8 only, falls back from block to bf16;
+so does an lm_head whose gradients alone are FP8 products. The statistics are reduced over all ranks, so every rank
+decides the same. A fallback ends the Trainer: it saves, and the next one is built from that checkpoint, whose state
+has all fallbacks of the run.
+
+The limits: healthy runs of 200 steps of a small model on the CPU reference, with each recipe and at a high learning
+rate, reach 0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, an error of 0.062 and,
+of a gradient, once 0.22; all of these with delayed scaling. Runs of 1,000 steps of 125 M parameters on an H200, with
+the same final loss, reach 0.2 % underflow of inputs; of a gradient 18 % with current scaling and, for some hundred
+steps with the scale of the first ones, 40 % with delayed. The error of that gradient was 0.031, of which rounding
+alone is 0.0265: what became 0 held less than 2 % of its norm. Of 250 steps of train_config_tiny with the default
+history of 16, one has an alarm: step 35, in which gradients of three modules are up to 5.3 times what their scales
+allow (an error of 0.53) and in none after it; no other range is above 2.4.
 """
 
 from __future__ import annotations
@@ -24,10 +34,17 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from torch import nn
+
+from model.fp8.modules import gemm_modules
+from model.fp8.precision import Precision
 from train.record.fp8_health import values
 
 logger = logging.getLogger(__name__)
-# Above which there is an alarm, by statistic and operand ("": all others).
+
+Operand = tuple[str, str]  # name of the GEMM, input | weight | gradient
+
+# Limits by statistic and operand ("": all others).
 LIMITS = {
     ("underflow", ""): 0.05,
     # most elements of a gradient are far below its largest, and count for little
@@ -40,129 +57,171 @@ LIMITS = {
     # of a few tokens, whose largest value is clamped, it may be large once
     ("error", "gradient"): 0.4,
 }
-OVER = 0.5  # of the limit; an alarm is over when all is below
-RECENT = 3  # looks; what one of the last so many has found too is found again
-NAMED = 4  # operands, of those that a look finds
+OVER = 0.5  # of the limit: an alarm is over when all statistics are below
+RECENT = 3  # checks: an operand that was found in one of the last three and is found again falls back
+NAMED = 4  # operands or modules that the log names at a check; metrics.jsonl has all
 WORDS = {
     "underflow": "{:.1%} of its elements became 0",
     "saturated": "{:.1%} of its elements were clamped",
     "range": "its largest value is {:.3g} times what its scale allows",
     "error": "its relative error is {:.3g}",
 }
-STALE = "the scale is older than what came; precision.recipe current scales each tensor by itself"
-LARGER = "the scale is that of larger values; precision.recipe current scales each tensor by itself"
-OUTLIERS = (
-    "a few large values took the scale; precision.recipe block has one for each 128, {module} in bf16_modules "
-    "has none"
-)
-OF_A_BLOCK = "a few large values took the scales of their 128; {module} in precision.bf16_modules has none"
-OF_THE_HEAD = (
-    "a few large values took a scale; fp8_head_gradients false, with lm_head in bf16_modules, needs none"
-)
-# A `range` below which the scale could be so many times larger.
-FAR_BELOW = 0.25
+# A `range` below or above which the scale is probably that of larger or smaller values.
+SCALE_TOO_SMALL, SCALE_TOO_LARGE = 0.25, 1.1
 
 
 class FP8Alarms:
-    """Judges each look at FP8's health; the same on every rank."""
+    """Judges the statistics of each FP8 health check; the same on every rank."""
 
     def __init__(self) -> None:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         return {
             "count": self.count,
             "active": [[*key, step] for key, step in self.active.items()],
-            "looks": self.looks,
-            "found": [[*key, look] for key, look in self._found.items()],
-            "look_again": self.look_again,
+            "looks": self.checks,
+            "found": [[*key, check] for key, check in self._found.items()],
+            "look_again": self.check_again,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """What `state_dict` gave; {} of a run that begins."""
-        self.count: int = saved.get("count", 0)  # of the run
-        # (GEMM, operand) -> the step that it began at
-        self.active: dict[tuple[str, str], int] = {
+        """Load what `state_dict` returned; {} for a new run."""
+        self.count: int = saved.get("count", 0)  # alarms of the run
+        # operand -> step at which its alarm began
+        self.active: dict[Operand, int] = {
             (gemm, operand): step for gemm, operand, step in saved.get("active", [])
         }
-        self.looks: int = saved.get("looks", 0)  # that were judged
-        # (GEMM, operand) -> the look that found it above a limit last, of the RECENT ones
-        self._found: dict[tuple[str, str], int] = {
-            (gemm, operand): look for gemm, operand, look in saved.get("found", [])
+        self.checks: int = saved.get("looks", 0)
+        # operand -> the last check that found it above a limit, of the RECENT ones
+        self._found: dict[Operand, int] = {
+            (gemm, operand): check for gemm, operand, check in saved.get("found", [])
         }
-        self.again = set[tuple[str, str]]()  # above a limit at the last look, and at a recent one before it
-        # at the last look alone: what is over in the next step needs no change
-        self.look_again: bool = saved.get("look_again", False)
+        self.repeated = set[Operand]()  # above a limit at the last check and at a recent one before it
+        # above a limit at the last check only: what is below in the next step needs no fallback
+        self.check_again: bool = saved.get("look_again", False)
 
     def judge(
         self,
         step: int,
         health: dict[str, Any],
-        not_fp8: Collection[tuple[str, str]] = (),
+        not_fp8: Collection[Operand] = (),
         blocks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """`health`: of health_record; `not_fp8`: operands of its GEMMs that are in high precision; `blocks`: its GEMMs
-        with a scale for each 128 elements. Logs alarms that begin and those that are over. For
-        metrics.jsonl, "fp8_alarms": those that began, those that are over, how many there are, and how many there have
-        been in the run; {} where all is well and was."""
-        began: list[dict[str, Any]] = []
-        over: list[dict[str, Any]] = []
-        told: list[tuple[float, str]] = []
-        before, operands = len(self.active), by_operand(health)
-        self.looks += 1
-        self._found = {key: look for key, look in self._found.items() if look >= self.looks - RECENT}
-        self.again, self.look_again = set(), False
-        for (gemm, operand), found in operands.items():
-            parts = {what: value / limit_of(what, operand) for what, value in found.items()}
-            worst, key = max(parts.values()), (gemm, operand)
-            if worst > 1:
-                if key in self._found:
-                    self.again.add(key)
-                else:
-                    self.look_again = True
-                self._found[key] = self.looks
-            if key not in self.active and worst > 1:
-                self.active[key] = step
-                above = {what: value for what, value in found.items() if parts[what] > 1}
-                began.append({"gemm": gemm, "operand": operand, "found": above})
-                told.append((worst, _told(gemm, operand, above, found.get("range"), gemm in blocks)))
-            elif key in self.active and worst < OVER:
-                over.append({"gemm": gemm, "operand": operand, "since": self.active.pop(key)})
-        # bf16_modules may name a GEMM since; one whose operand alone is not finite is another matter
-        of_fp8 = {gemm for gemm, _ in operands}
-        for gemm, operand in [key for key in self.active if key[0] not in of_fp8 or key in not_fp8]:
-            over.append({"gemm": gemm, "operand": operand, "since": self.active.pop((gemm, operand))})
+        """Judge one check, and log alarms that begin and end.
+
+        Args:
+            health: of health_record; {} ends all alarms.
+            not_fp8: operands of its GEMMs that are in high precision.
+            blocks: GEMMs with a scale for each 128 elements.
+
+        Returns:
+            For metrics.jsonl, "fp8_alarms": alarms that began and are over, how many are active, and how many the run
+            had; {} if there are none and were none.
+        """
+        operands, had_alarms = by_operand(health), bool(self.active)
+        excess = {
+            key: max(value / limit_of(what, key[1]) for what, value in found.items())
+            for key, found in operands.items()
+        }
+        self._compare_with_recent_checks({key for key, ratio in excess.items() if ratio > 1})
+        began: dict[Operand, dict[str, float]] = {}
+        for key, ratio in excess.items():
+            if ratio > 1 and key not in self.active:
+                began[key] = {w: value for w, value in operands[key].items() if value > limit_of(w, key[1])}
+        # a GEMM may be in bf16 since; if only one of its operands is missing, that is not finite, which ends nothing
+        gemms = {gemm for gemm, _ in operands}
+        ended = {
+            key: since
+            for key, since in self.active.items()
+            if key[0] not in gemms or key in not_fp8 or excess.get(key, 1.0) < OVER
+        }
+        self.active = {key: since for key, since in self.active.items() if key not in ended}
+        self.active |= dict.fromkeys(began, step)
         self.count += len(began)
-        for _, line in sorted(told, reverse=True)[:NAMED]:
-            logger.info(f"step {step}: {line}")
-        if len(told) > NAMED:
-            logger.info(f"step {step}: FP8 alarms of {len(told) - NAMED} more operands, see metrics.jsonl")
-        if over:
-            names = [f"{entry['gemm']} ({entry['operand']})" for entry in over]
-            more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
-            logger.info(f"step {step}: FP8 alarm over: {', '.join(names[:NAMED])}{more}")
-        counts = {"active": len(self.active), "count": self.count}
-        return {"fp8_alarms": {"began": began, "over": over, **counts}} if before or began else {}
+        for gemm, operand in sorted(began, key=lambda key: -excess[key])[:NAMED]:
+            cause = _likely_cause(gemm, operands[gemm, operand].get("range"), gemm in blocks)
+            what = ", ".join(WORDS[w].format(value) for w, value in began[gemm, operand].items())
+            logger.info(f"step {step}: FP8 alarm: {gemm}, {operand}: {what}. Likely cause: {cause}")
+        if len(began) > NAMED:
+            logger.info(f"step {step}: FP8 alarms of {len(began) - NAMED} more operands, see metrics.jsonl")
+        if ended:
+            names = ", ".join(f"{gemm} ({operand})" for gemm, operand in [*ended][:NAMED])
+            more = f", ... ({len(ended)} in all)" if len(ended) > NAMED else ""
+            logger.info(f"step {step}: FP8 alarm over: {names}{more}")
+        if not (had_alarms or began):
+            return {}
+        record = {
+            "began": [{"gemm": gemm, "operand": operand, "found": f} for (gemm, operand), f in began.items()],
+            "over": [{"gemm": gemm, "operand": operand, "since": s} for (gemm, operand), s in ended.items()],
+        }
+        return {"fp8_alarms": {**record, "active": len(self.active), "count": self.count}}
 
-    def end(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
-        """No look follows: no module runs FP8 any more, and all alarms are over. `found`, what
-        `judge` has given as "fp8_alarms" of this look, with these."""
-        over = found["over"] + self.judge(step, {})["fp8_alarms"]["over"]
+    def _compare_with_recent_checks(self, above: set[Operand]) -> None:
+        self.checks += 1
+        recent = {key: check for key, check in self._found.items() if check >= self.checks - RECENT}
+        self.repeated = above & recent.keys()
+        self.check_again = bool(above - recent.keys())
+        self._found = recent | dict.fromkeys(above, self.checks)
+
+
+def find_fallbacks(
+    step: int,
+    health: dict[str, Any],
+    alarms: FP8Alarms,
+    model: nn.Module,
+    precision: Precision,
+) -> list[dict[str, Any]]:
+    """Return the fallbacks that follow from a check which `alarms` judged, worst first.
+
+    Args:
+        health: of health_record.
+
+    Returns:
+        "step", "module", "from", "to", and of the statistic furthest above its limit "gemm", "operand", "statistic",
+        "value", "threshold". Empty without precision.on_trouble escalate.
+    """
+    if precision.config.on_trouble != "escalate":
+        return []
+    if alarms.check_again:
         logger.info(
-            f"step {step}: no module runs FP8 any more; precision.compute bf16 is the same and needs no looks"
+            f"step {step}: precision.on_trouble: a module that fails the next FP8 health check falls back"
         )
-        return {"fp8_alarms": {**found, "over": over, "active": 0}}
+    modules, worst = gemm_modules(model, precision), dict[str, tuple[float, dict[str, Any]]]()
+    operands = by_operand(health)
+    for gemm, operand in [key for key in operands if key in alarms.repeated]:
+        name = gemm if gemm in modules else gemm.rpartition(".")[0]  # one of a LayerNormMLP's two
+        for what, value in operands[gemm, operand].items():
+            limit = limit_of(what, operand)
+            if value > max(limit, worst.get(name, (1.0,))[0] * limit):
+                found = {"gemm": gemm, "operand": operand, "statistic": what}
+                worst[name] = value / limit, {**found, "value": value, "threshold": limit}
+    fallbacks = []
+    for name, (_, found) in sorted(worst.items(), key=lambda item: -item[1][0]):
+        level, following = precision.one_up(name, modules[name])
+        fallbacks.append({"step": step, "module": name, "from": level, "to": following, **found})
+    for change in fallbacks[:NAMED]:
+        logger.info(
+            f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to "
+            f"{change['to']}: {change['statistic']} of the {change['operand']} of {change['gemm']} is "
+            f"{change['value']:.3g}, the limit {change['threshold']:g}"
+        )
+    if len(fallbacks) > NAMED:
+        logger.info(
+            f"step {step}: precision.on_trouble: {len(fallbacks) - NAMED} more modules, see metrics.jsonl"
+        )
+    return fallbacks
 
 
-def limit_of(what: str, operand: str) -> float:
-    """Above which there is an alarm."""
-    return LIMITS.get((what, operand)) or LIMITS[what, ""]
+def limit_of(statistic: str, operand: str) -> float:
+    """Return the limit above which a statistic of an operand is an alarm."""
+    return LIMITS.get((statistic, operand)) or LIMITS[statistic, ""]
 
 
-def by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """(GEMM, operand) -> statistic -> value."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
+    """Return the statistics that have limits, by operand."""
+    found: dict[Operand, dict[str, float]] = {}
     for kind, operand, what, column in values(health):
         for layer, value in enumerate(column):
             if value is not None and what in WORDS:
@@ -170,12 +229,18 @@ def by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]
     return found
 
 
-def _told(gemm: str, operand: str, above: dict[str, float], fraction: float | None, block: bool) -> str:
-    how = ", ".join(WORDS[what].format(value) for what, value in above.items())
+def _likely_cause(gemm: str, fraction: float | None, block: bool) -> str:
+    """Return the likely cause of an alarm and the key that helps. fraction: `range`, how much of what its scale allows
+    the tensor used."""
+    if fraction is not None and not SCALE_TOO_SMALL <= fraction <= SCALE_TOO_LARGE:
+        age = "is older than the tensor" if fraction > 1 else "is that of larger values"
+        return f"the scale {age}; precision.recipe current scales each tensor by itself"
+    if gemm == "lm_head":
+        return "a few large values took a scale; set fp8_head_gradients false with lm_head in bf16_modules"
     module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # of a LayerNormMLP's two
-    why = OF_THE_HEAD if gemm == "lm_head" else (OF_A_BLOCK if block else OUTLIERS).format(module=module)
-    if fraction is not None and fraction > 1.1:
-        why = STALE
-    elif fraction is not None and fraction < FAR_BELOW:
-        why = LARGER
-    return f"FP8 alarm: {gemm}, {operand}: {how}. It seems that {why}"
+    if block:
+        return f"a few large values took the scales of their 128; add {module} to precision.bf16_modules"
+    return (
+        "a few large values took the scale; set precision.recipe block, which has a scale for each 128 values, or "
+        f"add {module} to precision.bf16_modules"
+    )

@@ -2,5 +2,5 @@
 starts and versions (`provenance`); a run read again (`history`) and drawn (`plots`).
 
 May import model and train.files; knows no engine, no guard, no checkpoints. Everybody asks `run_folder` where a file of
-a run lies; train/loop.py and train/train.py write, train/plot.py reads.
+a run lies; train/trainer.py and train/train.py write, train/plot.py reads.
 """

@@ -20,7 +20,7 @@ from train.config.arguments import ConfigurationError
 from train.config.ds_config import load_deepspeed
 from train.engine import step
 from train.engine.step import MainGrads, MicroStep
-from train.loop import TrainingError
+from train.trainer import TrainingError
 
 OFF = dataclasses.asdict(SpeedConfig.off())
 GPU = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from train.data.stream import Batch
 from train.engine import states, zero
 from train.engine.states import MOMENTS, PackedAdamW, decoded, joined, split
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.setup import model_for
+from train.setup import build_model_and_precision
 
 FLOAT32 = {"compute": "bf16"}
 REMAINDER = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
@@ -124,7 +124,7 @@ class Trained:
 
     def __init__(self, settings: dict, precision: dict[str, str], **changes: Any):
         self.args = resolve_arguments(build_arguments({**settings, "precision": precision, **changes}), 1)
-        model, self.precision = model_for(self.args)
+        model, self.precision = build_model_and_precision(self.args)
         self.engine = build_engine(model, self.args, resolve_ds_config(self.args, 1))
         self.micro_step = MicroStep(self.engine, self.precision, self.args)
 

@@ -6,26 +6,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from model.fp8 import te_backend
+from model.fp8.precision import PrecisionError
 from test_fp8.zero_matrix import TOLERANCE
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
-from train import loop, setup
+from train import trainer
 from train.checkpoint import save
 from train.checkpoint.files import read_state
-from train.evaluation.models import plan
+from train.config.arguments import ConfigurationError
+from train.config.load import build_arguments, resolve_arguments
+from train.evaluation.models import plan_model
 from train.guard import fp8_alarms
 from train.guard.health import Health, Spike
-from train.loop import Loop
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
+from train.trainer import Trainer
 
 GPU = torch.cuda.is_available()
 ESCALATE = {"health_steps": 1, "on_trouble": "escalate"}
@@ -79,14 +82,14 @@ def growing(variant: str) -> Callable[[Any], None]:
 
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int], None]) -> None:
-    take = Loop._take_step
+    take = Trainer.take_step
 
-    def changed(self: Loop) -> Any:
+    def changed(self: Trainer) -> Any:
         with torch.no_grad():
             change(self.engine.module, self.state.step)
         return take(self)
 
-    monkeypatch.setattr(Loop, "_take_step", changed)
+    monkeypatch.setattr(Trainer, "take_step", changed)
 
 
 def test_a_run_goes_on_from_a_change_as_it_went_on(
@@ -96,15 +99,11 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     before_each_step(monkeypatch, growing("te_layer"))
     section = {**PRECISIONS["delayed"], "health_steps": 1, "schedule": [{"on_trouble": "escalate"}]}
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": section}
-    speeds, removed = list[int](), list[tuple[str, set[int]]]()
-    planned = SimpleNamespace(to_json=dict, beside=lambda peak, speed: "measured, beside the plan")
+    removed = list[tuple[str, set[int]]]()
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "planned_for", lambda *_: planned)
-        patch.setattr(loop, "typical_speed", lambda of_stage: speeds.append(len(of_stage)) or 1.0)
         patch.setattr(save, "discard_old", lambda path, keep, others: removed.append((path.name, others)))
         whole = run(settings)
-    # of the stage, with all that went up in it
-    assert speeds == [4] and removed == [("step-00000003", {3}), ("step-00000004", {3, 4})]
+    assert removed == [("step-00000003", {3}), ("step-00000004", {3, 4})]
     mlp = "model.layers.1.layernorm_mlp"
     assert path_of(whole) == {"1.layernorm_mlp": [(3, "current"), (4, "block")]}
     counts = {m["step"]: m["fp8_escalations"]["count"] for m in metrics(whole) if "fp8_escalations" in m}
@@ -114,10 +113,10 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     assert read_history(whole).fp8() == start["stages"][0]["fp8"]
     saved = [whole / f"checkpoints/step-0000000{n}" for n in (3, 4)]
     assert [read_state(path).levels for path in saved] == [{mlp: "current"}, {mlp: "block"}]
-    evaluated = plan(saved[0], None)
+    evaluated = plan_model(saved[0], None)
     model, precision = evaluated.build()
     assert precision.level(mlp) == "current"
-    assert plan(saved[0], "bf16").levels == {}
+    assert plan_model(saved[0], "bf16").levels == {}
 
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(saved[0]))
     assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)
@@ -237,9 +236,9 @@ def test_a_step_that_is_skipped_takes_nothing_up(
     settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """An inf that a sample made is in the gradients of all layers before; the samples are left, the weights stay."""
-    take = Loop._take_step
+    take = Trainer.take_step
 
-    def with_an_inf(self: Loop) -> Any:
+    def with_an_inf(self: Trainer) -> Any:
         def overflow(gradient: torch.Tensor) -> torch.Tensor:
             channel = torch.arange(gradient.shape[-1]) == 3
             return gradient.masked_fill(channel, torch.inf) if self.state.step == 1 else gradient
@@ -252,7 +251,7 @@ def test_a_step_that_is_skipped_takes_nothing_up(
         finally:
             hook.remove()
 
-    monkeypatch.setattr(Loop, "_take_step", with_an_inf)
+    monkeypatch.setattr(Trainer, "take_step", with_an_inf)
     settings |= {"max_steps": 3, "precision": {**PRECISIONS[recipe], **ESCALATE}}
     folder = run(settings)
     lines = metrics(folder)
@@ -269,9 +268,9 @@ def test_a_jump_of_the_rate_is_mended_by_scales_of_their_own(
     """Three jumps, each over in the next step: what was found after two of them is in no trouble after the third, as it
     is with a warning alone."""
     settings |= {"max_steps": 12, "learning_rate": 1e-3}
-    rate = loop.learning_rate_at
+    rate = trainer.learning_rate_at
     jumps = {4: 50, 7: 100, 10: 300}
-    monkeypatch.setattr(loop, "learning_rate_at", lambda n, args: rate(n, args) * jumps.get(n, 1))
+    monkeypatch.setattr(trainer, "learning_rate_at", lambda n, args: rate(n, args) * jumps.get(n, 1))
     found = {}
     for on_trouble in ("warn", "escalate"):
         keys = {"health_steps": 3, "on_trouble": on_trouble}
@@ -323,7 +322,7 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
 def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """To before it did, as the checkpoint since then is damaged."""
     before_each_step(monkeypatch, growing("te_layer"))
-    whole, looks, spikes = Path(settings["output_dir"]), Health.look, list[Spike]()
+    whole, looks, spikes = Path(settings["output_dir"]), Health.find_spikes, list[Spike]()
 
     def spike_in_step_4(self: Health, tokens: int) -> list[Spike]:
         step, first_sample = self._steps[-1][:2]
@@ -334,7 +333,7 @@ def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest
         spikes.append(Spike(step, first_sample, first_sample, "loss", 9.0, 1.0, 2.0))
         return spikes
 
-    monkeypatch.setattr(Health, "look", spike_in_step_4)
+    monkeypatch.setattr(Health, "find_spikes", spike_in_step_4)
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "save_steps": 1, "on_spike": "rollback"}
     run(settings, precision={**PRECISIONS["delayed"], **ESCALATE})
     lines = metrics(whole)
@@ -390,3 +389,34 @@ def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path
     assert levels[0] == levels[1] == levels[2] and len(levels[0]) == len(up)
     # scales of the modules that are at delayed scaling still are of the micro-batches before, on one rank of others
     assert curve(alone)[0][1] == pytest.approx(curve(whole)[2][1], rel=TOLERANCE["fp8"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "others", "key"),
+    [
+        ({"health_steps": 0}, {}, "precision.on_trouble"),
+        ({"recipe": "tensorwise", "health_steps": 0}, {}, "precision.on_trouble"),
+        ({}, {"save_strategy": "no"}, "save_strategy"),
+        ({"schedule": [{"until_step": 2, "health_steps": 0}, {}]}, {}, "1 of 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, key: str) -> None:
+    if "recipe" in keys:
+        settings["model"]["variant"] = "torchao"
+    with pytest.raises(ConfigurationError) as error:
+        resolve_arguments(build_arguments({**settings, "precision": {**ESCALATE, **keys}, **others}), 1)
+    assert key in str(error.value)
+
+
+def test_a_machine_without_block_scaling_is_found_before_the_first_step(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(te: Any, recipe: str, instead: str = "use delayed or current") -> None:
+        if recipe == "block":
+            raise te_backend.BackendError(f"recipe block is not available here; {instead}")
+
+    monkeypatch.setattr(te_backend, "require_fp8", require)
+    with pytest.raises(PrecisionError) as error:
+        run(settings, precision=ESCALATE)
+    assert "precision.on_trouble" in str(error.value)
+    assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()

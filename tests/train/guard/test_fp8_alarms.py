@@ -1,4 +1,4 @@
-"""Alarms of FP8: each trouble injected into a run is found at the next look and named; a healthy run has none."""
+"""FP8 alarms and fallbacks: what a health check leads to; each trouble injected into a run is found and named."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import numbers
+from model.build import build_model
+from model.fp8.health import check_due
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import small_config
 from tests.train.runs import PRECISIONS, curve, metrics, run
-from train import loop
+from train import trainer
 from train.checkpoint.files import read_state
 from train.guard import fp8_alarms
-from train.guard.fp8_alarms import FP8Alarms
-from train.loop import Loop
+from train.guard.fp8_alarms import FP8Alarms, find_fallbacks
+from train.trainer import Trainer
 
 WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
+MLP = "model.layers.1.layernorm_mlp"
 # Statistic, operand, a value that is none, one that is an alarm
 LIMITS = [
     ("underflow", "input", 0.05, 0.051),
@@ -30,15 +35,33 @@ LIMITS = [
 ]
 
 
-def health(operand: str, layer: int = 1, **found: float) -> dict[str, Any]:
-    """Of three layers, well but for one operand; a layer without FP8 has none."""
-    columns = {
-        each: {what: [None, value, value] for what, value in WELL.items()}
-        for each in ("input", "weight", "gradient")
-    }
-    for what, value in found.items():
-        columns[operand][what][layer] = value
-    return {"model.layers.*.mlp.fc2": columns}
+def health(**operands: dict[str, float | None]) -> dict[str, Any]:
+    """Of the second of two layers' fc1 and fc2; each operand is well but for what is given as <gemm>_<operand>."""
+    found: dict[str, Any] = {}
+    for gemm in ("fc1", "fc2"):
+        columns = found[f"model.layers.*.layernorm_mlp.{gemm}"] = {}
+        for operand in ("input", "weight", "gradient"):
+            values = WELL | operands.get(f"{gemm}_{operand}", {})
+            columns[operand] = {what: [None, value] for what, value in values.items()}
+    return found
+
+
+def judged(*checks: dict[str, Any]) -> FP8Alarms:
+    """The alarms after these checks; before each of them the run is stopped and resumed."""
+    alarms = FP8Alarms()
+    for step, found in enumerate(checks):
+        resumed = FP8Alarms()
+        resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+        alarms = resumed
+        alarms.judge(step, found)
+    return alarms
+
+
+def te_layer(**changes: Any) -> tuple[Precision, Any]:
+    precision = Precision(
+        PrecisionConfig(backend="reference", health_steps=1, on_trouble="escalate", **changes)
+    )
+    return precision, build_model(small_config(), "te_layer", precision)
 
 
 def began(folder: Path) -> dict[int, dict[tuple[str, str], set[str]]]:
@@ -51,87 +74,122 @@ def began(folder: Path) -> dict[int, dict[tuple[str, str], set[str]]]:
     }
 
 
+# ---------------------------------------------------------------- alarms
+
+
 @pytest.mark.parametrize(("what", "operand", "most", "value"), LIMITS)
-def test_limits(what: str, operand: str, most: float, value: float, logged: list[str]) -> None:
+def test_limits(what: str, operand: str, most: float, value: float) -> None:
     alarms = FP8Alarms()
-    assert alarms.judge(1, health(operand, **{what: most})) == {} and not logged
-    found = alarms.judge(2, health(operand, **{what: value}))["fp8_alarms"]
-    gemm = "model.layers.1.mlp.fc2"
-    assert found["began"] == [{"gemm": gemm, "operand": operand, "found": {what: value}}]
-    assert len(logged) == 1 and gemm in logged[0]
+    assert alarms.judge(1, health(**{f"fc2_{operand}": {what: most}})) == {}
+    found = alarms.judge(2, health(**{f"fc2_{operand}": {what: value}}))["fp8_alarms"]
+    assert found["began"] == [{"gemm": f"{MLP}.fc2", "operand": operand, "found": {what: value}}]
 
 
-def test_an_alarm_is_told_once_and_when_it_is_over(logged: list[str]) -> None:
-    """Not while it is near its limit; what was saved is known after a resume."""
-    alarms = FP8Alarms()
-    assert alarms.judge(1, health("input", underflow=0.06))["fp8_alarms"]["active"] == 1
-    resumed = FP8Alarms()
-    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+def test_an_alarm_begins_once_and_is_over_below_half_of_its_limits() -> None:
+    """What was saved is known after a resume."""
+    alarms = judged(health(), health(fc2_input={"underflow": 0.06}))
     for value, error in ((0.06, 0.03), (0.0251, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
-        found = resumed.judge(2, health("input", underflow=value, error=error))["fp8_alarms"]
-        assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(logged) == 1
-    found = resumed.judge(9, health("input", underflow=0.0249))["fp8_alarms"]
-    over = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "since": 1}
+        found = alarms.judge(2, health(fc2_input={"underflow": value, "error": error}))["fp8_alarms"]
+        assert found == {"began": [], "over": [], "active": 1, "count": 1}
+    found = alarms.judge(9, health(fc2_input={"underflow": 0.0249}))["fp8_alarms"]
+    over = {"gemm": f"{MLP}.fc2", "operand": "input", "since": 1}
     assert found == {"began": [], "over": [over], "active": 0, "count": 1}
-    assert resumed.judge(10, health("input")) == {} and len(logged) == 2
+    assert alarms.judge(10, health()) == {}
 
 
-def test_an_alarm_is_over_where_its_gemm_runs_fp8_no_more(logged: list[str]) -> None:
-    """As after a resume with another bf16_modules, or a stage; not where what is in trouble is not a number."""
-    alarms = FP8Alarms()
-    alarms.judge(1, health("input", underflow=0.06))
-    not_finite = health("input")
-    for column in not_finite["model.layers.*.mlp.fc2"]["input"].values():
-        column[1] = None
-    assert alarms.judge(2, not_finite)["fp8_alarms"]["active"] == 1
-    for operand in ("weight", "gradient"):
-        for column in not_finite["model.layers.*.mlp.fc2"][operand].values():
-            column[1] = None
-    found = alarms.judge(3, not_finite)["fp8_alarms"]
-    assert [entry["since"] for entry in found["over"]] == [1] and found["active"] == 0
-    assert len(logged) == 2
-    assert alarms.judge(4, not_finite) == {}
-
-
-def test_of_many_the_worst_are_named(logged: list[str]) -> None:
-    values = health("input")
-    values["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
-    values["model.layers.*.mlp.fc2"]["input"]["underflow"] = [0.1 * n for n in range(7)]
-    alarms, well = FP8Alarms(), health("input")
-    well["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
-    found = alarms.judge(1, values)["fp8_alarms"]
-    assert len(found["began"]) == found["count"] == 6 and len(logged) == 5
-    assert "layers.6." in logged[0] and "60.0%" in logged[0] and "layers.3." in logged[3]
-    assert numbers(logged[4]) == [1, 2]
-    alarms.judge(2, well)
-    assert len(logged) == 6 and numbers(logged[5])[-1] == 6
+def test_an_alarm_is_over_if_its_gemm_runs_fp8_no_more() -> None:
+    """As after a resume with another bf16_modules, or in another phase; not if a value is no number."""
+    alarms, none = judged(health(fc2_input={"underflow": 0.06})), dict.fromkeys(WELL)
+    found = alarms.judge(2, health(fc2_input=none))["fp8_alarms"]
+    assert found["active"] == 1
+    without = health(fc2_input=none, fc2_weight=none, fc2_gradient=none)
+    found = alarms.judge(3, without)["fp8_alarms"]
+    assert [entry["since"] for entry in found["over"]] == [0] and found["active"] == 0
+    assert alarms.judge(4, without) == {}
 
 
 @pytest.mark.parametrize(
-    ("fraction", "cause"),
+    ("found", "gemm", "block", "helps"),
     [
-        (0.24, fp8_alarms.LARGER),
-        (0.26, "precision.recipe block"),
-        (1.1, "precision.recipe block"),
-        (1.11, fp8_alarms.STALE),
+        ({"underflow": 0.2, "range": 0.24}, "fc2", False, "precision.recipe current"),
+        ({"underflow": 0.2, "range": 0.26}, "fc2", False, "precision.recipe block"),
+        ({"underflow": 0.2, "range": 1.1}, "fc2", False, "precision.recipe block"),
+        ({"underflow": 0.2, "range": 1.11}, "fc2", False, "precision.recipe current"),
+        ({"underflow": 0.2}, "fc1", True, f"{MLP} to precision.bf16_modules"),
     ],
 )
-def test_the_cause_is_told_by_how_much_of_its_range_a_scale_uses(
-    fraction: float, cause: str, logged: list[str]
+def test_the_key_that_helps_depends_on_the_scale(
+    found: dict[str, float], gemm: str, block: bool, helps: str, logged: list[str]
 ) -> None:
-    FP8Alarms().judge(1, health("weight", underflow=0.2, range=fraction))
-    assert cause in logged[0]
+    """By how much of its range the scale uses; modules, not their GEMMs, are what bf16_modules names."""
+    name = f"{MLP}.{gemm}"
+    FP8Alarms().judge(1, health(**{f"{gemm}_input": found}), blocks=[name] if block else [])
+    assert helps in logged[0] and name in logged[0]
 
 
-@pytest.mark.parametrize(("gemm", "module"), [("mlp.fc2", "mlp"), ("mlp.up_proj", "mlp.up_proj")])
-def test_what_is_advised_can_be_done(gemm: str, module: str, logged: list[str]) -> None:
-    """Modules, not their GEMMs, are what bf16_modules names; and block scaling is no advice where it is used."""
-    found = {f"model.layers.*.{gemm}": health("input", underflow=0.2)["model.layers.*.mlp.fc2"]}
-    for blocks in ([], [f"model.layers.1.{gemm}"]):
-        logged.clear()
-        FP8Alarms().judge(1, found, blocks=blocks)
-        assert f"model.layers.1.{module} in " in logged[0] and "bf16_modules" in logged[0]
-        assert ("precision.recipe block" in logged[0]) == (not blocks)
+# ---------------------------------------------------------------- fallbacks
+
+ONE, OTHER = health(fc1_input={"range": 5.0}), health(fc1_weight={"range": 5.0})
+BOTH = health(fc1_input={"range": 5.0}, fc1_weight={"range": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("checks", "again", "fallbacks"),
+    [
+        ([ONE], True, 0),
+        ([ONE, ONE], False, 1),
+        ([ONE, health()], False, 0),
+        ([ONE, OTHER], True, 0),
+        ([ONE, BOTH], True, 1),
+        ([ONE, health(), health(), ONE], False, 1),
+        ([ONE, health(), health(), health(), ONE], True, 0),
+        ([ONE, health(fc1_input={"range": 3.9})], False, 0),  # an alarm, but not above the limit
+    ],
+)
+def test_a_module_falls_back_if_two_of_four_checks_find_it(
+    checks: list[dict], again: bool, fallbacks: int
+) -> None:
+    """What one check finds is checked in the next step, too."""
+    precision, model = te_layer()
+    alarms = judged(*checks)
+    changes = find_fallbacks(9, checks[-1], alarms, model, precision)
+    assert (alarms.check_again, len(changes)) == (again, fallbacks)
+    for steps, due in ((100, again), (9, True), (0, False)):
+        precision.config.health_steps = steps
+        assert bool(check_due(model, precision, 9, alarms.check_again)) == due
+    precision.config.on_trouble = "warn"
+    assert check_due(model, precision, 10, True) is None
+
+
+def test_a_module_falls_back_once_a_check_by_what_is_worst() -> None:
+    precision, model = te_layer()
+    trouble = health(
+        fc1_input={"underflow": 0.06, "error": 0.11}, fc2_gradient={"underflow": 0.9, "saturated": 0.05}
+    )
+    alarms = judged(trouble, trouble)
+    (change,) = find_fallbacks(7, trouble, alarms, model, precision)
+    assert change == {
+        "step": 7,
+        "module": MLP,
+        "from": "delayed",
+        "to": "current",
+        "gemm": f"{MLP}.fc2",
+        "operand": "gradient",
+        "statistic": "underflow",
+        "value": 0.9,
+        "threshold": 0.6,
+    }
+    at_the_limit = health(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
+    assert find_fallbacks(8, at_the_limit, judged(trouble, at_the_limit), model, precision) == []
+    precision.levels[MLP] = "block"
+    wrong = health(fc1_weight={"error": 0.11})
+    (change,) = find_fallbacks(8, wrong, judged(wrong, wrong), model, precision)
+    assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
+    precision.config.on_trouble = "warn"
+    assert find_fallbacks(9, trouble, alarms, model, precision) == []
+
+
+# ---------------------------------------------------------------- whole runs
 
 
 @pytest.mark.slow
@@ -140,8 +198,8 @@ def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
 ) -> None:
     """Weights and activations grow in one step beyond what the scales of the last ones hold."""
     settings |= {"max_steps": 9, "learning_rate": 1e-3, "precision": {"health_steps": 3}, "save_steps": 6}
-    rate = loop.learning_rate_at
-    monkeypatch.setattr(loop, "learning_rate_at", lambda n, args: rate(n, args) * (500 if n == 4 else 1))
+    rate = trainer.learning_rate_at
+    monkeypatch.setattr(trainer, "learning_rate_at", lambda n, args: rate(n, args) * (500 if n == 4 else 1))
     folder = run(settings)
     found = began(folder)
     assert min(found) == 6 and {"range", "error"} <= found[6]["0.layernorm_mlp.fc1", "weight"]
@@ -194,16 +252,16 @@ def test_a_channel_that_grows_is_found_where_it_is(
 ) -> None:
     """The input of one MLP, sixteen times larger in one channel each step, of which its matrix takes nothing. With one
     scale for 128 values it hides the others of its channels, which here are all there are."""
-    take = Loop._take_step
+    take = Trainer.take_step
 
-    def grown(self: Loop) -> Any:
+    def grown(self: Trainer) -> Any:
         mlp = self.engine.module.model.layers[1].layernorm_mlp
         with torch.no_grad():
             mlp.layer_norm_weight[3] = 16.0**self.state.step
             mlp.fc1_weight[:, 3] = 0
         return take(self)
 
-    monkeypatch.setattr(Loop, "_take_step", grown)
+    monkeypatch.setattr(Trainer, "take_step", grown)
     settings |= {"learning_rate": 1e-4, "max_steps": 6}
     found = began(run(settings, precision={**PRECISIONS[recipe], "health_steps": 1}))
     where = ("1.layernorm_mlp.fc1", "input")

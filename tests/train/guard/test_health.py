@@ -1,62 +1,90 @@
-"""train/guard/health.py: what is known of the last steps, and the FP8 state that a skipped step leaves."""
+"""train/guard/health.py: what is known of the last steps, and what spikes are judged by."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from model.build import build_model
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
-from model.fp8.state import fp8_state
-from tests.conftest import random_ids, small_config
-from train.guard.health import Health
+from train.guard.health import LONGEST_WAIT, Health
+
+
+def recorded(*steps: tuple[float, float | None], norm: Any = 3.0) -> Health:
+    """Health after steps with these losses and shares of tokens with a label."""
+    health = Health(16, 10.0)
+    for number, (loss, share) in enumerate(steps, start=1):
+        health.record(number, 0, {}, torch.tensor(loss), None if share is None else torch.tensor(share), norm)
+    return health
+
+
+def test_the_mean_loss_counts_tokens_with_a_label_also_over_a_resume(process_group: None) -> None:
+    health = recorded((2.0, 1.0), (0.5, 0.25))
+    assert math.isnan(health.interval_loss())
+    health.find_spikes(tokens=100)
+    health.record(3, 0, {}, torch.tensor(5.0), None, 1.0)
+    health.find_spikes(tokens=300)  # of a batch that a resume made larger
+    resumed = Health(16, 10.0)
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    assert resumed.interval_loss() == pytest.approx((2.0 * 125 + 5.0 * 300) / 425)
+    assert math.isnan(resumed.interval_loss())
+
+
+def test_a_resumed_run_knows_all_that_was_saved() -> None:
+    known = {
+        "skipped_in_a_row": 2,
+        "spikes": 3,
+        "interval": [4.0, 5.0],
+        "data_weights": {"web": 0.5, "code": 0.5},
+        "fp8_alarms": {
+            "count": 6,
+            "active": [["fc2", "input", 7]],
+            "looks": 5,
+            "found": [["fc2", "input", 4]],
+            "look_again": True,
+        },
+        "loss": [8.0, 9.0],
+        "grad_norm": [1.0],
+    }
+    resumed = Health(16, 10.0)
+    for _ in range(2):
+        resumed.load_state_dict(known)
+        assert resumed.state_dict() == known
+
+
+def test_steps_are_judged_after_a_thousand_whatever_is_logged() -> None:
+    health = recorded(*[(1.0, None)] * (LONGEST_WAIT - 1))
+    assert not health.is_full()
+    health.record(LONGEST_WAIT, 0, {}, torch.tensor(1.0), None, 1.0)
+    assert health.is_full()
+
+
+def test_only_steps_that_are_skipped_in_a_row_are_counted() -> None:
+    health, counts = Health(16, 10.0), []
+    for skipped in (1, 1, 0, 1):
+        health.record_skipped() if skipped else health.record(1, 0, {}, torch.tensor(1.0), None, 1.0)
+        counts.append(health.skipped_in_a_row)
+    assert counts == [1, 2, 0, 1]
 
 
 def test_norms_are_those_of_their_steps(process_group: None) -> None:
     """DeepSpeed may write the next one into the tensor that it handed out."""
-    norm = torch.tensor(0.0)
-    engine: Any = SimpleNamespace(module=None, skipped_steps=0, get_global_grad_norm=lambda: norm)
-    precision: Any = SimpleNamespace(device="cpu", has_state=False)
-    health = Health(engine, precision, 16, 10.0)
+    norm, health = torch.tensor(0.0), Health(16, 10.0)
     for step in (1, 2, 3):
         norm.fill_(step)
-        health.after_step(step, 0, {}, torch.tensor(5.0), None)
-    health.look(tokens=1)
-    assert list(health.detectors["grad_norm"].recent) == [1, 2, 3]
+        health.record(step, 0, {}, torch.tensor(5.0), None, norm)
+    health.find_spikes(tokens=1)
+    assert health.state_dict()["grad_norm"] == [1, 2, 3]
 
 
 def test_ranks_judge_by_sums_that_know_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 they would depend on how many steps are looked at together, and spikes with them."""
-    engine: Any = SimpleNamespace(module=None, skipped_steps=0, get_global_grad_norm=lambda: 3.0)
-    precision: Any = SimpleNamespace(device="cpu", has_state=False)
-    health = Health(engine, precision, 16, 10.0)
-    health.after_step(1, 0, {}, torch.tensor(1.0), None)
+    """In float32 they would depend on how many steps are judged together, and spikes with them."""
+    health = recorded((1.0, None))
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda values: values.add_(torch.tensor([[2**-30, 1.0, 3.0]])))
-    health.look(tokens=1)
-    assert list(health.detectors["loss"].recent) == [(1 + 2**-30) / 2]
-    assert list(health.detectors["grad_norm"].recent) == [3.0]
-
-
-def test_a_first_step_that_is_skipped_leaves_no_scales() -> None:
-    """There was no FP8 state before it that could be put back."""
-    config = small_config(num_hidden_layers=1)
-    precision = Precision(PrecisionConfig(recipe="delayed", amax_history_len=4))
-    model = build_model(config, "te_layer", precision, seed=1)
-    engine: Any = SimpleNamespace(module=model, skipped_steps=0, get_global_grad_norm=lambda: None)
-    health = Health(engine, precision, 16, 10.0)
-    ids = random_ids(config, 2, 16)
-    for _ in range(2):
-        health.before_step() if not fp8_state(model, precision) else None
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-    assert any(t.any() for key, t in fp8_state(model, precision).items() if key.endswith("amax_history"))
-    engine.skipped_steps += 1
-    assert health.after_step(1, 0, {}, loss.detach(), None)
-    for key, tensor in fp8_state(model, precision).items():
-        assert bool((tensor == (1.0 if key.endswith(".scale") else 0.0)).all()), key
+    health.find_spikes(tokens=1)
+    assert health.state_dict()["loss"] == [(1 + 2**-30) / 2]
+    assert health.state_dict()["grad_norm"] == [3.0]

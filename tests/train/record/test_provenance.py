@@ -8,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.conftest import numbers
-from train import setup
 from train.record import provenance
 from train.record.provenance import RunRecord, read_starts
 from train.record.run_folder import RunFolder
@@ -88,7 +86,7 @@ def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tm
 def test_the_commit_of_changed_sources_says_so(monkeypatch, tmp_path):
     """Those of test_fp8/, too, but not what it has measured."""
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
-    files = [tmp_path / name for name in ("train/loop.py", "test_fp8/rows.py", "test_fp8/results/a.json")]
+    files = [tmp_path / name for name in ("train/trainer.py", "test_fp8/rows.py", "test_fp8/results/a.json")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
@@ -113,23 +111,3 @@ def test_sources_are_known_by_the_python_files_of_their_folders(
         (tmp_path / name).write_text(text)
         found.append(provenance.sources_sha256("a"))
     assert found[0] != found[1] == found[2] == found[3] != provenance.sources_sha256("a", "other")
-
-
-def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes_it(tmp_path):
-    folder = RunFolder(tmp_path / "my run")
-    assert setup._set_aside_before(folder) == []
-    disk = tmp_path / "disk" / "many"
-    disk.mkdir(parents=True)
-    folder.path.mkdir()
-    folder.checkpoints.symlink_to(disk)
-    for number in range(7):
-        aside = disk.with_name(f"many.discarded-{number}") / "step-00000001"
-        aside.mkdir(parents=True)
-        (aside / "x").write_bytes(bytes(1_000_000 * (number + 1)))
-    (folder.path / "hf.discarded-1").mkdir()
-    first, *named, more, command = setup._set_aside_before(folder)
-    assert numbers(first) == [28.0] and numbers(more) == [3]
-    assert named[0].split() == ["4.0", "MB", f"{disk}.discarded-3"] and len(named) == 5
-    remove = command[command.index("rm -r ") :]  # the user copies it
-    subprocess.run(remove, shell=True, check=True)
-    assert setup._set_aside_before(folder) == []

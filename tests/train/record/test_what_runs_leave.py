@@ -21,7 +21,7 @@ from train.record.run_folder import RunFolder
 def test_what_a_run_leaves(
     settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.loop.peak_tflops", lambda name: 0.5)
+    monkeypatch.setattr("train.trainer.peak_tflops", lambda name: 0.5)
     timeouts = list[float]()
     begin_watchdog = watchdog.Watchdog.__init__
 
@@ -57,7 +57,7 @@ def test_what_a_run_leaves(
 def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_path: Path) -> None:
     """The first ends by an error, in the middle; the log has its traceback."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("train.loop.evaluate", lambda *_: 1 / 0)
+        patch.setattr("train.trainer.held_out_losses", lambda *_: 1 / 0)
         run(settings, save_steps=2, eval_steps=3)
     output_dir = run(settings, save_steps=2)
     first, second = read_starts(RunFolder(output_dir))

@@ -1,0 +1,521 @@
+"""Training in one precision: what is built before the first step, and the order of a step.
+
+A Trainer trains one phase of precision.schedule, or what is left of it after a fallback (precision.on_trouble). Its
+model, engine and precision never change. Where the next step needs another precision, `fit` saves and returns, and
+train.py builds the next Trainer from that checkpoint. Nothing in a step waits for the GPU outside of logging, FP8
+health checks, evaluation and saving, nor for a save in the background before the next save is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.config import flops_per_token
+from model.errors import UserError
+from model.fp8.gemms import Gemms, count_gemms
+from model.fp8.health import HealthCheck, check_due, modules_with_operands
+from model.fp8.modules import of_transformer_engine
+from model.startup_check import check_attention
+from train import setup
+from train.checkpoint.files import RunState, committed, name_of
+from train.checkpoint.resume import at_half_the_rate, begins_as, to_go_on
+from train.checkpoint.rollback import roll_back
+from train.checkpoint.save import SaveError, Saver
+from train.config.arguments import TrainingArguments
+from train.config.schedule import at_stage, stage_at, stage_text
+from train.data.order import next_position
+from train.data.stream import MicroBatches
+from train.engine.held_out import held_out_losses
+from train.engine.optimizer import learning_rate_at
+from train.engine.step import SkipDecision, free_memory, release
+from train.guard.fp8_alarms import find_fallbacks
+from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
+from train.guard.replicas import check_replicas, scope
+from train.guard.signals import Stopped, StopVote
+from train.guard.slow_ranks import SlowRanks
+from train.guard.watchdog import Watchdog
+from train.record.fp8_health import FP8_HEALTH, health_record
+from train.record.history import typical_speed
+from train.record.metrics import MetricsLogger, mfu, peak_tflops
+from train.record.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingError(UserError):
+    """The run cannot go on; the message says at which step and what to do."""
+
+    code = "training"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of an optimizer step. Reading a tensor waits for the GPU."""
+
+    learning_rate: float
+    loss: torch.Tensor  # of this rank, the mean over its micro-batches; float32 scalar on the device
+    share: torch.Tensor | None  # of tokens with a label, where not all have one
+    skipped: bool  # no weight changed, on any rank
+    gemms: Gemms | None  # FP8 GEMMs that ran, if the step is logged
+    health_check: HealthCheck | None  # of FP8, if one was due
+
+
+class Trainer:
+    """Trains from a position of the run to the next change of the precision, or to the end.
+
+    Args:
+        args: resolved, of the whole run.
+        state: the position of the run, which moves on.
+        checkpoint: of this position; None for a new run.
+
+    Collective: every rank builds a Trainer and calls its methods at the same points.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        data: setup.RunData,
+        state: RunState,
+        checkpoint: Path | None,
+        watchdog: Watchdog,
+    ):
+        self.args, self.data, self.state = args, data, state
+        self.first_checkpoint, self.first_step = checkpoint, state.step
+        self.folder = RunFolder(args.output_dir)
+        self.phase, fallbacks = begins_as(args, state)
+        phase_args = at_stage(args, self.phase)
+        read = setup.bytes_to_read(checkpoint or args.model.init_from)
+        watchdog.meet("builds the model", read)
+        self.model, self.precision = setup.build_model_and_precision(phase_args, checkpoint, fallbacks)
+        watchdog.meet("checks what runs")
+        setup.check_later_phases(args, self.model, self.precision.device, state.levels)
+        self.report = setup.run_startup_check(args, self.model, self.precision)
+        watchdog.meet("builds the engine", read)
+        self.engine, self.micro_step = setup.build_engine_and_resume(
+            phase_args, self.model, self.precision, data.train, state, checkpoint
+        )
+        state.precision = phase_args.to_dict()["precision"]
+        self.world = dist.get_world_size()
+        self.accumulation = args.gradient_accumulation_steps or 1
+        self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # of a step
+        self.tokens = self.samples * args.max_seq_length
+        self.speeds: list[float] = []  # tokens/s of all ranks, of each logged interval
+
+    def fit(self, metrics: MetricsLogger, stop_vote: StopVote) -> Path | None:
+        """Train until the precision changes or the run ends; return the checkpoint of the last step, None with
+        save_strategy no.
+
+        Raises:
+            Stopped: by a signal, after the step and its checkpoint.
+            TrainingError: max_skipped_steps skipped in a row, a loss that is not finite in a step that was not
+                skipped, or FP8 stopped running.
+            ReplicaError: ranks whose weights differ.
+            SaveError: a save failed, and on_save_failure is stop or no other save follows.
+
+            Whatever error ends the run, a save in the background is completed first.
+        """
+        self.metrics, self.stop_vote = metrics, stop_vote
+        self.watchdog = Watchdog(self.args.hang_timeout_s)
+        self.saver = Saver(self.engine, self.folder.checkpoints, self.precision, self.args.save_total_limit)
+        with self.watchdog:
+            self._evaluate_first()
+            if self.state.step == self.args.max_steps:
+                logger.info(f"this run has its {self.args.max_steps} steps already; nothing to train")
+                return self.first_checkpoint
+            self._prepare_steps()
+            try:
+                while not self._is_over():
+                    self._run_step()
+            except Exception as error:
+                # The save is of an earlier step. Its threads do not need the main thread: it is committed even if this
+                # rank alone has failed. The watchdog bounds the wait.
+                try:
+                    self._finish_save(after=error)
+                except Exception as failure:
+                    logger.warning(str(failure))
+                raise
+            finally:
+                self.batches.close()
+        return self.checkpoint
+
+    def close(self) -> None:
+        """Free the memory of model, engine and optimizer. The Trainer cannot be used afterwards."""
+        release(self.engine)
+        vars(self).clear()
+        free_memory()
+
+    def describe_next(self) -> tuple[str, bool]:
+        """Return what differs in the precision of the next step, and whether that begins a phase."""
+        phase, fallbacks = (
+            stage_at(self.args, self.state.step, self.state.consumed_tokens),
+            self.precision.levels,
+        )
+        differences = [f"{stage_text(self.args.precision, phase)} begins"] if phase != self.phase else []
+        moved = sum(fallbacks.get(name) != recipe for name, recipe in self.state.levels.items())
+        if moved:
+            modules = "1 module falls" if moved == 1 else f"{moved} modules fall"
+            differences.append(f"{modules} back by precision.on_trouble")
+        return "; ".join(differences), phase != self.phase
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of this step, None with save_strategy no."""
+        if self.first_checkpoint is not None and self.state.step == self.first_step:
+            return self.first_checkpoint
+        if self.args.save_strategy == "no":
+            return None
+        return self.folder.checkpoints / name_of(self.state.step)
+
+    # ---------------------------------------------------------------- a step
+
+    def _prepare_steps(self) -> None:
+        args, engine = self.args, self.engine
+        self.batches = MicroBatches(
+            self.data.train, args.per_device_train_batch_size, dist.get_rank(), self.world
+        )
+        self.skip_decision = SkipDecision(engine, self.precision)
+        self.health = Health(args.spike_window, args.spike_threshold)
+        self.health.load_state_dict(self.state.health)
+        self.has_fp8_checks = bool(
+            self.precision.health_steps and modules_with_operands(self.model, self.precision)
+        )
+        if args.replica_check_steps:
+            tensors = scope(engine, self.precision)
+            logger.info(f"replica check, every {args.replica_check_steps} steps: {tensors}")
+        engine.train()
+        self.flops = flops_per_token(self.model.config, args.max_seq_length)
+        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+        self.last_save = time.monotonic()
+        self._start_clock()
+        self.slow_ranks = SlowRanks(engine, self.stop_vote.group, args.speed.cuda_graphs)
+
+    def _run_step(self) -> None:
+        """Take a step, and do what is due after it."""
+        args, state, record = self.args, self.state, dict[str, Any]()
+        step = self.take_step()
+        number = state.step
+        if number == self.first_step + 1:
+            check_attention(self.model, self.precision, self.report.attention)
+        self._handle_skip(step, record)
+        stop, save_by_time = self._vote()
+        if args.replica_check_steps and number % args.replica_check_steps == 0:
+            check_replicas(self.engine, self.precision, number)
+
+        is_last = number == args.max_steps
+        ends = not is_last and self._is_over()  # the next step has another precision
+        log = ends or self._is_logged(number)
+        save = is_last or ends or save_by_time or _is_due(number, args.save_steps)
+        evaluate = is_last or _is_due(number, args.eval_steps)
+        judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
+        waits = log or save or evaluate or stop or judge  # for the GPU
+
+        if (waits or self.health.is_full()) and self._roll_back(record):
+            return
+        if waits:
+            loss = self._mean_loss(step)
+            if log:
+                self._log(step, loss, record)
+                if (is_last or ends) and args.precision.schedule:
+                    self._log_phase(record)
+        if self._check_fp8(step, record):
+            save = ends = True
+        if evaluate and not self._evaluate(stop, record):
+            stop = True
+        if record:
+            self._write_metrics(record)
+        if ends:
+            state.precision_changes.append(number)
+        if (save or stop) and args.save_strategy != "no":
+            self._save(is_last=is_last or stop or ends)
+        if stop:  # also in the last step, whose evaluation is left to the resumed run
+            raise Stopped(number, self.checkpoint, to_go_on(args))
+
+    def take_step(self) -> Step:
+        """Forward and backward of all micro-batches, and the optimizer; nothing waits for the GPU."""
+        args, state, engine, stream = self.args, self.state, self.engine, self.data.train
+        learning_rate = learning_rate_at(state.step, args)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon's
+        state.consumed_samples = next_position(state.consumed_samples, self.samples, state.skipped_samples)
+        first_sample = state.consumed_samples
+        if phase := stream.stage_that_begins(first_sample, self.samples):
+            logger.info(f"step {state.step + 1}: {phase}")
+        loss_sum = torch.zeros((), device=engine.device)
+        share_sum = torch.zeros((), device=engine.device)
+        self.skip_decision.keep_fp8_state()
+        # torchao's compiled layers cannot be counted: what they run was fixed at the startup check
+        counts = self._is_logged(state.step + 1) and of_transformer_engine(self.model)
+        check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
+        with count_gemms(self.model, self.precision) if counts else nullcontext() as gemms:
+            for index in range(self.accumulation):
+                self.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
+                self.slow_ranks.begin()
+                batch = self.batches.get(first_sample, index).to(engine.device)
+                with check.watching() if check and index == 0 else nullcontext():
+                    loss_sum += self.micro_step(batch, index)
+                if batch.documents is not None:
+                    share_sum += batch.labelled()
+        loss = loss_sum / self.accumulation
+        share = share_sum / self.accumulation if args.data.document_mask else None
+        state.step += 1
+        state.consumed_samples += self.samples
+        state.consumed_tokens += self.tokens
+        skipped = self.skip_decision.is_skipped(state.step)
+        if skipped:
+            self.health.record_skipped()
+        else:
+            weights, norm = stream.weights_at(state.consumed_samples - 1), engine.get_global_grad_norm()
+            self.health.record(state.step, first_sample, weights, loss, share, norm)
+        return Step(learning_rate, loss, share, skipped, gemms, check)
+
+    def _is_over(self) -> bool:
+        """Return whether no step is left, or the next one has another precision."""
+        state = self.state
+        if state.step >= self.args.max_steps or state.levels != self.precision.levels:
+            return True
+        return stage_at(self.args, state.step, state.consumed_tokens) != self.phase
+
+    def _is_logged(self, number: int) -> bool:
+        return number == self.args.max_steps or number % self.args.logging_steps == 0
+
+    def _handle_skip(self, step: Step, record: dict[str, Any]) -> None:
+        """Report a skipped step. Raises TrainingError: too many were skipped in a row."""
+        number, most = self.state.step, self.args.max_skipped_steps
+        if step.skipped:
+            found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
+            losses = ranks_without_finite_loss(step.loss)
+            where = ", ".join(f"{value} on rank {rank}" for rank, value in losses.items())
+            why = f"the loss is {where}" if where else "the loss is finite, a gradient is not"
+            logger.info(
+                f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}"
+            )
+            record["skipped"] = {**found, "ranks": list(losses)}
+        if self.health.skipped_in_a_row >= most:
+            if record:
+                self._write_metrics(record)
+            raise TrainingError(
+                f"the gradients of the last {most} steps, to step {number}, were not finite and no weight changed; "
+                f"{self._advice()}"
+            )
+
+    def _vote(self) -> tuple[bool, bool]:
+        """Meet the other ranks after a step; return whether to stop, and whether a save is due by time."""
+        stop, saving, save_by_time = self.stop_vote.ask(self.saver.busy, self._is_save_due_by_time())
+        self.watchdog.met(f"step {self.state.step} is done", after_step=True)
+        if self.saver.pending and not saving:
+            self._finish_save()
+        self.slow_ranks.step(self.state.step)
+        return stop, save_by_time
+
+    def _is_save_due_by_time(self) -> bool:
+        """Rank 0 decides, as clocks differ; not before a save in the background is over, so that none waits."""
+        minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
+        if not minutes or dist.get_rank() != 0 or self.saver.pending:
+            return False
+        return time.monotonic() - self.last_save >= 60 * minutes
+
+    def _roll_back(self, record: dict[str, Any]) -> bool:
+        """Report spikes of the last steps; return whether the run went back to a checkpoint before them. Waits for the
+        GPU."""
+        spikes = self.health.find_spikes(self.tokens)
+        if not spikes:
+            return False
+        record["spikes_found"] = []
+        for spike in spikes:
+            samples = samples_record(self.data.train, spike.first_sample, self.samples)
+            logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
+            value = {spike.what: spike.value, "threshold": spike.threshold}
+            record["spikes_found"].append({"step": spike.step, **value, **samples})
+        self.watchdog.met(f"looked at the numbers to step {self.state.step}")
+        if self.args.on_spike != "rollback":
+            return False
+        self._finish_save()  # it may be the checkpoint to go back to
+        if not roll_back(
+            spikes,
+            self.samples,
+            root=self.folder.checkpoints,
+            engine=self.engine,
+            precision=self.precision,
+            state=self.state,
+            health=self.health,
+            metrics=self.metrics,
+            stream=self.data.train,
+        ):
+            return False
+        self.watchdog.met(f"is back at step {self.state.step}")
+        self._start_clock()
+        return True
+
+    def _mean_loss(self, step: Step) -> float:
+        """Return the loss of the step over all ranks. Waits for the GPU. Raises TrainingError: see `fit`."""
+        loss = _mean_over_ranks(step.loss)
+        if step.share is not None:
+            loss /= _mean_over_ranks(step.share)
+        number = self.state.step
+        if not (step.skipped or math.isfinite(loss)):
+            raise TrainingError(
+                f"the loss of step {number} is {loss} and the step was not skipped; {self._advice()}"
+            )
+        if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
+            raise TrainingError(f"step {number}: {problem}")
+        return loss
+
+    # ---------------------------------------------------------------- what is due after a step
+
+    def _log(self, step: Step, loss: float, record: dict[str, Any]) -> None:
+        rate = (self.state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
+        self.speeds.append(rate)
+        norm = self.engine.get_global_grad_norm()
+        record["loss"], record["step_loss"] = self.health.interval_loss(), loss
+        record["grad_norm"] = None if norm is None else float(norm)
+        record["learning_rate"], record["tokens_per_second"] = step.learning_rate, rate
+        record["mfu"] = mfu(rate / self.world, self.flops, self.peak)
+        record["memory_gib"] = (
+            torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        )
+        record["skipped_steps"], record["spikes"] = self.engine.skipped_steps, self.health.spikes
+        if bad := self.skip_decision.count_removed_amaxes():
+            logger.info(
+                f"step {self.state.step}: removed {bad} amaxes that were not finite from the histories of delayed "
+                "scaling; with them their scales could not move"
+            )
+        self._start_clock()
+
+    def _log_phase(self, record: dict[str, Any]) -> None:
+        speed = typical_speed(self.speeds)
+        phase = stage_text(self.args.precision, self.phase)
+        logger.info(f"step {self.state.step}: {phase} is over, at {speed:,.0f} tokens/s")
+        how = {key: self.state.precision[key] for key in ("compute", "recipe")}
+        record["precision_stage"] = {"number": self.phase + 1, "tokens_per_second": speed, **how}
+
+    def _check_fp8(self, step: Step, record: dict[str, Any]) -> bool:
+        """Judge the FP8 health check of the step, if it had one; return whether modules fall back."""
+        number, alarms = self.state.step, self.health.fp8_alarms
+        if step.health_check is None:
+            if alarms.active and not self.has_fp8_checks:
+                logger.info(
+                    f"step {number}: no FP8 health check follows in this precision; its alarms are over"
+                )
+                record |= alarms.judge(number, {})
+            return False
+        found = health_record(step.health_check, self.model.config.num_hidden_layers)  # waits for the GPU
+        record[FP8_HEALTH] = found
+        if step.skipped:  # because of an inf, which says nothing about scales
+            return False
+        record |= alarms.judge(number, found, step.health_check.not_fp8, step.health_check.blocks)
+        fallbacks = find_fallbacks(number, found, alarms, self.model, self.precision)
+        if fallbacks:
+            self.state.escalations += fallbacks  # in place: run.json has this list
+            record["fp8_escalations"] = {"changes": fallbacks, "count": len(self.state.escalations)}
+        return bool(fallbacks)
+
+    def _evaluate(self, stop: bool, record: dict[str, Any]) -> bool:
+        """Evaluate; return False if the run is asked to stop, and leave the evaluation to the resumed run."""
+        losses = None if stop else self.held_out_losses()
+        if losses is None:
+            self.state.evaluation_due = True
+        else:
+            record |= losses
+        self._start_clock()
+        return losses is not None
+
+    def _evaluate_first(self) -> None:
+        """Evaluate what an interrupted run has left, or as step 0 the weights of model.init_from. Raises Stopped: the
+        run is asked to stop meanwhile; after the evaluation of step 0 it stops after its first step."""
+        state = self.state
+        if not (state.evaluation_due or (state.step == 0 and self.args.model.init_from)):
+            return
+        losses = self.held_out_losses()
+        if losses is not None:
+            state.evaluation_due = False
+            self._write_metrics(losses)
+        elif state.evaluation_due:
+            raise Stopped(state.step, self.checkpoint, to_go_on(self.args))
+
+    def held_out_losses(self) -> dict[str, float] | None:
+        """Return the losses of the evaluation data and of their unigram model; None on every rank if the run is asked
+        to stop meanwhile."""
+
+        def asked_to_stop() -> bool:
+            stop, _, _ = self.stop_vote.ask()
+            self.watchdog.met(f"evaluates step {self.state.step}")
+            return stop
+
+        size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
+        losses = held_out_losses(self.engine, self.precision, self.data.held_out, size, asked_to_stop)
+        return None if losses is None else losses | {"unigram_loss": self.data.unigram_loss}
+
+    def _save(self, is_last: bool) -> None:
+        """Save, in the background unless it `is_last` of this Trainer. Raises SaveError: as `_finish_save`."""
+        self.state.health = self.health.state_dict()
+        self.watchdog.met(f"saves step {self.state.step}")
+        self._finish_save()
+        background = self.args.save_async and not is_last
+        self.last_save = time.monotonic()
+        self.saver.begin(self.state, background)
+        if not background:
+            self._finish_save(is_last)
+        self.watchdog.met(f"step {self.state.step} is saved, or under way")
+        self._start_clock()
+
+    def _finish_save(self, is_last: bool = False, after: Exception | None = None) -> None:
+        """Wait for the save in the background, if there is one, and log its result. Collective, but for its wait
+        `after` an error.
+
+        Raises SaveError: it failed, and the run must not go on to its next save; after the last there is none.
+        """
+        if not self.saver.pending:
+            return
+        self.watchdog.doing("waits for the save under way" + (f", after {after!r}" if after else ""))
+        try:
+            saved = self.saver.finish()
+            assert saved is not None
+            logger.info(
+                f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
+            )
+        except SaveError as error:
+            if is_last or self.args.on_save_failure == "stop":
+                raise
+            logger.warning(f"{error}. on_save_failure is continue: the run goes on to its next save")
+        finally:  # the ranks agree how it ended
+            self.watchdog.met("the save is over")
+
+    def _write_metrics(self, values: dict[str, Any]) -> None:
+        self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
+
+    def _start_clock(self) -> None:
+        """Throughput is that of the steps from here on."""
+        self.clock, self.clock_step = time.perf_counter(), self.state.step
+
+    def _advice(self) -> str:
+        """Return what to do after a step that went wrong."""
+        saved = committed(self.folder.checkpoints)
+        if not (self.saver.pending or saved):
+            return (
+                "this run has saved no checkpoint. Start again with a lower learning_rate or another recipe"
+            )
+        last = saved[-1] if saved else self.folder.checkpoints / "step-N"
+        return (
+            "the checkpoints before it are intact. Resume from one with a lower learning_rate: the same command with "
+            f"{at_half_the_rate(last, self.args.learning_rate)}, or with another precision.recipe"
+        )
+
+
+def _is_due(number: int, every: int) -> bool:
+    return bool(every) and number % every == 0
+
+
+def _mean_over_ranks(value: torch.Tensor) -> float:
+    """Every rank has the same number of tokens, so the mean over ranks is the mean over tokens."""
+    value = value.clone()
+    dist.all_reduce(value)
+    return float(value / dist.get_world_size())
