@@ -213,26 +213,12 @@ def _parse_manifest(text: str) -> Manifest:
             f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})",
             key="dtype",
         )
-    if not {"in", "out", "dropped"} <= manifest.documents.keys():
-        raise DataError(
-            f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason",
-            key="documents",
-        )
-    if (documents := sum(shard.documents for shard in manifest.shards)) != manifest.documents["out"]:
-        raise DataError(
-            f"{manifest.documents['out']} documents out, {documents} in the shards", key="documents.out"
-        )
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.bytes != shard.tokens * itemsize:
             raise DataError(
                 f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}",
                 key=f"{shard.name}.bytes",
-            )
-        if shard.documents > shard.tokens:
-            raise DataError(
-                f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens",
-                key=f"{shard.name}.documents",
             )
     return manifest
 

@@ -94,6 +94,11 @@ def config(tmp_path) -> str:
         ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike", "save_strategy"),
         ({"on_spike": "rollback", "spike_threshold": 0}, "on_spike", "spike_threshold"),
         ({"model__variant": "hf"}, "model.variant", "precision.compute bf16"),
+        (
+            {"data__document_mask": True, "model__variant": "hf", "precision__compute": "bf16"},
+            "data.document_mask",
+            "te_layer",
+        ),
         ({"model__variant": "torchao"}, "model.variant", "precision.recipe tensorwise rowwise"),
         ({"precision__recipe": "rowwise"}, "model.variant", "te_layer rowwise delayed current block"),
         ({"model__compile": True}, "model.compile", "hf torchao"),
@@ -171,7 +176,8 @@ def test_batches_that_do_not_divide_or_disagree_are_refused(changes, ranks, code
 
 
 def test_resolved_configuration_round_trips_through_a_file(tmp_path):
-    a = resolve_arguments(arguments(precision__recipe="current", data__weights={"a": 2}), 2)
+    phases = [{"until_tokens": 1000, "weights": {"a": 2}}, {"weights": {"a": 1}}]
+    a = resolve_arguments(arguments(precision__recipe="current", data__weights=phases), 2)
     a.output_dir = "somewhere"
     assert resolve_arguments(load_arguments([write(tmp_path, a.to_dict())]), 2) == a
 

@@ -13,10 +13,8 @@ from tests.conftest import refused
 from tests.fixtures import write_jsonl
 from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError
-from train.config.arguments import ConfigurationError
-from train.config.load import build_arguments
 from train.data.format import DataError, read_manifest
-from train.data.stream import NO_LABEL, MicroBatches, open_stream
+from train.data.stream import NO_LABEL, open_stream
 
 T = 32
 
@@ -63,6 +61,9 @@ def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, s
     ids, labels, documents = stream.batch(0, stream.num_samples)
     positions = documents.positions
     assert positions.dtype == torch.int64 and positions.shape == ids.shape
+    starts = {*(positions.flatten() == 0).nonzero().flatten().tolist(), ids.numel()}
+    bounds = documents.cu_seqlens.tolist()
+    assert bounds[0] == 0 and bounds == sorted(bounds) and {*bounds} == starts
     for row, (_, window) in enumerate(stream.sample_ids(0, stream.num_samples)):
         assert tuple(t[row].tolist() for t in (ids, labels, positions)) == expected[window]
     assert torch.equal(ids, plain.batch(0, stream.num_samples)[0])  # the same samples in the same order
@@ -70,23 +71,6 @@ def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, s
     assert torch.equal(labels[~missing], plain.batch(0, stream.num_samples)[1][~missing])
     # what is not predicted is the token that begins each document
     assert (plain.batch(0, stream.num_samples)[1][missing] == read_manifest(folder).bos_id).all()
-
-
-def test_micro_batches_carry_positions(folder: Path) -> None:
-    stream = open_stream({"a": folder}, None, T, seed=1, document_mask=True)
-    batches = MicroBatches(stream, 3, rank=1, world_size=2)
-    for micro_step in range(3):
-        found, expected = batches.get(0, micro_step), stream.batch(6 * micro_step + 3, 3)
-        assert torch.equal(found.input_ids, expected.input_ids)
-        assert torch.equal(found.labels, expected.labels)
-        assert torch.equal(found.documents.positions, expected.documents.positions)
-    batches.close()
-    ends = found.documents.cu_seqlens.tolist()
-    assert ends[0] == 0 and ends[-1] == 3 * T and sorted(ends) == ends
-    assert set(ends[:-1]) | {3 * T} == {
-        *(found.documents.positions.flatten() == 0).nonzero().flatten().tolist(),
-        3 * T,
-    }
 
 
 @pytest.mark.parametrize("bit", [5, 13, 63])
@@ -145,13 +129,6 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
     with refused(CheckpointError, key="data.document_mask"):
         data = {**settings["data"], "document_mask": False}
         run({**settings, "data": data}, gradient_accumulation_steps=3)
-    if (
-        precision == "delayed"
-    ):  # allowed by name it shows in the next step, whose samples and weights are the same
-        (whole / "checkpoints/step-00000006/manifest.json").unlink()
-        changes = {"data": data, "allow_changes_on_resume": ["data.document_mask"], "save_strategy": "no"}
-        (step, *_) = curve(run({**settings, **changes}, gradient_accumulation_steps=3))[3:]
-        assert step[0] == 4 and step[1] != losses[3][1] and step[1] == pytest.approx(losses[3][1], rel=0.15)
 
 
 def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_path: Path) -> None:
@@ -172,11 +149,3 @@ def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_
     for one, four in zip(*curves, strict=True):
         assert one[1] == pytest.approx(four[1], rel=2e-6)
         assert one[2] == pytest.approx(four[2], rel=1e-5)
-
-
-def test_a_variant_without_document_masks_is_refused(settings: dict) -> None:
-    settings["data"]["document_mask"] = True
-    settings["model"]["variant"] = "hf"
-    settings["precision"] = {"compute": "bf16"}
-    with refused(ConfigurationError, key="data.document_mask"):
-        build_arguments(settings)

@@ -13,7 +13,7 @@ import pytest
 from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.load import build_arguments, load_arguments
+from train.config.load import build_arguments
 from train.data.format import DataError
 from train.data.order import Mixture, MixturePhase
 from train.data.stream import SampleStream, open_stream
@@ -253,13 +253,3 @@ def test_a_stage_without_a_sample_and_a_weight_too_small_are_refused(folders):
         open_stream(folders, weights, T, seed=1)
     with refused(DataError, code="weight_too_small", key="data.weights"):
         open_stream(folders, staged((100, {"a": 1, "b": 1e-9}), (None, {"c": 1})), T, seed=1)
-
-
-def test_stages_come_from_file_and_command_line_and_go_back_into_a_file(tmp_path):
-    text = '[{"until_tokens": 1000, "weights": {"a": 1, "b": 2}}, {"weights": {"c": 1}}]'
-    raw = {"model": {"config": "tiny"}, "data": {"sources": dict.fromkeys("abc", "x")}, "max_steps": 5}
-    (tmp_path / "run.json").write_text(json.dumps(raw))
-    given = load_arguments([str(tmp_path / "run.json"), "--data.weights", text])
-    assert given.data.weights == staged((1000, {"a": 1.0, "b": 2.0}), (None, {"c": 1.0}))
-    (tmp_path / "again.json").write_text(json.dumps(given.to_dict()))
-    assert load_arguments([str(tmp_path / "again.json")]) == given

@@ -327,9 +327,8 @@ def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
     status, output, errors = run(data)
     assert status == 2 and str(tokenizer) in errors and "300" in output
     assert run(data, "--samples", 0)[0] == 0  # nothing to decode
-    change_manifest(data, lambda manifest: {"documents": {**manifest.documents, "out": 301}})
-    status, _, errors = run(data)
-    assert status == 2 and {301, 300} <= {*numbers(errors)}
+    (data / "manifest.json").write_text("{}")
+    assert run(data)[0] == 2
 
 
 @pytest.mark.process
