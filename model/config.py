@@ -161,14 +161,11 @@ def load_config(name_or_path: str) -> MistralConfig:
 
     try:
         config = MistralConfig.from_dict(values)
-        # of the weights beside it, not of the architecture: a model trained anew from it has others
-        vars(config).pop("quantization_config", None)
-        check_config(config)
-    except (
-        Exception
-    ) as error:  # transformers checks types with classes of its own, and other things not at all
-        problem = " ".join(str(error).split()).removeprefix("model.config: ")
-        raise ModelConfigError(f"model.config: {path}: {problem}", key=getattr(error, "key", None)) from error
+    except Exception as error:  # transformers checks types with exceptions of its own
+        raise ModelConfigError(f"model.config: {path}: {' '.join(str(error).split())}") from error
+    # of the weights beside it, not of the architecture: a model trained from scratch has others
+    vars(config).pop("quantization_config", None)
+    check_config(config, f"{path}: ")
     return config
 
 
@@ -189,11 +186,7 @@ def load_sizes(name_or_path: str) -> Any:
     if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
         return load_config(name_or_path)
     config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
-    try:
-        check_config(config)
-    except ModelConfigError as error:
-        message = f"model.config: {path}: {str(error).removeprefix('model.config: ')}"
-        raise ModelConfigError(message, key=error.key) from error
+    check_config(config, f"{path}: ")
     return config
 
 
@@ -260,8 +253,8 @@ def _check_keys(path: Path, values: dict[str, Any]) -> None:
     _refuse(f"model.config: {path}: ", problems)
 
 
-def check_config(config: MistralConfig) -> None:
-    """Raises ModelConfigError for a configuration that is not a Mistral as modelled here."""
+def check_config(config: MistralConfig, where: str = "") -> None:
+    """Raise ModelConfigError for a configuration that is not a Mistral as modelled here. where: begins the message."""
     problems = {}
     if config.hidden_act != "silu":
         problems["hidden_act"] = f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)"
@@ -286,7 +279,7 @@ def check_config(config: MistralConfig) -> None:
         )
     if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
         problems["rope_theta"] = f"rope_theta {theta!r} is no positive number"
-    _refuse("model.config: ", problems)
+    _refuse(f"model.config: {where}", problems)
 
 
 def rope_theta(config: MistralConfig) -> float:

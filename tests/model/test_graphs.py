@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.build import build_model
-from model.documents import Documents
 from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
-from model.graphs import ROOM, use_cuda_graphs
-from model.te_reference.attention import DotProductAttention
+from model.graphs import use_cuda_graphs
 from tests.conftest import random_ids, small_config
 from tests.model.cuda_graphs import use_tapes
 
@@ -93,24 +90,18 @@ def test_tapes_replay_what_was_captured(variant: str, cache_weights: bool, compu
     check_replays(variant, cache_weights, compute)
 
 
-def captured(document_mask: bool = False, documents: Documents | None = None) -> tuple:
-    """A model with graphs for 2 x 64 tokens, its batches, and what the forwards that were not replays were given."""
-    model, inputs, labels = model_and_batches(document_mask=document_mask, recipe="current")
+def test_other_calls_are_launched() -> None:
+    model, inputs, labels = model_and_batches(recipe="current")
     launched: list[tuple] = []
     eager = model.forward
 
     def forward(ids: torch.Tensor, **arguments: object) -> object:
-        launched.append((tuple(ids.shape), {k: v for k, v in arguments.items() if v is not None}))
+        launched.append((len(ids), {key for key, value in arguments.items() if value is not None}))
         return eager(ids, **arguments)
 
     model.forward = forward
-    use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True, documents)
+    use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
     launched.clear()
-    return model, inputs, labels, launched
-
-
-def test_other_calls_are_launched() -> None:
-    model, inputs, labels, launched = captured()
     few, first = {"labels": labels[:2]}, {"is_first_microbatch": True}
     model(inputs[:2], **few, **first).loss.backward()
     model(inputs[:2], **few, is_first_microbatch=False).loss.backward()
@@ -122,59 +113,14 @@ def test_other_calls_are_launched() -> None:
         model(inputs[:2], **few, **first)
     model.eval()
     model(inputs[:2], **few, **first)
-    assert [shape for shape, _ in launched] == [(3, 64), *[(2, 64)] * 4]
-    given = [{"labels", *first}, {"labels"}, {*first}, {"labels", *first}, {"labels", *first}]
-    assert [arguments.keys() for _, arguments in launched] == given
+    both = {"labels", "is_first_microbatch"}
+    assert launched == [(3, both), (2, {"labels"}), (2, {"is_first_microbatch"}), (2, both), (2, both)]
 
 
-def pieces(length: int) -> Documents:
-    """2 x 64 tokens in documents of so many."""
-    return Documents.of((torch.arange(128) % length).view(2, 64)).to(Precision(PrecisionConfig()).device)
-
-
-def attend_packed(
-    self: DotProductAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-) -> torch.Tensor:
-    """The reference's attention within documents in tensor operations alone, as a GPU's: [T, N, D] -> [T, N * D]."""
-    assert window == -1  # none is reached
-    place = torch.arange(len(q))
-    piece = torch.searchsorted(bounds, place, right=True)
-    visible = (piece[:, None] == piece) & (place[:, None] >= place)
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, enable_gqa=True)
-    return out[0].transpose(0, 1).flatten(1)
-
-
-@on_tapes
-def test_documents_of_each_batch_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DotProductAttention, "_attend_packed", attend_packed)
-    few = pieces(64)
+def test_a_model_with_a_document_mask_is_captured_with_documents() -> None:
+    model, inputs, labels = model_and_batches(document_mask=True, recipe="current")
     with pytest.raises(ValueError):
-        captured(True)
-    model, inputs, labels, launched = captured(True, few)
-    plain, *_ = model_and_batches(document_mask=True, recipe="current")
-    for documents in (few, pieces(16), pieces(2)):  # the last of twice as many as there were in the capture
-        results = []
-        for m in (model, plain):
-            m.zero_grad(set_to_none=True)
-            loss = m(inputs[:2], labels=labels[:2], is_first_microbatch=True, documents=documents).loss
-            loss.backward()
-            results.append([loss.detach(), *(p.grad.clone() for p in m.parameters())])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert launched == []
-    assert pieces(1).pieces > ROOM * few.pieces
-    model(
-        inputs[:2], labels=labels[:2], is_first_microbatch=True
-    )  # each row is a document: not what was captured
-    assert len(launched) == 1 and "documents" not in launched.pop()[1]
-    many = pieces(1)
-    model(inputs[:2], labels=labels[:2], is_first_microbatch=True, documents=many)
-    assert [shape for shape, _ in launched] == [(2, 64)] and launched[0][1]["documents"] is many
+        use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
 
 
 @pytest.mark.parametrize("outer", [False, True])

@@ -20,7 +20,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import BLOCK, WeightsError, read_header, read_hf_folder
 from tests.conftest import numbers, refused, small_config
-from train.evaluation.models import plan
+from train.evaluation.models import plan_model
 from train.preflight.check import check_weights
 
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
@@ -60,7 +60,7 @@ def in_training(path: Path) -> Weights:
 
 
 def in_evaluation(path: Path) -> Weights:
-    return to_hf_state_dict(plan(path, "fp32").build()[0])
+    return to_hf_state_dict(plan_model(path, "fp32").build()[0])
 
 
 def in_dtype(folder: Folder, dtype: torch.dtype, tagged: str) -> None:
@@ -183,9 +183,9 @@ def test_values_that_the_precision_cannot_hold_are_refused(tmp_path: Path) -> No
     folder = Folder(tmp_path)
     large_bfloat16_as_float16(folder)
     folder.write()
-    assert plan(tmp_path, None).precision.compute == "bf16"
+    assert plan_model(tmp_path, None).precision.compute == "bf16"
     with refused(WeightsError, key=UP) as error:
-        plan(tmp_path, "fp16").build()
+        plan_model(tmp_path, "fp16").build()
     assert 70144 in numbers(error.value)
 
 
@@ -200,8 +200,8 @@ def test_a_folder_is_evaluated_in_the_dtype_of_its_files(
     in_dtype(folder, dtypes[0], "float32")
     folder.tensors[NORM] = folder.tensors[NORM].to(dtypes[-1])
     folder.write()
-    assert plan(tmp_path, None).precision.compute == compute
-    assert plan(tmp_path, "bf16").precision.compute == "bf16"
+    assert plan_model(tmp_path, None).precision.compute == compute
+    assert plan_model(tmp_path, "bf16").precision.compute == "bf16"
 
 
 def in_fp8(path: Path, blocks: bool) -> Folder:
