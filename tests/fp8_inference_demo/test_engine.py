@@ -184,13 +184,11 @@ def test_logits_that_are_not_finite_end_with_an_error(model: tuple[Path, Mistral
 def test_rows_that_do_not_fit_are_refused(
     model: tuple[Path, MistralForCausalLM], rows: list[list[int]], code: str, key: str
 ) -> None:
+    engine = Engine.load(model[0], "fp32", 2, 48)
     with refused(EngineError, code=code, key=key):
-        Engine.load(model[0], "fp32", 2, 48).generate(rows, GREEDY, [0] * len(rows), 4)
-
-
-def test_more_positions_than_the_model_has_are_refused(model: tuple[Path, MistralForCausalLM]) -> None:
+        engine.generate(rows, GREEDY, [0] * len(rows), 4)
     with refused(EngineError, code="max_length"):
-        Engine.load(model[0], "fp32", 1, 513)
+        Engine(engine.weights, 1, 513)
 
 
 def test_weights_stored_in_fp8_are_taken_as_they_are_and_others_beside_them_stay(

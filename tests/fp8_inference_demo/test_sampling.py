@@ -126,13 +126,6 @@ def test_greedy_is_argmax_after_the_penalty() -> None:
     assert sampler.draw(logits.expand(2, -1), torch.zeros(2)).tolist() == [best, best], "nothing of before"
 
 
-def test_the_penalty_makes_negative_logits_smaller() -> None:
-    logits = torch.tensor([-1.0, -1.5, -4.0])
-    sampler = Sampler(sampling(temperature=0, repetition_penalty=2.0), 1, 1, 3, "cpu")
-    sampler.begin([[0]], [0])
-    assert sampler.draw(logits[None], torch.zeros(1)).tolist() == [1]
-
-
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
     rows = logits_of().repeat(5, 1)

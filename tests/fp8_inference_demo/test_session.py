@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from fp8_inference_demo import fp8_inference
 from fp8_inference_demo.completions import Options, Request
-from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.errors import EngineError, InferenceError
+from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampler, Sampling, row_seed
 from fp8_inference_demo.session import Printer, Session
 from tests.conftest import refused
@@ -113,19 +110,6 @@ def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
         assert [(c.tokens, c.finish_reason) for c in completions] == [first, (7, "length")]
 
 
-def test_of_several_prompts_the_one_whose_logits_are_not_finite_is_named(folder: Path) -> None:
-    session, error = session_of(folder), EngineError("the logits are not finite", code="not_finite")
-    error.row = 1
-
-    def breaks(*_: object) -> Iterator[list[int]]:
-        yield [5, 5, 5]
-        raise error
-
-    session.engine = SimpleNamespace(config=session.config, generate=breaks)  # type: ignore[assignment]
-    with refused(EngineError, code="not_finite", key="--prompts in.jsonl: line 4"):
-        session.complete([Request(f"--prompts in.jsonl: line {n}", [1], 0) for n in (3, 4, 5)])
-
-
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
     for session, most in ((session_of(folder), 512), (session_of(folder, "--max_length", 40), 40)):
         session.check_length([1] * (most - 1), "this")
@@ -133,16 +117,3 @@ def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
         for ids, given in (([1] * most, None), ([1] * 10, 10)):
             with refused(InferenceError, code="prompt_too_long", key="this"):
                 session.check_length(ids, "this", given)
-
-
-def test_the_engine_is_loaded_as_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[tuple[Any, ...]] = []
-
-    class Loaded:
-        device = "cpu"
-
-    monkeypatch.setattr(Engine, "load", lambda *given: loaded.append(given) or Loaded())
-    session_of(folder, "--precision", "bf16", "--max_new_tokens", 12).load(30, 3)
-    session_of(folder).load(None, 100)
-    session_of(folder, "--batch_size", 40, "--max_length", 99).load(30, 41)
-    assert loaded == [(folder, "bf16", 3, 42), (folder, "fp8", 16, 512), (folder, "fp8", 40, 99)]
