@@ -17,6 +17,7 @@ from model.errors import UserError
 from tests.conftest import refused, small_config
 
 Demo = Callable[..., int]
+Output = Callable[[], str]
 
 
 def refuse(*arguments: object, code: str, key: str | None = None) -> UserError:
@@ -64,3 +65,9 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Demo:
         return fp8_inference.main()
 
     return run
+
+
+@pytest.fixture
+def output(capsys: pytest.CaptureFixture[str]) -> Output:
+    """output() -> what went to standard output since the last call."""
+    return lambda: capsys.readouterr().out

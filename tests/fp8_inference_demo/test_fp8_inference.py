@@ -21,10 +21,9 @@ from model.errors import UserError
 from model.fp8.te_backend import BackendError
 from tests import programs
 from tests.conftest import numbers, refused
-from tests.fp8_inference_demo.conftest import Demo, refuse
+from tests.fp8_inference_demo.conftest import Demo, Output, refuse
 
 ROOT = Path(__file__).resolve().parents[2]
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -50,36 +49,29 @@ def test_fp8_generates(folder: Path, tmp_path: Path, device: str) -> None:
     assert "FP8" in run.stderr and 5 in numbers(run.stderr)  # steps after the first token
 
 
-def test_samples_come_one_behind_the_other(say: Demo, capsys: Captured) -> None:
+def test_samples_come_one_behind_the_other(say: Demo, output: Output) -> None:
     """In batches of any size the same texts, the first one that of one sample alone; another seed gives others."""
     outputs = []
     for options in ((), ("--num_samples", 3), ("--num_samples", 3, "--batch_size", 2), ("--seed", 1)):
         assert say(*options) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(output())
     alone, three, batches_of_two, other = outputs
     assert three == batches_of_two and alone != other
     texts = re.split(r"=== \d/3 ===\n", three)[1:]
     assert texts[0] == alone and len(set(texts)) == 3
 
 
-def test_a_text_ends_before_a_stop_string(say: Demo, capsys: Captured) -> None:
+def test_a_text_ends_before_a_stop_string(say: Demo, output: Output) -> None:
     """One that is spread over tokens."""
     options = ("--temperature", 0, "--max_new_tokens", 30)
     assert say(*options) == 0
-    whole = capsys.readouterr()
-    text = whole.out.removesuffix("\n")
+    whole = output()
+    text = whole.removesuffix("\n")
     assert say(*options, "--stop", text[-1] + "never") == 0
-    assert capsys.readouterr().out == whole.out, "what was held back comes out"
+    assert output() == whole, "what was held back comes out"
     stop = text[4:8]
     assert say(*options, "--stop", "never", "--stop", stop) == 0
-    assert capsys.readouterr().out == text[: text.index(stop)] + "\n"
-
-
-def test_the_end_of_the_context_is_told(say: Demo, capsys: Captured) -> None:
-    for options, most in ((("--max_length", 10), 10), (("--prompt", "z" * 508, "--max_new_tokens", 20), 512)):
-        assert say(*options) == 0
-        captured = capsys.readouterr()
-        assert captured.out.strip() and {most, 512} <= set(numbers(captured.err))
+    assert output() == text[: text.index(stop)] + "\n"
 
 
 def test_out_of_memory_names_the_option(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +97,13 @@ def test_errors_of_a_user_end_with_status_2(
 
 
 def test_an_id_of_the_hub_is_a_model(
-    folder: Path, tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    folder: Path, tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch, output: Output
 ) -> None:
     monkeypatch.chdir(tmp_path)
     download = Mock(return_value=str(folder))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     options = ("--prompt", "def main", "--precision", "fp32", "--max_new_tokens", 3, "--ignore_eos")
-    assert demo("--model", "org/name", *options) == 0 and capsys.readouterr().out.strip()
+    assert demo("--model", "org/name", *options) == 0 and output().strip()
     assert download.call_args.args == ("org/name",)
     download.side_effect = OSError("no network")
     refuse("--model", "org/name", *options, code="hub", key="org/name")

@@ -17,7 +17,7 @@ from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.interactive import cut_left, typed_prompts
 from fp8_inference_demo.text import TextStream
-from tests.fp8_inference_demo.conftest import Demo
+from tests.fp8_inference_demo.conftest import Demo, Output
 
 
 class Terminal(io.TextIOWrapper):
@@ -61,11 +61,9 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException
         monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
 
 
-def test_a_conversation_goes_on_with_all_that_was_said(
-    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_goes_on_with_all_that_was_said(say: Demo, prompts: list[str], output: Output) -> None:
     assert say(b"def main\n\nreturn the\n", "--interactive") == 0
-    answers = capsys.readouterr().out.removesuffix("\n")
+    answers = output().removesuffix("\n")
     assert prompts[0] == "<s>def main"
     assert prompts[1].startswith("<s>def main") and prompts[1].endswith("\nreturn the")
     first = prompts[1].removeprefix("<s>def main").removesuffix("\nreturn the")
@@ -73,7 +71,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_session(
-    say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, output: Output
 ) -> None:
     counts, push = [], Completion.push
 
@@ -86,7 +84,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_session(
     monkeypatch.setattr(Completion, "push", pressed_at_the_third_token)
     assert say(b"def main\nreturn the\n", "--interactive") == 0
     assert counts == [1, 2, 3, 1, 2, 3, 4, 5, 6]
-    shown = capsys.readouterr().out.split("\n")[0]
+    shown = output().split("\n")[0]
     assert prompts[1].startswith("<s>def main" + shown), "what was there by then is part of the text"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -138,38 +136,38 @@ def test_what_is_left_of_a_long_text() -> None:
 
 
 def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
-    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+    say: Demo, prompts: list[str], output: Output
 ) -> None:
     """The last line may end without a newline, the first begin with a byte order mark. Each prompt is one for itself;
     not repeated, for nobody sees it."""
     assert say(b"\xef\xbb\xbf\ndef main\r\n \n\nreturn the") == 0
     assert prompts == ["<s>def main", "<s>return the"]
-    assert "def main" not in capsys.readouterr().out
+    assert "def main" not in output()
 
 
 def test_a_prompt_is_repeated_on_a_terminal(
-    say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output
 ) -> None:
     """Of one sample its answer goes on behind it."""
     assert say(b"", "--prompt", "def main") == 0
-    answer = capsys.readouterr().out
+    answer = output()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert say(b"", "--prompt", "def main") == 0
-    assert capsys.readouterr().out == "def main" + answer
+    assert output() == "def main" + answer
     assert say(b"", "--prompt", "def main", "--num_samples", 2) == 0
-    assert capsys.readouterr().out.startswith("def main\n=== 1/2 ===\n" + answer)
+    assert output().startswith("def main\n=== 1/2 ===\n" + answer)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_terminal_gets_no_control_characters(
-    say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+    say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output, terminal: bool
 ) -> None:
     """Of a prompt, and of what the model generates; a pipe gets the text as it is."""
     controls = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066]))
     monkeypatch.setattr(TextStream, "piece", lambda stream: f"\ta{controls}\n")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert say(b"", "--prompt", f"\tdef{controls}") == 0
-    shown = capsys.readouterr().out
+    shown = output()
     assert any(character in shown for character in controls) == (not terminal)
 
 

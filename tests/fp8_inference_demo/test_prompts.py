@@ -10,7 +10,7 @@ import pytest
 from fp8_inference_demo import completions, prompts, text
 from fp8_inference_demo.errors import InferenceError
 from tests.conftest import refused
-from tests.fp8_inference_demo.conftest import Demo, refuse
+from tests.fp8_inference_demo.conftest import Demo, Output, refuse
 
 TEXTS = ["def main", "return the", "", "the value of the thing", "東京", "import"]
 
@@ -41,7 +41,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_each_prompt_has_its_samples_in_order_with_its_fields(
-    fill: Demo, out: Path, folder: Path, demo: Demo, capfd: pytest.CaptureFixture[str]
+    fill: Demo, out: Path, folder: Path, demo: Demo, output: Output
 ) -> None:
     assert fill() == 0
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -54,7 +54,7 @@ def test_each_prompt_has_its_samples_in_order_with_its_fields(
     base = ("--model", folder, "--prompt", TEXTS[0], "--precision", "fp32")
     assert demo(*base, "--max_new_tokens", 4, "--ignore_eos") == 0
     text = records[0]["choices"][0]["text"]
-    assert capfd.readouterr().out == text + "\n", "as it would be streamed"
+    assert output() == text + "\n", "as it would be streamed"
     out.unlink()
     assert fill("--stop", text[1:], "--max_new_tokens", 12) == 0
     choice = json.loads(out.read_text(encoding="utf-8").splitlines()[0])["choices"][0]
