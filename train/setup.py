@@ -44,8 +44,8 @@ from train.checkpoint.load import (
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.display import differing, table
 from train.config.ds_config import describe_msamp, resolve_ds_config
+from train.config.load import describe_arguments
 from train.config.schedule import at_stage, order_problems, precisions_of, stage_at, stage_text
 from train.data.order import next_position
 from train.data.source import check_fit
@@ -298,8 +298,7 @@ def build_engine_and_resume(
 
 def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> None:
     """Log the configuration, the model and the data."""
-    logger.debug(table(args))
-    log_lines(differing(args), *_description(args, data, state))
+    log_lines(*describe_arguments(args), *_description(args, data, state))
 
 
 def _description(args: TrainingArguments, data: RunData, state: RunState) -> list[str]:

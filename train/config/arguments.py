@@ -302,19 +302,6 @@ class TrainingArguments:
         """Return the JSON object that `load.build_arguments` makes equal arguments of."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str = "configuration") -> TrainingArguments:
-        """`load.build_arguments`, for callers that are not moved yet."""
-        from train.config.load import build_arguments
-
-        return build_arguments(raw, source)
-
-    def resolve(self, world_size: int) -> TrainingArguments:
-        """`load.resolve_arguments`, for callers that are not moved yet."""
-        from train.config.load import resolve_arguments
-
-        return resolve_arguments(self, world_size)
-
 
 def find_config(name: str, what: str) -> Path:
     """Return the file `name`: a path, or a bare name in train_args/.
@@ -361,16 +348,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
             key=str(path),
         )
     return value
-
-
-def __getattr__(name: str) -> Any:
-    """Names that moved, for callers that are not moved yet."""
-    if name == "load_deepspeed":
-        from train.config.ds_config import load_deepspeed
-
-        return load_deepspeed
-    if name == "load_arguments":
-        from train.config.load import load_arguments
-
-        return load_arguments
-    raise AttributeError(name)

@@ -8,6 +8,7 @@ resolve_arguments(a, n)    fill in what follows from other keys and the number o
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from operator import attrgetter
@@ -431,3 +432,18 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     raise_problems("the DeepSpeed configuration", problems)
     raise_problems("precision.schedule", order_problems(out))
     return out
+
+
+def describe_arguments(arguments: TrainingArguments) -> list[str]:
+    """Return lines for the log with the keys of resolved arguments that are not at their defaults."""
+    follows = {
+        "output_dir": arguments.output_dir,  # logged elsewhere
+        "per_device_eval_batch_size": arguments.per_device_train_batch_size,
+        "deepspeed": load_deepspeed(None),
+    }
+    lines = ["configuration (all other keys have their defaults; train_config.json has all keys):"]
+    for key, node in all_keys().items():
+        value = attrgetter(key)(arguments)
+        if value not in (node.get("default", ...), follows.get(key, ...)):
+            lines.append(f"  {key}: {shown(value, dataclasses.asdict)}")
+    return lines

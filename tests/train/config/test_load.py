@@ -12,7 +12,7 @@ from model.config import load_config, load_sizes
 from model.errors import UserError
 from tests.conftest import numbers, refused
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
-from train.config.load import build_arguments, load_arguments, resolve_arguments
+from train.config.load import build_arguments, describe_arguments, load_arguments, resolve_arguments
 from train.config.schema import FOREIGN, all_keys
 from train.files import REPOSITORY
 
@@ -352,6 +352,17 @@ def test_help_has_every_key_and_the_schema_file_is_current(capsys):
         "run python train/train.py --schema > train_args/train_config.schema.json"
     )
     assert arguments(**{"$schema": "anything"}) == arguments()
+
+
+def test_the_log_has_the_keys_that_are_not_at_their_defaults():
+    def named(**changes) -> list[str]:
+        lines = describe_arguments(resolve_arguments(arguments(output_dir="x", **changes), 1))
+        return [line.split(":")[0].strip() for line in lines[1:]]
+
+    plain = named()
+    assert not {"seed", "deepspeed", "output_dir", "per_device_eval_batch_size"} & {*plain}
+    changes = {"seed": 7, "speed__main_grad": False, "deepspeed": {}, "per_device_eval_batch_size": 4}
+    assert {*named(**changes)} - {*plain} == {key.replace("__", ".") for key in changes}
 
 
 @pytest.mark.interpreter
