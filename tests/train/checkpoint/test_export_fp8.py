@@ -13,8 +13,9 @@ from transformers import MistralForCausalLM
 from model.config import load_config
 from model.fp8 import hf_fp8
 from model.fp8.hf_fp8 import Quantized
+from model.fp8.precision import PrecisionError
 from model.hf_folder import check_init_from, read_hf_folder
-from tests.conftest import random_ids, refused
+from tests.conftest import numbers, random_ids, refused
 from tests.train.runs import run
 from train import export
 from train.checkpoint.files import CheckpointError
@@ -22,18 +23,8 @@ from train.data.encoder import tokenizer_of
 from train.record.model_card import NEEDS_COMPRESSED
 
 
-@pytest.fixture
-def exported(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """exported(checkpoint, out) -> what the command says; it must end well unless `refused`."""
-
-    def call(checkpoint: Path, out: Path, refused: bool = False) -> str:
-        capsys.readouterr()
-        status = export.main([str(checkpoint), str(out), "--format", "hf-fp8"])
-        assert status == (2 if refused else 0)
-        told = capsys.readouterr()
-        return told.err if refused else told.out
-
-    return call
+def export_fp8(settings: dict, checkpoint: Path, out: Path) -> list[str]:
+    return export.export(checkpoint, out, tokenizer_of(settings["data"]["sources"]), "hf-fp8")
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
@@ -64,14 +55,13 @@ def logits(folder: Path, dequantized: bool) -> torch.Tensor:
     return model(input_ids=random_ids(model.config, 1, 48)).logits.detach()
 
 
-def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
     output_dir = run(settings, precision={"recipe": "delayed", "bf16_modules": ["lm_head", "*.0.*mlp"]})
     checkpoint, out = output_dir / "checkpoints/step-00000006", tmp_path / "fp8"
-    said = exported(checkpoint, out).splitlines()
+    remarks = export_fp8(settings, checkpoint, out)
     sizes = [128 * 128 + 2 * 64 * 128 + 128 * 128] * 2 + [3 * 128 * 256]
-    assert f"11 weights of {sum(sizes):,} " in said[0] and "te_layer, delayed" in said[0]
-    assert all(f"model.layers.0.mlp.{name}_proj" in said[1] for name in ("gate", "up", "down"))
-    assert NEEDS_COMPRESSED in said and str(out) in said[-1]
+    assert numbers(remarks[0])[0] == 11 and f" {sum(sizes):,} " in remarks[0]
+    assert NEEDS_COMPRESSED in remarks
     written, whole = weights_of(out), weights_of(output_dir / "hf")
     assert written.keys() == whole.keys() and len(layers_of(out)) == 11
     for name, weight in written.items():
@@ -126,32 +116,29 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
     with pytest.MonkeyPatch.context() as patch:
         flat = hf_fp8.flat
         patch.setattr(hf_fp8, "flat", lambda weights: flat(upside_down(weights)))
-        other, tokenizer = tmp_path / "other", tokenizer_of(settings["data"]["sources"])
         with refused(CheckpointError, code="codes_differ", key=str(checkpoint)):
-            export.export(checkpoint, other, tokenizer, "hf-fp8")
-        assert not other.exists()
-    assert exported(checkpoint, out).splitlines() == said
+            export_fp8(settings, checkpoint, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+    assert export_fp8(settings, checkpoint, out) == remarks
     with pytest.MonkeyPatch.context() as patch:  # as if precision.on_trouble had taken a module up
         name = "model.layers.1.self_attention.proj"
         patch.setattr(export.RunState, "levels", {name: "current"})
-        escalated = exported(checkpoint, out).splitlines()
-    assert "te_layer, delayed and current" in escalated[0]
+        assert "delayed and current" in export_fp8(settings, checkpoint, out)[0]
 
 
 @pytest.mark.slow
-def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: Path, exported) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: Path) -> None:
     """Sizes that blocks do not divide are refused; those that they do have the format of blocks."""
     settings |= {"max_steps": 2, "precision": {"recipe": "block"}}
     out = tmp_path / "fp8"
-    message = exported(run(settings) / "checkpoints/step-00000002", out, refused=True)
-    assert "k_proj.weight (64, 128)" in message and "--format hf" in message
+    with refused(PrecisionError, code="block_dimensions"):
+        export_fp8(settings, run(settings) / "checkpoints/step-00000002", out)
     assert not out.exists()
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(small_model.read_text()) | {"num_key_value_heads": 4}))
     output_dir = run(settings, model={"config": str(config)}, output_dir=str(tmp_path / "even"))
-    said = exported(output_dir / "checkpoints/step-00000002", out)
-    assert said.startswith("14 weights of 327,680 ") and "te_layer, block" in said
-    assert NEEDS_COMPRESSED not in said
+    remarks = export_fp8(settings, output_dir / "checkpoints/step-00000002", out)
+    assert numbers(remarks[0])[0] == 14 and NEEDS_COMPRESSED not in remarks
     quantization = json.loads((out / "config.json").read_text())["quantization_config"]
     assert quantization == {
         "quant_method": "fp8",
@@ -166,29 +153,18 @@ def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model,precision,how",
+    ("model", "precision", "count"),
     [
-        ({"variant": "te_layer"}, {"compute": "fp32"}, "fp32"),
-        (
-            {"variant": "torchao"},
-            {"recipe": "rowwise", "bf16_modules": ["lm_head", "*.k_proj"]},
-            "torchao's FP8",
-        ),
+        ({"variant": "te_layer"}, {"compute": "fp32"}, 14),
+        ({"variant": "torchao"}, {"recipe": "rowwise", "bf16_modules": ["lm_head", "*.k_proj"]}, 12),
     ],
 )
 def test_a_run_that_was_no_fp8_of_transformer_engine(
-    settings: dict,
-    tmp_path: Path,
-    exported,
-    model: dict,
-    precision: dict,
-    how: str,  # type: ignore[no-untyped-def]
+    settings: dict, tmp_path: Path, model: dict, precision: dict, count: int
 ) -> None:
     settings["model"] |= model
     output_dir = run(settings, max_steps=2, precision=precision)
-    said = exported(output_dir / "checkpoints/step-00000002", tmp_path / "fp8")
-    count = 12 if "bf16_modules" in precision else 14
-    assert said.startswith(f"{count} weights of ") and how in said
+    export_fp8(settings, output_dir / "checkpoints/step-00000002", tmp_path / "fp8")
     written, whole = weights_of(tmp_path / "fp8"), weights_of(output_dir / "hf")
     assert len(layers_of(tmp_path / "fp8")) == count
     for name, weight in written.items():

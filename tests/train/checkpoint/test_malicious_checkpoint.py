@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from tests.train.runs import run
-from train import evaluate, export
+from train import export
 from train.checkpoint.files import CheckpointError, describe_file, read_manifest, write_manifest
 from train.checkpoint.load import read_weights
+from train.data.encoder import tokenizer_of
+from train.evaluate import parse_arguments
+from train.evaluation.evaluation import evaluate
 
 MODEL, OPTIMIZER, RANK = "*model_states.pt", "*optim_states.pt", "rank_00000.pt"
 
@@ -35,14 +39,25 @@ def poison(checkpoint: Path, pattern: str, mark: Path) -> Path:
     return file
 
 
-def resume(settings: dict, checkpoint: Path, **changes: Any) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        run(settings, max_steps=7, lr_scheduler_type="constant", allow_changes_on_resume=True, **changes)
-    return str(refused.value)
+def resume(settings: dict, checkpoint: Path, **changes: Any) -> None:
+    run(settings, max_steps=7, lr_scheduler_type="constant", allow_changes_on_resume=True, **changes)
 
 
-def reshard(settings: dict, checkpoint: Path) -> str:
-    return resume(settings, checkpoint, deepspeed={"zero_optimization": {"stage": 2}})
+def reshard(settings: dict, checkpoint: Path) -> None:
+    resume(settings, checkpoint, deepspeed={"zero_optimization": {"stage": 2}})
+
+
+def evaluate_it(settings: dict, checkpoint: Path) -> None:
+    evaluate(parse_arguments([str(checkpoint), *settings["data"]["sources"].values()]), 0, 1)
+
+
+def export_hf(settings: dict, checkpoint: Path, form: str = "hf") -> None:
+    out = Path(settings["output_dir"]).with_name("out")
+    export.export(checkpoint, out, tokenizer_of(settings["data"]["sources"]), form)
+
+
+def export_fp8(settings: dict, checkpoint: Path) -> None:
+    export_hf(settings, checkpoint, "hf-fp8")
 
 
 @pytest.mark.parametrize(
@@ -53,33 +68,20 @@ def reshard(settings: dict, checkpoint: Path) -> str:
         (resume, RANK),
         (reshard, MODEL),
         (reshard, OPTIMIZER),
-        ("evaluate", MODEL),
-        ("evaluate", RANK),
-        ("export", MODEL),
-        ("export", RANK),
+        (evaluate_it, MODEL),
+        (evaluate_it, RANK),
+        (export_hf, MODEL),
+        (export_fp8, RANK),
     ],
 )
 def test_a_payload_is_not_executed(
-    program: Any,
-    pattern: str,
-    settings: dict,
-    own_trained: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    program: Callable[[dict, Path], None], pattern: str, settings: dict, own_trained: Path, tmp_path: Path
 ) -> None:
     checkpoint, mark = own_trained / "checkpoints/step-00000006", tmp_path / "executed"
     file = poison(checkpoint, pattern, mark)
-    if program == "evaluate":
-        assert evaluate.main([str(checkpoint), str(data)]) == 2
-        message = capsys.readouterr().err
-    elif program == "export":
-        options = ["--format", "hf-fp8"] if pattern == RANK else []
-        assert export.main([str(checkpoint), str(tmp_path / "out"), *options]) == 2
-        message = capsys.readouterr().err
-    else:
-        message = program(settings, checkpoint)
-    assert file.name in message and not mark.exists()
+    with pytest.raises(CheckpointError) as error:
+        program(settings, checkpoint)
+    assert file.name in str(error.value) and not mark.exists()
 
 
 def test_a_payload_in_a_shard_of_zero_3_is_not_executed(settings: dict, tmp_path: Path) -> None:

@@ -99,45 +99,31 @@ def test_optimizer_takes_the_arguments():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
 
 
-def test_warmup_starts_above_zero_and_reaches_the_peak():
-    a = arguments(warmup_steps=10)
-    assert [learning_rate_at(s, a) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+WSD = {"lr_scheduler_type": "warmup_stable_decay"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "halfway"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("warmup_stable_decay", 1.0)]
+    ("changes", "rates"),
+    [
+        ({"warmup_steps": 10}, {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1, 10_000: 0.1}),
+        ({"warmup_steps": 20}, {40: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25))}),
+        ({"warmup_steps": 10, "lr_scheduler_type": "linear"}, {9: 1.0, 55: 0.55, 100: 0.1}),
+        ({"warmup_steps": 10, "lr_scheduler_type": "constant"}, {9: 1.0, 55: 1.0, 10_000: 1.0}),
+        ({**WSD, "decay_steps": 40}, {0: 1.0, 60: 1.0, 70: 0.775, 80: 0.55, 100: 0.1}),
+        ({**WSD, "warmup_steps": 60, "decay_steps": 40}, {59: 1.0, 60: 1.0, 80: 0.55}),
+        ({"warmup_steps": 100}, {99: 1.0, 100: 1.0}),  # all of the run
+    ],
 )
-def test_schedules_halfway_and_at_the_end(kind, halfway):
-    decay = {"decay_steps": 20} if kind == "warmup_stable_decay" else {}
-    a = arguments(lr_scheduler_type=kind, warmup_steps=10, **decay)
-    assert learning_rate_at(55, a) == pytest.approx(halfway)
-    end = 1.0 if kind == "constant" else 0.1
-    assert learning_rate_at(100, a) == pytest.approx(end)
-    assert learning_rate_at(10_000, a) == pytest.approx(end)
-    rates = [learning_rate_at(s, a) for s in range(9, 101)]
-    assert all(before >= after for before, after in zip(rates, rates[1:], strict=False))
+def test_learning_rates(changes: dict[str, Any], rates: dict[int, float]) -> None:
+    a = arguments(**changes)
+    assert {step: learning_rate_at(step, a) for step in rates} == pytest.approx(rates)
+    after = [learning_rate_at(step, a) for step in range(a.warmup_steps, 101)]
+    assert sorted(after, reverse=True) == after
 
 
-def test_cosine_is_a_cosine_and_wsd_decays_linearly_only_in_its_last_steps():
-    a = arguments(warmup_steps=20)
-    assert learning_rate_at(40, a) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)))
-    b = arguments(lr_scheduler_type="warmup_stable_decay", decay_steps=40)
-    assert [learning_rate_at(s, b) for s in (0, 60, 70, 80)] == pytest.approx([1, 1, 0.775, 0.55])
-
-
-def test_a_run_that_is_all_warmup_ends_at_the_peak():
-    a = arguments(warmup_steps=100)
-    assert learning_rate_at(99, a) == 1.0
-    assert learning_rate_at(100, a) == 1.0
-
-
-def test_warmup_and_decay_may_fill_a_run_and_not_more():
-    schedule = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 60}
-    a = arguments(decay_steps=40, **schedule)
-    assert [learning_rate_at(step, a) for step in (59, 60, 80)] == pytest.approx([1, 1, 0.55])
-    with pytest.raises(ConfigurationError) as error:
-        arguments(decay_steps=41, **schedule)
-    assert "decay_steps 41" in str(error.value)
+def test_warmup_and_decay_are_no_longer_than_the_run() -> None:
+    with pytest.raises(ConfigurationError):
+        arguments(**WSD, warmup_steps=60, decay_steps=41)
 
 
 MUON = {"optim": "muon"}

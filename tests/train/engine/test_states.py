@@ -238,16 +238,3 @@ def test_a_run_goes_on_with_the_same_bits(settings: dict) -> None:
     whole = curve(folder)
     (folder / "checkpoints/step-00000006/manifest.json").unlink()
     assert curve(run(settings, **changes)) == whole
-
-
-@pytest.mark.slow
-def test_training_is_as_good(settings: dict, tmp_path: Path) -> None:
-    """By the loss on held-out text, which another seed moves by 3 %. docs/validation.md: 400 M parameters, fp8."""
-    found = {}
-    rows = {"float32": FLOAT32, "remainder": REMAINDER, "int8": INT8}
-    for name, precision in rows.items():
-        changes = {"max_steps": 40, "logging_steps": 40, "max_eval_samples": 64, "save_strategy": "no"}
-        folder = run(settings, precision=precision, output_dir=str(tmp_path / name), **changes)
-        found[name] = curve(folder)[-1][4]
-    assert found["remainder"] == pytest.approx(found["float32"], rel=2.5e-3)
-    assert 0.99 < found["int8"] / found["float32"] < 1 + 2.5e-3  # it came out below
