@@ -96,11 +96,8 @@ def read_json_file(path: Path) -> Any:
         raise JsonError(f"{path}: {name} is not JSON; give a finite number", code="not_json", key=str(path))
 
     if path.suffix in (".yaml", ".yml"):
-        raise JsonError(
-            f"{path}: YAML is not read; write the same keys as JSON in a file named .json",
-            code="yaml",
-            key=str(path),
-        )
+        message = f"{path}: YAML is not read; write the same keys as JSON in a file named .json"
+        raise JsonError(message, code="yaml", key=str(path))
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
@@ -112,9 +109,6 @@ def read_json_file(path: Path) -> Any:
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno} column {error.colno}"
         message = f"{where}: not valid JSON: {error.msg}"
-        raise JsonError(message, code="not_json", key=str(path)) from error
-    except RecursionError as error:
-        message = f"{path}: not valid JSON: it is nested too deep"
         raise JsonError(message, code="not_json", key=str(path)) from error
 
 

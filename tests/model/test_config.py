@@ -76,7 +76,6 @@ def test_a_window_saves_attention() -> None:
         ('{"a": \u201cb\u201d}', "not_json", [1, 7]),
         ('{"a": False}', "not_json", [1, 7]),
         ('{"a": NaN}', "not_json", []),
-        ("[" * 100_000, "not_json", []),
         ('{"a": 1, "a": 2}', "duplicate_key", []),
         ("[1]", "not_an_object", []),
     ],

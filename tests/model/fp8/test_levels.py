@@ -187,7 +187,7 @@ def test_a_state_from_before_is_that_of_the_modules_that_still_have_one() -> Non
     kept = fp8_state(model, precision)
     assert 0 < len(kept) < len(saved) and all(torch.equal(t, saved[key]) for key, t in kept.items())
     lacking = {key: t for key, t in saved.items() if "layers.0.self_attention.proj" not in key}
-    with refused(PrecisionError, code="fp8_state_missing") as error:
+    with refused(PrecisionError, code="fp8_state") as error:
         load_fp8_state(model, precision, lacking)
     assert error.value.key.startswith("model.layers.0.self_attention.proj.")
 
