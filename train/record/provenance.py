@@ -1,7 +1,6 @@
-"""run.json: what was proved and on what, for each start of a run: FP8, attention, versions, commit, command, hosts.
+"""run.json, {"starts": [...]}: for each start of a run its startup check, versions, commit, command and hosts.
 
-{"starts": [...]}, oldest first; what began anew in the same folder begins with a start of step 0. `ended` is null while
-it runs, and stays so where it was killed.
+A new run in the same folder begins with a start of step 0. `ended` is null while a start runs, and if it was killed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# Of the configuration: where it is run and how often it tells of itself changes no run.
+# Keys that change where a run is and what it shows, not what it computes.
 NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint", "log_level")
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """The starts of run.json; [] where there is none, or nothing that can be read as such."""
+    """Return the starts of run.json, [] if there is none or it cannot be read."""
     try:
         starts = json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
         return [start for start in starts if isinstance(start["step"], int) and start["time"] > 0]
@@ -36,12 +35,16 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 class RunRecord:
-    """with RunRecord(folder, start, position, ...): the start is in run.json from here on, and in the end how it ended.
+    """A context manager that adds a start to run.json, and at its end how it ended.
 
-    start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
-    expected: exception -> how it says that the run ended; others say "failed", and why. `part`: which one of the run it
-    is that ends so, where it is not the training. Raises OSError: the file cannot be written at the begin; later it is
-    logged."""
+    Args:
+        start: "time" (of its begin), "step", "tokens" and other facts.
+        position: returns the steps and tokens that are done.
+        expected: exception -> how the run then ended; others are "failed", with "why".
+
+    Set `part` while the run is not training, such as "export". Raises OSError: run.json cannot be written at the begin;
+    a later failure is logged.
+    """
 
     def __init__(
         self,
@@ -67,26 +70,26 @@ class RunRecord:
         if kind is not None and kind not in self.expected:
             ended["why"] = f"{kind.__name__}: {error}"
         self.start["ended"] = ended
-        self._try_to_write("how the run ended")
+        self._write_or_warn()
 
     def add_stage(self, stage: dict[str, Any]) -> None:
-        """That the precision has changed is in run.json from here on: "step", "stage" (what has begun, in words),
-        "new_stage" (of precision.schedule; else modules went to other levels), "took_s", "fp8", "proof"."""
+        """Add a change of the precision: "step", "stage" (in words), "new_stage" (true for a phase of
+        precision.schedule, false for fallbacks), "took_s", "fp8", "proof"."""
         self.start["stages"].append(stage)
-        self._try_to_write(f"what was proved at step {stage['step']}")
+        self._write_or_warn()
 
-    def _try_to_write(self, what: str) -> None:
+    def _write_or_warn(self) -> None:
         try:
             self._write()
         except OSError as error:
-            logger.warning(f"{self.folder.run} does not say {what}: {error}")
+            logger.warning(f"{self.folder.run} could not be updated: {error}")
 
     def _write(self) -> None:
         write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:
-    """What this process was started as: command, commit, and the hash of the resolved configuration `config`."""
+    """Return command, commit, and the hash of the resolved configuration `config`."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     return {
         "command": sys.argv,
@@ -96,7 +99,7 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sources_sha256(*folders: str) -> str:
-    """Of the Python files below `folders` of the repository: whose numbers those of a run are."""
+    """Return the hash of the Python files below `folders` of the repository."""
     source = hashlib.sha256()
     for path in sorted(p for folder in folders for p in (REPOSITORY / folder).rglob("*.py")):
         source.update(path.read_bytes())
@@ -104,8 +107,8 @@ def sources_sha256(*folders: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the sources, and whether files of it, but measured results, have changed since; GIT_COMMIT names it
-    where a copy has no git, "unknown" where nothing does."""
+    """Return the commit of the sources, with ", changed since" if files other than results differ from it. Without git,
+    GIT_COMMIT or "unknown"."""
 
     def git(*words: str) -> str:
         command = ["git", *words]

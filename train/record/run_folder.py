@@ -10,7 +10,7 @@ EXPORTED_FROM = "exported_from.json"
 
 
 def why_not_replaced(out: Path) -> str:
-    """What keeps an export from taking the place of `out`: what is there is somebody's own; "" where nothing does."""
+    """Return why an export must not replace `out`, which is the user's own, or ""."""
     if out.is_symlink():
         return f"{out} is a link"
     if out.exists() and not (out / EXPORTED_FROM).exists():
@@ -19,13 +19,13 @@ def why_not_replaced(out: Path) -> str:
 
 
 class RunFolder:
-    """The parts of the folder `path` (output_dir of resolved arguments), whether they are there or not."""
+    """The files of the run in `path` (output_dir of resolved arguments), whether they exist or not."""
 
     def __init__(self, path: str | Path | None):
         self.path = path = Path(path or "output")
-        self.train_config = path / "train_config.json"  # what the run was started with, resolved
-        self.ds_config = path / "ds_config.json"  # what DeepSpeed was given
-        self.run = path / "run.json"  # each start: what was proved, and on what (train/record/provenance.py)
+        self.train_config = path / "train_config.json"  # the resolved configuration
+        self.ds_config = path / "ds_config.json"  # the configuration of DeepSpeed
+        self.run = path / "run.json"  # the starts (train/record/provenance.py)
         self.log = path / "train.log"  # of rank 0, of all starts
         self.logs = path / "logs"  # of the other ranks
         self.metrics = path / "metrics.jsonl"
@@ -35,8 +35,8 @@ class RunFolder:
         self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
-        self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on
-        self.lock = path / "run.lock"  # who runs in it; gone when the run ends (train/guard/lock.py)
+        self.stopped = path / "stopped.json"  # exists after a stop on request, until the run is resumed
+        self.lock = path / "run.lock"  # exists while the run is going on (train/guard/lock.py)
         self.slurm_job = path / "slurm_job"  # which Slurm jobs began it, a line each, and what was there then
 
     def rank_log(self, rank: int) -> Path:
