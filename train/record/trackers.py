@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from model import install_command
 from model.errors import UserError
@@ -28,17 +28,6 @@ class TrackerError(UserError, ValueError):
     """A tracker that report_to asks for cannot be used."""
 
     code = "tracker_not_installed"
-
-
-class Tracker(Protocol):
-    """What one service does with a line of metrics. Whatever it raises is caught by `Trackers`."""
-
-    def log(self, metrics: dict[str, Any]) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """The lines after `step` no longer count."""
-
-    def close(self) -> None: ...
 
 
 def names(report_to: str | Sequence[str]) -> list[str]:
@@ -71,7 +60,7 @@ class Trackers:
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool = False):
         self._failed: set[str] = set()
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, Wandb | TensorBoard] = {}
         for name in names(config["report_to"]):
             with self._logs_failure(name):
                 self._open[name] = TRACKERS[name](folder, config, start_step, goes_back)
@@ -185,7 +174,7 @@ class TensorBoard:
         self.writer.close()
 
 
-TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+TRACKERS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def following(run_id: str) -> str:
