@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a power cut, hashes, locks, who has them open; the console, and plots."""
+"""Files that are whole or absent, also after a power cut, hashes, locks, who has them open; plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, TextIO, TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -209,22 +209,6 @@ def remove_dead_buffers() -> None:
     if buffers := glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*"):
         for path in set(buffers) - open_files():
             Path(path).unlink(missing_ok=True)
-
-
-def tell(*lines: str, file: TextIO | None = None) -> None:
-    """Log `lines`, or print them where logging is not configured. New code uses logging."""
-    if not lines:
-        return
-    if logger.isEnabledFor(logging.INFO):
-        logger.log(logging.INFO if file is None else logging.ERROR, "\n".join(lines))
-        return
-    with suppress(OSError):
-        print(*lines, sep="\n", file=file, flush=True)
-
-
-def note(*lines: str) -> None:
-    """Log `lines` in the log file only. New code uses logging."""
-    logger.debug("\n".join(lines))
 
 
 def unfinished(path: Path, pid: int) -> Path:

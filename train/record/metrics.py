@@ -107,11 +107,6 @@ class MetricsLogger:
         self._trackers.log(metrics)
         self._plot.update()
 
-    def message(self, text: str) -> None:
-        """Log a line on rank 0. New code uses logging."""
-        if self.is_main:
-            logger.info(text)
-
     def draw_last(self) -> None:
         """Draw loss.png and health.png of the whole run. A failure is logged."""
         if not self.is_main:

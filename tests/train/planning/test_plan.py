@@ -7,8 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from train import plan as program
 from train import train
 from train.config.ds_config import load_deepspeed
 from train.files import REPOSITORY
-from train.guard.signals import Stopped
 from train.planning.memory import largest_micro_batch, memory_of
 from train.planning.plan import Prediction, parse_tokens
 from train.planning.recommend import recommend
@@ -285,17 +283,15 @@ def test_a_run_predicts_the_speed_of_its_gpu(name: str, gpu: Any) -> None:
     assert Prediction.of(s, name).estimate == (estimate(s, gpu) if gpu else None)
 
 
-def test_a_run_records_what_it_measured_beside_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_what_it_measured_beside_its_plan(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
     prediction = Prediction.of(setting(), "NVIDIA H200")
-    messages: list[str] = []
-    metrics = SimpleNamespace(message=messages.append)
-    run: Any = SimpleNamespace(speeds=[1.0, 70_000.0, 90_000.0, 80_000.0], metrics=metrics)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
     record = prediction.to_json()
-    with pytest.raises(Stopped), train.beside_the_plan(run, prediction, record):
-        raise Stopped(4, None)
-    assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000} and len(messages) == 1
-    del run.speeds  # a fault in the comparison ends no run
-    with train.beside_the_plan(run, prediction, record):
-        pass
-    assert len(messages) == 2
+    train.compare_with_prediction(prediction, [1.0, 70_000.0, 90_000.0, 80_000.0], record)
+    assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000} and len(logged) == 1
+    train.compare_with_prediction(
+        prediction, cast(Any, None), record
+    )  # a fault in the comparison ends no run
+    assert len(logged) == 2
