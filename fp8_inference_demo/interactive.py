@@ -14,8 +14,6 @@ from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import decoded
 
 PROMPT = "> "
-# What Python makes of bytes that are not text (PEP 383): U+DC00 and the byte.
-SURROGATES = range(0xDC80, 0xDD00)
 
 
 def piped_prompts() -> Iterator[str | InferenceError]:
@@ -33,15 +31,15 @@ def piped_prompts() -> Iterator[str | InferenceError]:
 
 
 def typed_prompts() -> Iterator[str | InferenceError]:
-    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line, and one
-    that is not text is asked for again. From a pipe: `piped_prompts`."""
+    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line. From a
+    pipe: `piped_prompts`."""
     if not sys.stdin.isatty():
         yield from piped_prompts()
         return
     import readline  # noqa: F401  input() edits lines with it
 
     if isinstance(sys.stdin, io.TextIOWrapper):  # where it is strict, it would raise
-        sys.stdin.reconfigure(errors="surrogateescape")
+        sys.stdin.reconfigure(errors="replace")
     print("an empty line or Ctrl-D ends, Ctrl-C ends an answer", file=sys.stderr, flush=True)
     while True:
         try:
@@ -54,14 +52,6 @@ def typed_prompts() -> Iterator[str | InferenceError]:
             continue
         if not line.strip():
             return
-        if wrong := [ord(character) for character in line if ord(character) in SURROGATES]:
-            print(
-                f"error: the byte 0x{wrong[0] - 0xDC00:02x} is not {sys.stdin.encoding.upper()}, as this terminal's "
-                "text should be; the line is left out, type it again",
-                file=sys.stderr,
-                flush=True,
-            )
-            continue
         yield line
 
 

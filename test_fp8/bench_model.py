@@ -43,7 +43,6 @@ from test_fp8.common import report
 from test_fp8.common.options import STEP_OPTIONS, ByMachine, option, positive, shared
 from test_fp8.model import cases
 
-ATTENTIONS = list(ATTENTION_BACKENDS)
 ROWS = ByMachine(cases.DEFAULT_ROWS, cases.CPU_ROWS)
 STEP_ROWS = ByMachine(cases.DEFAULT_STEP_ROWS, cases.CPU_ROWS)
 SDPA = ByMachine(["cudnn", "flash"], ["auto"])
@@ -55,7 +54,9 @@ OPTIONS = [
     option("--step_rows", STEP_ROWS, "also in the measure step", nargs="*"),
     option("--measure", list(cases.MEASURES), "what is measured", nargs="+", choices=cases.MEASURES),
     option("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive),
-    option("--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=ATTENTIONS),
+    option(
+        "--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=list(ATTENTION_BACKENDS)
+    ),
     option("--sdpa", SDPA, "of hf, torchao cases", nargs="+", choices=cases.SDPA),
     option("--loss", LOSSES, "of these", nargs="+", choices=cases.LOSSES),
 ]

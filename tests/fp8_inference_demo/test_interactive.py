@@ -113,7 +113,7 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
 def test_bytes_of_a_terminal_that_are_no_text_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Python itself would refuse them (LANG=en_US.UTF-8)."""
     monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(b"caf\xe9\ndef main\n"), "utf-8", "strict"))
-    assert list(typed_prompts()) == ["def main"]
+    assert list(typed_prompts()) == ["caf\N{REPLACEMENT CHARACTER}", "def main"]
 
 
 @pytest.mark.parametrize(("new", "most"), [(6, 18), (20, 12)])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from test_fp8.bench_decode import BENCHMARK
+from tests.test_fp8.running import report_of
 
 SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1", "--transformers_batches"]
 
 
 def test_a_report_with_both_precisions(tmp_path: Path) -> None:
-    output = tmp_path / "decode.json"
     prefill = ["--prefill_batch", "2", "--prefill_length", "16"]
-    assert BENCHMARK.main([*SMALL, *prefill, "--output", str(output)]) == 0
-    report = json.loads(output.read_text())
+    report = report_of(BENCHMARK, tmp_path, *SMALL, *prefill)
     found = [(r["what"], r["row"], r["batch"]) for r in report["results"]]
     decoding = [("decode", row, batch) for batch in (1, 3) for row in ("fp8", "bf16")]
     rest = [("prefill", "fp8", 2), ("prefill", "bf16", 2)]

@@ -27,6 +27,7 @@ from test_fp8.model.cases import PRESETS, Setting, chosen_cases
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
 from tests.reliability.launching import launch
+from tests.test_fp8.running import report_of
 from train import setup
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
@@ -270,11 +271,10 @@ def test_a_tampered_case_has_no_speed_and_the_program_fails(
         return model
 
     monkeypatch.setattr(setup, "build_model", tampered)
-    output = tmp_path / "bench.json"
     rows = ["--rows", "te_*_bf16", "--row", "graphs", "model.variant=te_layer", "speed.cuda_graphs=true"]
-    options = ["--measure", "bare", "--rounds", "1", "--micro_batch", "1", "2", "--output", str(output)]
-    assert BENCHMARK.main([*rows, *options]) == 1
-    results = {r["row"]: r for r in json.loads(output.read_text())["results"]}
+    options = ["--measure", "bare", "--rounds", "1", "--micro_batch", "1", "2"]
+    report = report_of(BENCHMARK, tmp_path, *rows, *options, status=1)
+    results = {r["row"]: r for r in report["results"]}
     assert (
         results["te_linear_bf16"]["failed"] is True and "tokens_per_second" not in results["te_linear_bf16"]
     )
@@ -336,15 +336,12 @@ def test_what_cannot_be_measured_is_refused(options: list[str]) -> None:
 
 
 def run_program(folder: Path) -> None:
-    output = folder / "results" / "bench.json"
     names = ["hf_bf16", "te_layer_fp8_delayed"]
     command = (
         "--config tiny --rounds 1 --step_rows * --seq_length 64 --accumulation 2 --micro_batch 2".split()
     )
-    command += ["--seconds", "0", "--rows", *names]
-    assert BENCHMARK.main([*command, "--output", str(output)]) == 0
-    assert str(folder) not in output.read_text() and output.with_suffix(".png").stat().st_size > 10_000
-    report = json.loads(output.read_text())
+    report = report_of(BENCHMARK, folder, *command, "--seconds", "0", "--rows", *names)
+    assert (folder / "results/report.png").stat().st_size > 10_000
     results = {(r["measure"], r["row"]): r for r in report["results"]}
     assert list(results) == [(m, n) for m in ("bare", "step") for n in names]
     for (measure, name), r in results.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from test_fp8 import bench_scaling
 from test_fp8.bench_scaling import BENCHMARK, figures, programs_of
 from test_fp8.common.cases import Case
+from tests.test_fp8.running import report_of
 
 SMALL = "--config tiny --seq_length 16 --accumulation 1 --stages 1 --precisions bf16".split()
 
@@ -56,9 +56,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
 @pytest.mark.interpreter
 @pytest.mark.slow
 def test_the_program(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    assert BENCHMARK.main([*SMALL, "--gpus", "1", "2", "--output", str(output)]) == 0
-    one, two = json.loads(output.read_text())["results"]
+    one, two = report_of(BENCHMARK, tmp_path, *SMALL, "--gpus", "1", "2")["results"]
     assert (one["step_tokens"], two["step_tokens"]) == (32, 64)
     assert two["share_of_alone"] == pytest.approx(two["tokens_per_second"] / (2 * one["tokens_per_second"]))
-    assert str(tmp_path) not in output.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from test_fp8.compare_gradients import BENCHMARK
 from test_fp8.model import gradients
 from tests.model.fp8.test_gemms import without_fp8
+from tests.test_fp8.running import report_of
 
 SMALL = ["--batches", "2", "--micro_batch", "1", "--seq_length", "32"]
 
@@ -41,9 +41,7 @@ def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program(tmp_path: Path) -> None:
-    output = tmp_path / "g.json"
-    assert BENCHMARK.main(["--rows", "bf16", "current_e4m3", *SMALL, "--output", str(output)]) == 0
-    bf16, fp8 = json.loads(output.read_text())["results"]
+    bf16, fp8 = report_of(BENCHMARK, tmp_path, "--rows", "bf16", "current_e4m3", *SMALL)["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
     assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
 

@@ -13,6 +13,7 @@ import pytest
 from test_fp8 import convergence_data
 from test_fp8.common.launch import Program
 from test_fp8.convergence_data import BENCHMARK, extract, texts_of, why_skipped
+from tests.test_fp8.running import report_of
 
 SOURCE = (
     "def area(width, height):\n    # of a rectangle, in the unit of its sides squared\n    return width * height\n"
@@ -112,13 +113,12 @@ def test_from_wheels_to_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(convergence_data, "run", run)
     monkeypatch.setattr(convergence_data, "download", lambda *_: {"shapes": built})
     options = ["--work_dir", str(tmp_path / "work"), "--eval_fraction", "0.3", "--vocab_size", "300"]
-    assert BENCHMARK.main([*options, "--output", str(tmp_path / "data.json")]) == 0
+    report = report_of(BENCHMARK, tmp_path, *options)
     assert ran == ["train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
-    code, documents = json.loads((tmp_path / "data.json").read_text())["results"]
+    code, documents = report["results"]
     assert (code["source"], code["texts"], documents["texts"]) == ("code", 33, 30)
     assert code["removed"]["duplicate (minhash)"] >= 2
     assert code["documents"] == 33 - sum(code["removed"].values())
     manifest = read_manifest(tmp_path / "work/code")
     assert code["train_tokens"] == manifest.split_tokens("train") > 0 < code["eval_tokens"]
-    assert str(tmp_path) not in (tmp_path / "data.json").read_text()
     assert BENCHMARK.main(options) == 0 and len(ran) == 3

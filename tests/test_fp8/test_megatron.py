@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from test_fp8.model import megatron
 from test_fp8.model.cases import PRESETS
 from test_fp8.model.megatron import free_attention, to_megatron, transformer_config
 from tests.conftest import small_config
+from tests.test_fp8.running import report_of
 from tests.test_fp8.test_bench_model import configured
 
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
@@ -103,8 +103,6 @@ def test_the_attention_that_is_checked_is_the_one_that_was_timed(
 @pytest.mark.usefixtures("process_group")
 def test_a_missing_package_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "PACKAGE", "no-such-megatron")
-    output = tmp_path / "bench.json"
-    options = ["--rows", "megatron_core_bf16", "--step_rows", "*", "--rounds", "1", "--output", str(output)]
-    assert BENCHMARK.main(options) == 0
-    (result,) = json.loads(output.read_text())["results"]
+    options = ["--rows", "megatron_core_bf16", "--step_rows", "*", "--rounds", "1"]
+    (result,) = report_of(BENCHMARK, tmp_path, *options)["results"]
     assert result["failed"] is False and result["reason"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
 from model.errors import UserError
-from model.variants import VARIANTS
 from test_fp8 import zero_matrix
 from test_fp8.zero_matrix import BENCHMARK, compared, make_data, matrix, settings_of
+from tests.test_fp8.running import report_of
 from train.config.load import build_arguments
 from train.preflight.check import check
 
@@ -67,29 +66,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert stages == {"muon": "23", "states_int8": "023", "offload": "00112233", "quantized": "0123"}
 
 
-def test_every_recipe_is_trained_with_recomputation_and_without() -> None:
-    for variant, its in VARIANTS.items():
-        for recipe in its.recipes:
-            keys = {"model.variant": variant, "precision.recipe": recipe, "precision.compute": "fp8"}
-            found = [case.overrides for case in matrix() if keys.items() <= case.overrides.items()]
-            assert {o["gradient_checkpointing"] for o in found} == {False, True} and len(found) >= 8
-
-
-def matrix_of(folder: Path, *rows: str) -> tuple[int, dict[str, dict]]:
-    written = folder / "matrix.json"
-    status = BENCHMARK.main(["--steps", "2", "--rows", *rows, "--output", str(written)])
-    assert str(folder) not in written.read_text()
-    return status, {r["row"]: r for r in json.loads(written.read_text())["results"]}
-
-
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
 def test_cases_are_trained_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    status, results = matrix_of(tmp_path, "zero3-te_linear-fp8", "zero3-te_layer-fp8-optim_muon")
-    assert status == 0
-    assert [r["outcome"] for r in results.values()] == ["equal", "refused"]
+    rows = ["zero3-te_linear-fp8", "zero3-te_layer-fp8-optim_muon"]
+    report = report_of(BENCHMARK, tmp_path, "--steps", "2", "--rows", *rows)
+    assert [r["outcome"] for r in report["results"]] == ["equal", "refused"]
 
 
 @pytest.mark.slow
@@ -109,7 +93,5 @@ def test_a_wrong_training_is_found_and_a_failure_costs_its_case_alone(
         return [train(settings | {"seed": 7}, folder / "other", ranks)[0], train(settings, folder, ranks)[1]]
 
     monkeypatch.setattr(zero_matrix, "train", wrong)
-    status, results = matrix_of(tmp_path, "zero2-te_linear-bf16*")
-    assert status == 1
-    assert [r["outcome"] for r in results.values()] == ["apart", "failed"]
-    assert "first_grad_norm" in results["zero2-te_linear-bf16"]["why"]
+    report = report_of(BENCHMARK, tmp_path, "--steps", "2", "--rows", "zero2-te_linear-bf16*", status=1)
+    assert [r["outcome"] for r in report["results"]] == ["apart", "failed"]
