@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,24 +83,26 @@ def check_steps(found: dict[str, Any], what: tuple) -> None:
     assert found["count"] == len(found["steps"]) - 3
 
 
+FULL = [
+    pytest.mark.reliability,
+    pytest.mark.timeout(1200),
+]  # ranks of gloo spin: more of them than cores take long
+
+
+@pytest.mark.parametrize(
+    ("matrix", "ranks"),
+    [
+        pytest.param(SKIPS, 2, id="short"),
+        pytest.param(MORE_SKIPS, 2, id="full", marks=FULL),
+        pytest.param(SKIPS, 4, id="four", marks=FULL),
+    ],
+)
 @pytest.mark.process
-def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(
+    tmp_path: Path, matrix: list[tuple], ranks: int
+) -> None:
     """Neither weights nor optimizer nor FP8 state, bit by bit; and the step after it is a step again."""
-    check_skips(tmp_path, SKIPS)
-
-
-@pytest.mark.reliability
-@pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
-@pytest.mark.process
-def test_what_is_not_finite_changes_nothing_in_any_precision(tmp_path: Path) -> None:
-    check_skips(tmp_path, MORE_SKIPS)
-
-
-@pytest.mark.reliability
-@pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
-@pytest.mark.process
-def test_what_is_not_finite_on_one_of_four_ranks_changes_nothing_on_any(tmp_path: Path) -> None:
-    check_skips(tmp_path, SKIPS, ranks=4)
+    check_skips(tmp_path, matrix, ranks)
 
 
 def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
@@ -109,10 +112,9 @@ def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
         "zero_optimization": {"stage": 1, "compute_grad_norm": False},
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }
-    with pytest.raises(
-        ConfigurationError, match="bf16.check_grad_overflow|zero_optimization.compute_grad_norm"
-    ):
+    with pytest.raises(ConfigurationError) as error:
         resolve_ds_config(resolve_arguments(build_arguments(settings), 1), 1)
+    assert re.search("check_grad_overflow|compute_grad_norm", str(error.value))
 
 
 def test_amaxes_that_are_not_finite_leave_the_history() -> None:
@@ -422,18 +424,3 @@ def test_a_flipped_weight_of_two_replicas_or_without_zero_is_caught(
         assert "ranks [0, 1] do not have the same weights" in rank["error"]
     for rank in of_three:
         assert "step 4: rank 1 differs from the other 2 in weights or FP8 state" in rank["error"]
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.process
-def test_a_flipped_weight_of_one_of_four_replicas_is_caught(
-    base: dict[str, Any], tmp_path: Path, stage: int
-) -> None:
-    settings = {**base, "output_dir": str(tmp_path / "run"), "max_steps": 4, "replica_check_steps": 2}
-    settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
-    case = (4, "whole_run", {"settings": settings, "spoiled": {"2": "flip"}, "rank": 2})
-    (ranks,) = run_cases(tmp_path / "results", [case])
-    assert len(ranks) == 4
-    for rank in ranks:
-        assert "step 2: rank 2 differs from the other 3 in weights or FP8 state" in rank["error"]

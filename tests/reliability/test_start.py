@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,22 +110,6 @@ def test_a_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-@pytest.mark.process
-def test_a_program_that_nobody_waited_for_is_no_obstacle() -> None:
-    """As of a test that failed, whose frames become garbage with all that is in them."""
-    process = programs.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
-    if process.connection is None:
-        pytest.skip("needs a machine on which programs are forked (tests/programs.py)")
-    process.itself, left = process, Path(f"/proc/{process.pid}")  # type: ignore[attr-defined]
-    del process
-    with pytest.warns(ResourceWarning, match="still running"):
-        gc.collect()
-    done = programs.run([sys.executable, "-c", "print('it runs')"], capture_output=True, text=True)
-    assert done.stdout == "it runs\n"
-    while left.exists():
-        time.sleep(0.01)
-
-
 @pytest.mark.reliability
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("builds_s", [0.0, 1.0, 5.0])
@@ -146,23 +127,3 @@ def test_a_start_after_one_that_was_killed_while_it_built(tmp_path: Path, builds
         said = process.communicate(timeout=800)[0]
     assert said.count(f"removed {lock}") == 1 and said.count("it has begun") == 2, said
     assert not lock.exists()
-
-
-def test_a_server_may_end_before_it_takes_the_request_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # an absolute path might be too long for a socket
-    path = Path("programs")
-    monkeypatch.setenv(programs.SOCKET, f"{path}:{os.getpid()}")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-
-        def ends() -> None:
-            while path.exists():
-                time.sleep(0.01)
-            listening.close()
-
-        with ThreadPoolExecutor(1) as server:
-            server.submit(ends)
-            programs.stop()
