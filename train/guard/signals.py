@@ -1,14 +1,14 @@
 """Stopping on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank ends the run after the running step, with a
 checkpoint.
 
-A signal handler only takes a note. After each step, and between the batches of an evaluation, the ranks ask each other
-whether anyone has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py exits
-with status STOPPED on every rank. `stopped.json` in the run's folder says the same as the status, for launchers that do
-not pass it on: torchrun exits with 1 whatever its processes say.
+A signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote
+whether any of them has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py
+exits with status STOPPED on every rank. `stopped.json` in the run's folder says the same as the status, for launchers
+that do not pass it on: torchrun exits with 1 whatever its processes return.
 
-A terminal sends the SIGINT of a Ctrl-C to all processes of the job at once: ranks, launcher and train/job.py. Each
-counts its own, and none passes it on as SIGINT, which would be a second Ctrl-C. Where no training is under way, and for
-the second one, it ends a rank at once, with status INTERRUPTED.
+A terminal sends the SIGINT of a Ctrl-C to ranks and launcher at once. Each counts its own, and none passes it on as
+SIGINT, which would be a second Ctrl-C. Where no training is under way, and for the second one, it ends a rank at once,
+with status INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ INTERRUPTED = 128 + signal.SIGINT
 WITHOUT_STEPS = "Ctrl-C: ended; no training was under way, and what is saved is as it was"
 PR_SET_PDEATHSIG = 1
 
-received: list[str] = []
-_steps = False  # are being taken: a Ctrl-C has to wait for one
-_over = False  # they were, and what is left is the export
+received: list[str] = []  # the names of the signals, in their order
+_is_training = False  # a Ctrl-C waits for the running step
 
 
 class Stopped(Exception):
@@ -64,85 +63,78 @@ class Interrupted(SystemExit):
 @contextlib.contextmanager
 def taking_steps() -> Iterator[None]:
     """In the block the first Ctrl-C is a request to stop after the running step, as SIGTERM is."""
-    global _steps, _over
-    _steps, _over = True, False
+    global _is_training
+    _is_training = True
     try:
         yield
     finally:
-        _steps, _over = False, True
+        _is_training = False
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     # print would raise if the signal had arrived within another print, and this does on a full disk
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         return _interrupt()
-    name, first = signal.Signals(number).name, not received
+    name = signal.Signals(number).name
     received.append(name)
-    if first:
-        follows = (
-            "no step is left, the run ends with its export"
-            if _over
-            else "the run stops after this step and saves"
-        )
-        _tell(f"rank {launchers.rank()}: {name}: {follows}")
+    if len(received) == 1:
+        _print(f"rank {launchers.rank()}: {name}: stop requested; a running step is finished and saved")
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     pass
 
 
 def _interrupt() -> None:
-    """A Ctrl-C. Each rank gets it, and rank 0 tells of it. Raises Interrupted: no training is under way."""
-    speaks = launchers.rank() == 0
-    passed_on = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends each one to its ranks once more
-    if not _steps:
-        for (
-            number
-        ) in SIGNALS:  # a launcher may ask for a stop as well; Python tells of one that meets SIG_IGN here
-            signal.signal(number, _nothing)
-        signal.signal(signal.SIGINT, _nothing if passed_on else signal.SIG_DFL)
-        if speaks:
-            _tell(WITHOUT_STEPS)
+    """Handle a Ctrl-C, which each rank gets; rank 0 prints.
+
+    Raises Interrupted: no training is under way."""
+    prints = _print if launchers.rank() == 0 else lambda text: None
+    is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends each one to its ranks once more
+    if not _is_training:
+        # a launcher may ask for a stop as well; Python reports one that meets SIG_IGN here
+        for number in SIGNALS:
+            signal.signal(number, _ignore)
+        signal.signal(signal.SIGINT, _ignore if is_passed_on else signal.SIG_DFL)
+        prints(WITHOUT_STEPS)
         raise Interrupted
     if "SIGINT" not in received:
         received.append("SIGINT")
-        if speaks:
-            _tell(
-                "Ctrl-C: the run stops after this step and saves; Ctrl-C again ends it at once, without a save"
-            )
-    elif not passed_on:
-        if speaks:
-            _tell("Ctrl-C again: ended at once, without a save")
+        prints(
+            "Ctrl-C: the run stops after this step and saves; Ctrl-C again ends it at once, without a save"
+        )
+    elif not is_passed_on:
+        prints("Ctrl-C again: ended at once, without a save")
         os._exit(INTERRUPTED)
 
 
-def install(handler: Callable[[int, FrameType | None], None] = _note) -> None:
-    """From now on a stop signal or Ctrl-C calls `handler`, which takes a note, instead of ending the process."""
+def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:
+    """Let stop signals and Ctrl-C call `handler` instead of ending the process."""
     for number in (*SIGNALS, signal.SIGINT):
         if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) == signal.SIG_IGN:
             continue  # nohup, or a script's background: it goes on whatever its terminal does
         signal.signal(number, handler)
         # a write of a checkpoint that is under way in C is not to see the signal either
         signal.siginterrupt(number, False)
-    # which train/launch.py blocks in the ranks until here, where nothing but a traceback would come of it
+    # train/launch.py blocks it in the ranks until here, where nothing but a traceback would come of it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def at_parents_end(number: int) -> Callable[[], object] | None:
-    """A preexec_fn of subprocess: the process is sent the signal `number` when the one that starts it ends, however it
-    ends (Linux)."""
+    """Return a preexec_fn of subprocess with which a process is sent the signal `number` when the one that starts it
+    ends, however it ends (Linux)."""
     if sys.platform != "linux":
         return None
     return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number)
 
 
 class StopVote:
-    """Whether any rank was asked to stop; every rank asks at the same points. Over gloo, on the CPU: no rank waits for
+    """Whether any rank was asked to stop; every rank votes at the same points. Over gloo, on the CPU: no rank waits for
     a GPU."""
 
     def __init__(self) -> None:
