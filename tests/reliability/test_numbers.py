@@ -268,6 +268,7 @@ def rollback_cases(
         "save_steps": 4,
         "save_total_limit": 20,
         "on_spike": "rollback",
+        "allow_changes_on_resume": ["max_steps"],
         "logging_steps": 2,
         "deepspeed": f"ds_config_zero{stage}.json",
     }

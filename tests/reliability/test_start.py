@@ -85,7 +85,7 @@ def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
         "sys.exit(train.fail('error: the same on each', 2))\n"
     )
     done = launch(3, str(tmp_path / "start.py"))
-    assert (done.returncode, done.stdout) == (2, "rank 0: error: the same on each\n")
+    assert done.returncode == 2 and done.stdout.count("the same on each") == 1 and "rank 0" in done.stdout
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
