@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -33,40 +33,22 @@ BLOCK_DOCUMENTS = 1 << 18  # of an index that are read at a time: there may be m
 BINS = 64  # bin k holds lengths of 2^k to 2^(k+1) - 1 tokens
 
 
-@dataclass
-class Lengths:
-    """A histogram of document lengths: documents and their tokens by bin, int64 [BINS] each; extremes in tokens."""
-
-    documents: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
-    shortest: int = 1 << 62
-    longest: int = 0
-
-    def add(self, other: "Lengths") -> None:
-        """Add the documents of another histogram."""
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.shortest = min(self.shortest, other.shortest)
-        self.longest = max(self.longest, other.longest)
-
-
-def count_lengths(lengths: np.ndarray) -> Lengths:
-    """Return the histogram of lengths [n >= 1] in tokens, 1 or more each."""
+def count_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Return documents and their tokens by bin, int64 [2, BINS], of lengths [n] in tokens, 1 or more each."""
     bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact: float64 holds such integers
-    documents = np.bincount(bins, minlength=BINS)
-    tokens = np.bincount(bins, weights=lengths, minlength=BINS).astype(np.int64)
-    return Lengths(documents, tokens, int(lengths.min()), int(lengths.max()))
+    counts = (np.bincount(bins, weights=weights, minlength=BINS) for weights in (None, lengths))
+    return np.stack([count.astype(np.int64) for count in counts])
 
 
-def read_lengths(folder: Path, shard: Shard) -> Lengths:
-    """Return the lengths of a shard's documents, by one pass over its index.
+def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
+    """Return `count_lengths` of a shard's documents, by one pass over its index.
 
     Raises:
         DataError: document ends do not increase, or the last one is not the end of the shard.
     """
     name = folder / f"{shard.name}.index"
     ends = open_index(folder, shard)
-    total, before = Lengths(), np.uint64(0)
+    total, before = np.zeros((2, BINS), dtype=np.int64), np.uint64(0)
     for start in range(0, len(ends), BLOCK_DOCUMENTS):
         block = np.concatenate([[before], ends[start : start + BLOCK_DOCUMENTS]])
         wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
@@ -76,7 +58,7 @@ def read_lengths(folder: Path, shard: Shard) -> Lengths:
                 code="index_not_increasing",
                 key=str(name),
             )
-        total.add(count_lengths(np.diff(block).astype(np.int64)))
+        total += count_lengths(np.diff(block).astype(np.int64))
         before = block[-1]
     if int(before) != shard.tokens:
         raise DataError(
@@ -99,11 +81,13 @@ def describe(folder: Path, manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tuple[Lengths, list[Exception]]:
-    """Check the size and index of every shard, with `verify` also hashes and token ids. Return the lengths of documents
-    in the undamaged shards, and the error of each damaged one, in the manifest's order."""
+def examine(
+    folder: Path, manifest: Manifest, verify: bool, workers: int
+) -> tuple[np.ndarray, list[Exception]]:
+    """Check the size and index of every shard, with `verify` also hashes and token ids. Return the histogram of the
+    lengths of documents in the undamaged shards, and the error of each damaged one, in the manifest's order."""
 
-    def check(shard: Shard) -> Lengths | Exception:
+    def check(shard: Shard) -> np.ndarray | Exception:
         try:
             check_sizes(folder, shard)
             lengths = read_lengths(folder, shard)
@@ -113,41 +97,32 @@ def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tup
             return error
         return lengths
 
-    total, problems = Lengths(), list[Exception]()
+    total, problems = np.zeros((2, BINS), dtype=np.int64), list[Exception]()
     with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the interpreter lock
         checked = pool.map(check, manifest.shards)
         for found in tqdm(checked, "checked", len(manifest.shards), unit="shard", disable=None):
             if isinstance(found, Exception):
                 problems.append(found)
             else:
-                total.add(found)
+                total += found
     return total, problems
 
 
-def histogram_table(lengths: Lengths) -> str:
-    """Return the histogram as text: per bin its documents, their share, their share of the tokens, and a bar."""
-    documents, tokens = int(lengths.documents.sum()), int(lengths.tokens.sum())
+def histogram_table(lengths: np.ndarray) -> str:
+    """Return the histogram [2, BINS] as text: per bin its documents, their share, their share of tokens, and a bar."""
+    documents, tokens = lengths.sum(axis=1).tolist()
     if not documents:
         return "no documents"
-    used = np.flatnonzero(lengths.documents)
-    rows = []
+    used = np.flatnonzero(lengths[0])
+    rows = [("tokens long", "documents", "share", "of tokens", "")]
     for k in range(used[0], used[-1] + 1):
-        count = int(lengths.documents[k])
-        bar = "#" * -(
-            -count * BAR_WIDTH // int(lengths.documents.max())
-        )  # rounded up: one document is visible
+        count, in_bin = lengths[:, k].tolist()
+        bar = "#" * -(-count * BAR_WIDTH // int(lengths[0].max()))  # rounded up: one document is visible
         label = f"{1 << k:,} to {(2 << k) - 1:,}" if k else "1"
-        rows.append(
-            (label, f"{count:,}", f"{count / documents:.1%}", f"{lengths.tokens[k] / tokens:.1%}", bar)
-        )
-    extent = f"{tokens / documents:,.1f} tokens on average, {lengths.shortest:,} to {lengths.longest:,}"
-    table = [
-        ("tokens long", "documents", "share", "of tokens", ""),
-        *rows,
-        ("all", f"{documents:,}", extent, "", ""),
-    ]
-    width = max(len(row[0]) for row in table)
-    return "\n".join(f"{a:>{width}}  {b:>13}  {c:>6}  {d:>9}  {e}".rstrip() for a, b, c, d, e in table)
+        rows.append((label, f"{count:,}", f"{count / documents:.1%}", f"{in_bin / tokens:.1%}", bar))
+    rows.append(("all", f"{documents:,}", f"{tokens / documents:,.1f} tokens on average", "", ""))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{a:>{width}}  {b:>13}  {c:>6}  {d:>9}  {e}".rstrip() for a, b, c, d, e in rows)
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
