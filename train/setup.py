@@ -46,7 +46,13 @@ from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import describe_msamp, resolve_ds_config
 from train.config.load import describe_arguments
-from train.config.schedule import at_stage, order_problems, precisions_of, stage_at, stage_text
+from train.config.schedule import (
+    arguments_of_phase,
+    describe_phase,
+    phase_at,
+    phase_end_problems,
+    precisions_of,
+)
 from train.data.order import next_position
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream, unigram_loss_of
@@ -165,8 +171,8 @@ def find_start(
     if checkpoint is not None:
         saved = read_state(checkpoint)
         log_lines(*resume_state(state, saved, checkpoint, args.allow_changes_on_resume))
-    if problems := order_problems(args, state.step, state.consumed_tokens):
-        raise ConfigurationError("\n  ".join(problems))
+    if problems := phase_end_problems(args, state.step, state.consumed_tokens):
+        raise ConfigurationError(problems=problems)
     return state, checkpoint
 
 
@@ -231,7 +237,9 @@ def check_later_phases(
                         "block", "escalate takes modules there; set precision.on_trouble to warn"
                     )
         except PrecisionError as error:
-            phase = stage_text(args.precision, number) if args.precision.schedule else "precision.on_trouble"
+            phase = (
+                describe_phase(args.precision, number) if args.precision.schedule else "precision.on_trouble"
+            )
             raise PrecisionError(f"{phase}: {error}") from error
 
 
@@ -353,7 +361,7 @@ def predict(args: TrainingArguments, state: RunState) -> Prediction | None:
     if dist.get_rank() != 0 or not torch.cuda.is_available():
         return None
     try:
-        phase_args = at_stage(args, stage_at(args, state.step, state.consumed_tokens))
+        phase_args = arguments_of_phase(args, phase_at(args, state.step, state.consumed_tokens))
         config = load_config(args.model.config)
         setting = Setting.of(phase_args, ds_config_of(args), config, dist.get_world_size())
         prediction = Prediction.of(setting, torch.cuda.get_device_name())

@@ -31,7 +31,7 @@ from train.checkpoint.resume import at_half_the_rate, begins_as, to_go_on
 from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
-from train.config.schedule import at_stage, stage_at, stage_text
+from train.config.schedule import arguments_of_phase, describe_phase, phase_at
 from train.data.order import next_position
 from train.data.stream import MicroBatches
 from train.engine.held_out import held_out_losses
@@ -92,7 +92,7 @@ class Trainer:
         self.first_checkpoint, self.first_step = checkpoint, state.step
         self.folder = RunFolder(args.output_dir)
         self.phase, fallbacks = begins_as(args, state)
-        phase_args = at_stage(args, self.phase)
+        phase_args = arguments_of_phase(args, self.phase)
         read = setup.bytes_to_read(checkpoint or args.model.init_from)
         watchdog.meet("builds the model", read)
         self.model, self.precision = setup.build_model_and_precision(phase_args, checkpoint, fallbacks)
@@ -156,10 +156,10 @@ class Trainer:
     def describe_next(self) -> tuple[str, bool]:
         """Return what differs in the precision of the next step, and whether that begins a phase."""
         phase, fallbacks = (
-            stage_at(self.args, self.state.step, self.state.consumed_tokens),
+            phase_at(self.args, self.state.step, self.state.consumed_tokens),
             self.precision.levels,
         )
-        differences = [f"{stage_text(self.args.precision, phase)} begins"] if phase != self.phase else []
+        differences = [f"{describe_phase(self.args.precision, phase)} begins"] if phase != self.phase else []
         moved = sum(fallbacks.get(name) != recipe for name, recipe in self.state.levels.items())
         if moved:
             modules = "1 module falls" if moved == 1 else f"{moved} modules fall"
@@ -282,7 +282,7 @@ class Trainer:
         state = self.state
         if state.step >= self.args.max_steps or state.levels != self.precision.levels:
             return True
-        return stage_at(self.args, state.step, state.consumed_tokens) != self.phase
+        return phase_at(self.args, state.step, state.consumed_tokens) != self.phase
 
     def _is_logged(self, number: int) -> bool:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
@@ -392,7 +392,7 @@ class Trainer:
 
     def _log_phase(self, record: dict[str, Any]) -> None:
         speed = typical_speed(self.speeds)
-        phase = stage_text(self.args.precision, self.phase)
+        phase = describe_phase(self.args.precision, self.phase)
         logger.info(f"step {self.state.step}: {phase} is over, at {speed:,.0f} tokens/s")
         how = {key: self.state.precision[key] for key in ("compute", "recipe")}
         record["precision_stage"] = {"number": self.phase + 1, "tokens_per_second": speed, **how}

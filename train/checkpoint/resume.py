@@ -23,7 +23,7 @@ from train.config.differences import (
     same_precision,
     why_never,
 )
-from train.config.schedule import at_stage, stage_at
+from train.config.schedule import arguments_of_phase, phase_at
 from train.record.run_folder import RunFolder
 
 ALLOW = "allow_changes_on_resume"
@@ -184,11 +184,13 @@ def begins_as(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, 
     If the evaluation of the step before was skipped, return that step's, if the configuration still has its precision:
     they change after the evaluation.
     """
-    phase = stage_at(args, state.step, state.consumed_tokens)
+    phase = phase_at(args, state.step, state.consumed_tokens)
     if not state.evaluation_due:
         return phase, state.levels
     for number in (phase, phase - 1):
-        if number >= 0 and same_precision(at_stage(args, number).to_dict()["precision"], state.precision):
+        if number >= 0 and same_precision(
+            arguments_of_phase(args, number).to_dict()["precision"], state.precision
+        ):
             phase = number
             break
     return phase, {c["module"]: c["to"] for c in state.escalations if c["step"] != state.step}

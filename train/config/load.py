@@ -31,7 +31,7 @@ from train.config.arguments import (
     read_json_object,
 )
 from train.config.ds_config import apply_msamp, load_deepspeed
-from train.config.schedule import order_problems, precisions_of, stage_problems
+from train.config.schedule import phase_end_problems, phase_problems, precisions_of
 from train.config.schema import (
     Node,
     all_keys,
@@ -342,7 +342,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         problems += weight_problems(args.data.weights, list(args.data.sources))
     problems += args.precision.problems()
     problems += variant_problems(args.model.variant, args.precision, args.model.compile)
-    problems += stage_problems(args)
+    problems += phase_problems(args)
     check(
         "precision.optimizer_states precision.optimizer_moments adam_beta2",
         args.precision.optimizer_states != "bf16_remainder"
@@ -430,7 +430,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     if not problems and out.precision != arguments.precision:
         problems = problems_across_keys(out)
     raise_problems("the DeepSpeed configuration", problems)
-    raise_problems("precision.schedule", order_problems(out))
+    raise_problems("precision.schedule", phase_end_problems(out))
     return out
 
 

@@ -11,7 +11,7 @@ from model.config import head_dim, num_parameters
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
-from train.config.schedule import precisions_of, stage_shares
+from train.config.schedule import phase_shares, precisions_of
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
@@ -80,7 +80,7 @@ class Setting:
             ds_config: `resolve_ds_config` of these arguments.
             max_steps: length of the run if it is not args.max_steps.
         """
-        shares = stage_shares(args, max_steps or args.max_steps)
+        shares = phase_shares(args, max_steps or args.max_steps)
         schedule = tuple(
             (share, precision_fields(args.model.variant, section, sizes))
             for share, section in zip(shares, precisions_of(args.precision), strict=True)
