@@ -18,7 +18,7 @@ from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
 from scripts.architecture import ROOT, sources
 from train import plan
-from train.config.load import build_arguments, load_arguments
+from train.config.load import build_arguments, load_arguments, resolve_arguments
 from train.config.schema import all_keys, node_at
 from train.record.run_folder import RunFolder
 
@@ -99,7 +99,7 @@ def test_the_trial_of_the_clusters_page_leaves_the_run_alone() -> None:
     text = text_of(ROOT / "docs/cluster.md").replace("\\\n", " ")
     (words,) = re.findall(r"run_training\.sh my_run\.json (.*--max_steps.*)", text)
     run = load_arguments(["train_config_fp8.json"])
-    trial = load_arguments(["train_config_fp8.json", *shlex.split(words)]).resolve(world_size=8)
+    trial = resolve_arguments(load_arguments(["train_config_fp8.json", *shlex.split(words)]), 8)
     assert run.warmup_steps > trial.max_steps and trial.save_strategy == "no"
     assert trial.output_dir != run.output_dir
 
@@ -161,8 +161,8 @@ def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
         assert not [shape for shape in shapes if any(size % FP8_FEATURE_MULTIPLE for size in shape)]
     assert round(num_parameters(sizes) / 1e6) == 100
     for run in runs:
-        build_arguments(run).resolve(world_size=1)
-    assert build_arguments(runs[0]).resolve(world_size=2)
+        resolve_arguments(build_arguments(run), 1)
+    assert resolve_arguments(build_arguments(runs[0]), 2)
 
 
 def test_the_first_table_has_the_measured_figures() -> None:
