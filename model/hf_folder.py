@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,7 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
     """
     folder = Path(folder)
     suffix, shapes = _scale_suffix(folder), weight_shapes(config)
+    names = set(shapes)
     found: dict[str, StoredTensor] = {}
     problems = []
     for file in _weight_files(folder):
@@ -108,31 +109,25 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
     if config.tie_word_embeddings and HEAD in found:
         shapes[HEAD] = shapes[EMBEDDING]
         found.setdefault(EMBEDDING, found[HEAD])
-    weights = {}
-    for name, shape in shapes.items():
-        tensor = found.pop(name, None)
-        if tensor is None:
-            problems.append(f"{name} is missing")
-            continue
-        if tensor.shape != shape:
-            problems.append(f"{name} has shape {tensor.shape}, config.json needs {shape}")
-        if tensor.dtype == FP8 and suffix and "_proj." in name:
-            scale = found.pop(name + suffix, None)
-            blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-            scale_shape = (shape[0], 1) if suffix == ROW_SCALE else blocks
-            if scale is None:
-                problems.append(f"{name} is FP8 and {name}{suffix} is missing")
-            elif scale.shape != scale_shape or scale.dtype not in COMPUTE:
-                problems.append(
-                    f"{name}{suffix} has shape {scale.shape} and dtype {scale.dtype}, {name} needs {scale_shape}, F32"
-                )
-            tensor = StoredTensor(tensor.file, tensor.name, tensor.dtype, tensor.shape, scale)
-        elif tensor.dtype not in COMPUTE:
+    quantized = {name for name, t in found.items() if suffix and t.dtype == FP8 and "_proj." in name} & names
+    for name in quantized:
+        rows, columns = shapes[name]
+        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        shapes[f"{name}{suffix}"] = (rows, 1) if suffix == ROW_SCALE else blocks
+    for name in sorted({*shapes, *found}):
+        tensor, needed = found.get(name), shapes.get(name)
+        if tensor is None or tensor.shape != needed:
+            problems.append(
+                f"{name} has shape {tensor and tensor.shape}, needed is {needed} (None: no such tensor)"
+            )
+        elif tensor.dtype not in COMPUTE and name not in quantized:
             problems.append(f"{name} has dtype {tensor.dtype}; allowed here are {', '.join(COMPUTE)}")
-        weights[name] = tensor
-    problems += [f"{name} is unknown" for name in found]
     _refuse(folder, problems)
-    return weights
+    return {
+        name: replace(found[name], scale=found[f"{name}{suffix}"] if name in quantized else None)
+        for name in shapes
+        if name in names or name == HEAD
+    }
 
 
 def read_hf_folder(
