@@ -32,9 +32,9 @@ from model.keys import given_path
 from train.checkpoint.files import (
     CheckpointError,
     RunState,
+    find_checkpoint,
     identity,
-    meant_by,
-    others_than,
+    name_others,
     rank_file,
     read_state,
 )
@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
 def checkpoint_of(given: Path) -> Path:
     """Return the checkpoint `given`, or the newest good one of the run `given`. Raises CheckpointError: neither."""
     try:
-        if path := meant_by(given):
+        if path := find_checkpoint(given):
             if path != given:
                 print(f"{path}, the newest good one")
             return path
@@ -294,7 +294,7 @@ def checkpoint_of(given: Path) -> Path:
     except CheckpointError as error:
         problem = str(error)
     raise CheckpointError(
-        f"{problem}; pass a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}",
+        f"{problem}; pass a committed one, RUN/checkpoints/step-NNNNNNNN{name_others(given)}",
         code="no_checkpoint",
         key=str(given),
     )

@@ -59,7 +59,7 @@ import psutil
 from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
-from train.checkpoint.resume import to_go_on
+from train.checkpoint.resume import resume_option
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
 from train.engine.launchers import first_host, port_of
@@ -555,7 +555,7 @@ class Supervisor:
     def end(self, status: int, action: Action) -> int:
         """Print how to continue, and requeue the Slurm job if that is to follow; returns the exit status."""
         if status == STOPPED:
-            what = f"the same command{to_go_on(self.arguments)} continues"
+            what = f"the same command{resume_option(self.arguments)} continues"
             if action is Action.REQUEUE:
                 requeued = requeue(self.slurm_job)
                 what = (

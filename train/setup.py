@@ -34,15 +34,15 @@ from model.fp8.machine import describe
 from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.startup_check import attention_in_use, backend_in_use, check_startup
-from train.checkpoint.files import RunState, is_of, name_of, read_state
+from train.checkpoint.files import RunState, belongs_to, name_of, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
-    has_fp8_state_of,
+    fits_fp8_state,
     load_checkpoint,
+    move_later_checkpoints,
     read_weights,
-    set_aside,
 )
-from train.checkpoint.resume import is_cut_otherwise, resume_state
+from train.checkpoint.resume import is_partitioned_differently, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import describe_msamp, resolve_ds_config
 from train.config.load import describe_arguments
@@ -282,7 +282,7 @@ def build_engine_and_resume(
         args: of one phase.
     """
     saved = None if checkpoint is None else read_state(checkpoint)
-    if saved is None or not has_fp8_state_of(saved, precision):
+    if saved is None or not fits_fp8_state(saved, precision):
         if checkpoint is not None and precision.has_state:  # scales depend on the weights
             model.load_state_dict(read_weights(checkpoint))
         size = args.per_device_train_batch_size
@@ -292,7 +292,7 @@ def build_engine_and_resume(
     engine = build_engine(model, args, ds_config_of(args))
     if checkpoint is not None and saved is not None:
         with without_prints():
-            load_checkpoint(engine, checkpoint, precision, is_cut_otherwise(saved, state))
+            load_checkpoint(engine, checkpoint, precision, is_partitioned_differently(saved, state))
     micro_step = MicroStep(engine, precision, args)
     begins = f"starting from {args.model.init_from or 'random weights'}"
     if checkpoint is not None:
@@ -398,7 +398,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
     """
     main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if main:
-        aside = set_aside(folder.checkpoints, state.step)
+        aside = move_later_checkpoints(folder.checkpoints, state.step)
         if aside is not None:
             logger.info(f"checkpoints of later steps were moved to {aside}")
         if folder.exported()[0] > name_of(state.step):
@@ -411,7 +411,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
             path.write_text(json.dumps(content, indent=2) + "\n")
     changed = [change for change in state.changes if change["step"] == state.step]
     notes: dict[str, Any] = {"changes": changed} if changed else {}
-    if checkpoint is not None and not is_of(checkpoint, folder.checkpoints):
+    if checkpoint is not None and not belongs_to(checkpoint, folder.checkpoints):
         notes["began_at"] = state.began_at
     if notes:
         metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})

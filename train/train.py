@@ -299,7 +299,7 @@ def export_last(
     """Write the plots and, of the last checkpoint, the Hugging Face folder, unless that exists. Rank 0 calls it. Raises
     what `export` does."""
     from train.checkpoint.files import identity
-    from train.checkpoint.resume import to_go_on
+    from train.checkpoint.resume import resume_option
     from train.data.encoder import tokenizer_of
     from train.export import export
 
@@ -313,7 +313,7 @@ def export_last(
             except Exception:
                 logger.error(
                     f"the training is over and {checkpoint} is committed, but its export to {folder.hf} failed. After "
-                    f"the cause below is fixed, the same command{to_go_on(args)} exports it, without a step"
+                    f"the cause below is fixed, the same command{resume_option(args)} exports it, without a step"
                 )
                 raise
         logger.info(f"wrote {folder.hf}, a Hugging Face folder")

@@ -27,7 +27,7 @@ from model.fp8.modules import of_transformer_engine
 from model.startup_check import check_attention
 from train import setup
 from train.checkpoint.files import RunState, committed, name_of
-from train.checkpoint.resume import at_half_the_rate, begins_as, to_go_on
+from train.checkpoint.resume import half_rate_options, resume_option, starting_precision
 from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
@@ -91,7 +91,7 @@ class Trainer:
         self.args, self.data, self.state = args, data, state
         self.first_checkpoint, self.first_step = checkpoint, state.step
         self.folder = RunFolder(args.output_dir)
-        self.phase, fallbacks = begins_as(args, state)
+        self.phase, fallbacks = starting_precision(args, state)
         phase_args = arguments_of_phase(args, self.phase)
         read = setup.bytes_to_read(checkpoint or args.model.init_from)
         watchdog.meet("builds the model", read)
@@ -237,7 +237,7 @@ class Trainer:
         if (save or stop) and args.save_strategy != "no":
             self._save(is_last=is_last or stop or ends)
         if stop:  # also in the last step, whose evaluation is left to the resumed run
-            raise Stopped(number, self.checkpoint, to_go_on(args))
+            raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
         """Forward and backward of all micro-batches, and the optimizer; nothing waits for the GPU."""
@@ -439,7 +439,7 @@ class Trainer:
             state.evaluation_due = False
             self._write_metrics(losses)
         elif state.evaluation_due:
-            raise Stopped(state.step, self.checkpoint, to_go_on(self.args))
+            raise Stopped(state.step, self.checkpoint, resume_option(self.args))
 
     def held_out_losses(self) -> dict[str, float] | None:
         """Return the losses of the evaluation data and of their unigram model; None on every rank if the run is asked
@@ -506,7 +506,7 @@ class Trainer:
         last = saved[-1] if saved else self.folder.checkpoints / "step-N"
         return (
             "the checkpoints before it are intact. Resume from one with a lower learning_rate: the same command with "
-            f"{at_half_the_rate(last, self.args.learning_rate)}, or with another precision.recipe"
+            f"{half_rate_options(last, self.args.learning_rate)}, or with another precision.recipe"
         )
 
 

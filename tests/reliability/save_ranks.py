@@ -45,7 +45,7 @@ from tests.conftest import log_messages
 from tests.reliability.ranks import fork_ranks
 from train.checkpoint import save
 from train.checkpoint.files import RunState, committed, problems, read_state
-from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.checkpoint.load import choose_checkpoint, load_checkpoint, move_later_checkpoints
 from train.checkpoint.save import SaveError
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
@@ -93,7 +93,7 @@ class Trainer:
             self.state.step = read_state(self.loaded).step
             self.compare({"step": self.state.step, "digest": self.digest()})
         if self.rank == 0:
-            set_aside(self.root, self.state.step)
+            move_later_checkpoints(self.root, self.state.step)
         dist.barrier()
 
     def compare(self, line: dict[str, Any]) -> None:

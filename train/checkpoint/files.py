@@ -313,13 +313,13 @@ def check_given(path: Path, root: Path, hashes: bool = True) -> None:
     if found := problems(path, hashes):
         raise CheckpointError(
             f"resume_from_checkpoint {str(path)!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
-            + others_than(path, root),
+            + name_others(path, root),
             code="no_checkpoint",
             key="resume_from_checkpoint",
         )
 
 
-def others_than(path: Path, *roots: Path) -> str:
+def name_others(path: Path, *roots: Path) -> str:
     """Return the end of a message about `path`, which is no checkpoint: the newest five committed ones of the run that
     `path` is or lies in, else of the first of `roots` that has any."""
     near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
@@ -352,7 +352,7 @@ def newest_good(root: Path) -> Path | None:
     return None
 
 
-def meant_by(given: Path) -> Path | None:
+def find_checkpoint(given: Path) -> Path | None:
     """Return the checkpoint `given`, or the newest good one of a run, of which `given` is the output_dir or its
     checkpoints/. None: it is neither, or a run without any.
 
@@ -366,7 +366,7 @@ def meant_by(given: Path) -> Path | None:
     return newest_good(root if root.is_dir() else given)
 
 
-def is_of(path: Path, root: Path) -> bool:
+def belongs_to(path: Path, root: Path) -> bool:
     """Return whether the checkpoint `path` lies in `root`, the checkpoints of a run."""
     return path.resolve().parent == root.resolve()
 
@@ -383,7 +383,7 @@ def branch_at(root: Path, path: Path) -> Path | None:
     Raises CheckpointError: what is committed under `root` did not begin there.
     """
     own = committed(root)
-    if not own or is_of(path, root):
+    if not own or belongs_to(path, root):
         return None
     began: dict[str, str] = {}
     for each in reversed(own):

@@ -101,7 +101,7 @@ def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
         raise refusal from error
 
 
-def set_aside(root: Path, after_step: int) -> Path | None:
+def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints of steps after `after_step` into a new folder beside `root`, so that a later "auto" does not
     take them, and delete what killed saves left. Return the folder, or None if there was nothing to move."""
     root = root.resolve()  # a link to another disk, to which nothing can be moved
@@ -124,19 +124,19 @@ def set_aside(root: Path, after_step: int) -> Path | None:
 # ---------------------------------------------------------------- load
 
 
-def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise: bool = False) -> None:
+def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool = False) -> None:
     """Load weights, optimizer, random generators and FP8 state of `path`. Collective.
 
     With the number of ranks and the ZeRO stage of the save all of it is restored bit by bit. Else, or with
-    `cut_otherwise` (train/checkpoint/resume.py), weights, optimizer and FP8 state are resharded, and new ranks keep
+    `reshard` (train/checkpoint/resume.py), weights, optimizer and FP8 state are resharded, and new ranks keep
     their random generators. The settings of the optimizer and of clipping stay the engine's. FP8 state that does not
-    fit `precision` is not loaded (`has_fp8_state_of`).
+    fit `precision` is not loaded (`fits_fp8_state`).
 
     Raises CheckpointError: a file holds a type that may execute code, or not what DeepSpeed writes; the files do not
     hold the whole model; ranks had different FP8 states, and there are now more or fewer of them.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
-    if not cut_otherwise and (saved.world_size, saved.zero_stage) == (
+    if not reshard and (saved.world_size, saved.zero_stage) == (
         world,
         engine.zero_optimization_stage(),
     ):
@@ -148,7 +148,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
     else:
         load_resharded(engine, path, saved)
     forget_moments(engine)
-    keeps_fp8, fp8 = has_fp8_state_of(saved, precision), None
+    keeps_fp8, fp8 = fits_fp8_state(saved, precision), None
     if keeps_fp8 and saved.world_size != world:
         fp8 = fp8_of_all_ranks(path, saved.world_size)
     if rank < saved.world_size:
@@ -159,7 +159,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
         load_fp8_state(engine.module, precision, fp8 or {})
 
 
-def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
+def fits_fp8_state(saved: RunState, precision: Precision) -> bool:
     """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
     before = saved.precision  # {} where a test left it out
     return not before or same_precision(before, vars(precision.config), FP8_STATE_OF)

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.files import CheckpointError, RunState, committed, is_of, origin, rolled_back, step_of
+from train.checkpoint.files import (
+    CheckpointError,
+    RunState,
+    belongs_to,
+    committed,
+    origin,
+    rolled_back,
+    step_of,
+)
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import (
     Difference,
@@ -89,7 +97,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     state.changes = [*saved.changes, *({"step": saved.step, **vars(change.what)} for change in found)]
     for name in ("health", "evaluation_due", "precision", "escalations", "precision_changes"):
         setattr(state, name, getattr(saved, name))
-    is_own = is_of(path, RunFolder(new["output_dir"]).checkpoints)
+    is_own = belongs_to(path, RunFolder(new["output_dir"]).checkpoints)
     state.began_at = saved.began_at if is_own else origin(path)
     lines = []
     given, began = (config["model"].get("init_from") for config in (new, old))
@@ -133,7 +141,7 @@ def allowed_changes(
         if earlier:
             keys = [change.key for change in found if not change.never]
             options = f"--resume_from_checkpoint {shlex.quote(str(earlier[-1]))} --output_dir NEW"
-            options += f" {allowing(keys)}" if keys else ""
+            options += f" {allow_option(keys)}" if keys else ""
             remedy = f"To train from an earlier step in a new folder, pass {options}"
         raise ConfigurationError(
             f"max_steps is {max_steps}, but {path} is already at step {saved.step}. {remedy}",
@@ -146,9 +154,7 @@ def allowed_changes(
         return found
     remedy = "Restore the old values, choose another output_dir, or pass --resume_from_checkpoint never"
     if not refused:
-        remedy = (
-            f"To resume with these changes, pass {allowing(c.key for c in found)} (true allows all). {remedy}"
-        )
+        remedy = f"To resume with these changes, pass {allow_option(c.key for c in found)} (true allows all). {remedy}"
     lines = "\n  ".join(map(str, refused + unnamed))
     error = ChangesError(
         f"{path} was written with a different configuration:\n  {lines}\n{remedy}",
@@ -178,7 +184,7 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
     return found
 
 
-def begins_as(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
+def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
     """Return the phase of precision.schedule and the levels of modules of the next step.
 
     If the evaluation of the step before was skipped, return that step's, if the configuration still has its precision:
@@ -196,28 +202,28 @@ def begins_as(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, 
     return phase, {c["module"]: c["to"] for c in state.escalations if c["step"] != state.step}
 
 
-def is_cut_otherwise(saved: RunState, state: RunState) -> bool:
+def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
     """Return whether DeepSpeed's files of `saved` may be partitioned differently from those of `state` although the
     number of ranks and the ZeRO stage are the same."""
     found = resume_differences(saved.train_config, state.train_config) if saved.train_config else []
     return any(each.key.startswith(PARTITION_KEYS) for each in found)
 
 
-def at_half_the_rate(path: Path, learning_rate: float) -> str:
+def half_rate_options(path: Path, learning_rate: float) -> str:
     """Return the options that resume from the checkpoint `path` at half the learning rate."""
     checkpoint, rate = shlex.quote(str(path)), f"{learning_rate / 2:g}"
-    return f"--resume_from_checkpoint {checkpoint} --learning_rate {rate} {allowing(['learning_rate'])}"
+    return f"--resume_from_checkpoint {checkpoint} --learning_rate {rate} {allow_option(['learning_rate'])}"
 
 
-def to_go_on(args: TrainingArguments) -> str:
+def resume_option(args: TrainingArguments) -> str:
     """Return the option with which the command of a run resumes from its newest checkpoint, or "" if it does so as it
     is."""
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
-    starts_again = setting == "never" or (setting != "auto" and is_of(Path(setting), own))
+    starts_again = setting == "never" or (setting != "auto" and belongs_to(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
 
 
-def allowing(keys: Iterable[str]) -> str:
+def allow_option(keys: Iterable[str]) -> str:
     """Return the option that allows changes of `keys`."""
     return f"--{ALLOW} {','.join(dict.fromkeys(keys))}"
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState, note_rollback, read_state
-from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, load_checkpoint, set_aside
-from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise
+from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
+from train.checkpoint.resume import half_rate_options, is_partitioned_differently
 from train.data.stream import SampleStream
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
@@ -71,24 +71,24 @@ def roll_back(
     if path is None or saved is None:
         logger.warning("on_spike rollback: there is no checkpoint yet; the run continues")
         return False
-    if problem := _why_not(saved, state, precision):
+    if problem := _find_obstacle(saved, state, precision):
         logger.warning(f"on_spike rollback: {path.name} {problem}; the run continues")
         return False
     if len(state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
         logger.warning(
             f"on_spike rollback: {MOST_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
             "lower the learning rate, stop the run and start it again with "
-            + at_half_the_rate(path, state.train_config["learning_rate"])
+            + half_rate_options(path, state.train_config["learning_rate"])
         )
         return False
     first = max(spikes[0].previous_sample, saved.consumed_samples)
     end = max(spike.first_sample for spike in spikes) + samples
     ranges = [*state.skipped_samples, [first, end]]
     if dist.get_rank() == 0:
-        set_aside(root, saved.step)  # newer ones were not good
+        move_later_checkpoints(root, saved.step)  # newer ones were not good
         note_rollback(path, ranges)
     metrics.rewind(saved.step)
-    load_checkpoint(engine, path, precision, is_cut_otherwise(saved, state))
+    load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
     vars(state).update({key: value for key, value in vars(saved).items() if key not in KEPT})
     state.skipped_samples, state.evaluation_due = ranges, False
     health.load_state_dict(saved.health)
@@ -101,10 +101,10 @@ def roll_back(
     return True
 
 
-def _why_not(saved: RunState, state: RunState, precision: Precision) -> str:
+def _find_obstacle(saved: RunState, state: RunState, precision: Precision) -> str:
     """Return why a run of `state` cannot go back to a checkpoint with the state `saved`, or ""."""
     if saved.data_fingerprint != state.data_fingerprint:  # positions would be other samples
         return "was saved before the order of samples changed"
-    if not has_fp8_state_of(saved, precision):
+    if not fits_fp8_state(saved, precision):
         return "was saved before the precision changed"
     return ""

@@ -18,7 +18,7 @@ from train.checkpoint.files import (
     RUN_STATE,
     CheckpointError,
     RunState,
-    meant_by,
+    find_checkpoint,
     rank_file,
     read_state,
 )
@@ -51,7 +51,7 @@ def find_model(given: Path) -> Path:
     if (given / "config.json").is_file():
         return given
     try:
-        checkpoint = meant_by(given) if given.is_dir() else None
+        checkpoint = find_checkpoint(given) if given.is_dir() else None
     except CheckpointError as error:
         raise CheckpointError(f"MODEL {given}: {error}") from error
     if checkpoint:

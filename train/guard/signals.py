@@ -43,7 +43,7 @@ _is_training = False  # a Ctrl-C waits for the running step
 
 class Stopped(Exception):
     """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no.
-    option: of `to_go_on` (train/checkpoint/resume.py)."""
+    option: of `resume_option` (train/checkpoint/resume.py)."""
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
         kept = f"{checkpoint} is committed. The same command{option} goes on from there"

@@ -41,7 +41,7 @@ from train.checkpoint.files import (
     undo_save,
     write_manifest,
 )
-from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, set_aside
+from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
 from train.checkpoint.save import Ranks, SaveError, Saver, rank_state
 from train.files import may_pass, without_patterns
 
@@ -277,9 +277,9 @@ def test_later_checkpoints_are_set_aside_and_killed_saves_removed(tmp_path: Path
     (other / name_of(5)).touch()  # no folder, and so no save
     root.parent.mkdir()
     root.symlink_to(other)
-    aside = set_aside(root, after_step=1)
+    aside = move_later_checkpoints(root, after_step=1)
     assert steps(root) == [1] and aside is not None and steps(aside) == [2, 3]
-    assert aside.parent == other.parent and set_aside(root, after_step=1) is None
+    assert aside.parent == other.parent and move_later_checkpoints(root, after_step=1) is None
     assert sorted(path.name for path in other.iterdir()) == [name_of(1), name_of(5)]
 
 
@@ -327,7 +327,7 @@ def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_p
     for path in (kept, half):
         (root / path.name).symlink_to(path)
     discard_old(newest, keep=1)
-    assert set_aside(root, after_step=3) is None
+    assert move_later_checkpoints(root, after_step=3) is None
     assert sorted(root.iterdir()) == [newest] and problems(kept) == [] and half.is_dir()
 
 
@@ -460,7 +460,7 @@ def test_fp8_state_is_kept_where_the_modules_have_the_same(now: dict, before: di
     recipe = {key: value for key, value in before.items() if key != "amax_history_len"}
     section = vars(PrecisionConfig(**USUAL | recipe)) | before
     saved = RunState(3, 24, 0, 1, 1, {}, {}, precision=section)
-    assert has_fp8_state_of(saved, precision) is is_kept
+    assert fits_fp8_state(saved, precision) is is_kept
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -475,7 +475,9 @@ def test_a_folder_that_a_glob_takes_for_a_pattern_is_resumed_from(settings: dict
             allow_changes_on_resume=["max_steps"],
             lr_scheduler_type="constant",
         )
-    assert [m["step"] for m in metrics(folder)] == [1, 2, 3] and (folder / "hf/config.json").is_file()
+    assert [m["step"] for m in metrics(folder) if "loss" in m] == [1, 2, 3] and (
+        folder / "hf/config.json"
+    ).is_file()
 
 
 def test_a_relative_folder_has_a_path_without_a_pattern(

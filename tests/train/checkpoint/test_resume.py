@@ -16,7 +16,13 @@ from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
 from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError, RunState
-from train.checkpoint.resume import SIZES, at_half_the_rate, begins_as, is_cut_otherwise, resume_state
+from train.checkpoint.resume import (
+    SIZES,
+    half_rate_options,
+    is_partitioned_differently,
+    resume_state,
+    starting_precision,
+)
 from train.config.arguments import ConfigurationError
 from train.config.differences import Difference
 from train.config.ds_config import load_deepspeed
@@ -195,7 +201,7 @@ def test_files_that_may_be_partitioned_differently_are_resharded() -> None:
         (zero2, {"deepspeed": {"zero_optimization": {"stage": 2}}}, False),
         (state_of({}), {"learning_rate": 1e-4, "max_grad_norm": 0.5}, False),
     ):
-        assert is_cut_otherwise(old, state_of(values)) == expected, values
+        assert is_partitioned_differently(old, state_of(values)) == expected, values
 
 
 def test_a_checkpoint_without_a_key_had_its_default() -> None:
@@ -219,14 +225,14 @@ def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
     args = resolve_arguments(build_arguments({**raw, "precision": {"schedule": phases}}), 1)
     precision = arguments_of_phase(args, 0).to_dict()["precision"] | {"amax_history_len": 1024}
     saved = RunState(4, 32, 2048, 1, 1, {}, {}, evaluation_due=True, precision=precision)
-    assert begins_as(args, saved) == (0, {})
+    assert starting_precision(args, saved) == (0, {})
     saved.evaluation_due = False
-    assert begins_as(args, saved) == (1, {})
+    assert starting_precision(args, saved) == (1, {})
 
 
 def test_advised_options_are_quoted_for_a_shell() -> None:
     path = Path("my runs/it's/step-00000003")
-    words = shlex.split(at_half_the_rate(path, 3e-4))
+    words = shlex.split(half_rate_options(path, 3e-4))
     assert words[:4] == ["--resume_from_checkpoint", str(path), "--learning_rate", "0.00015"]
     assert len(words) == 6
 

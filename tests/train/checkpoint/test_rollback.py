@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
@@ -27,10 +28,10 @@ from train.checkpoint.files import (
     read_state,
     rolled_back,
 )
-from train.checkpoint.load import set_aside
+from train.checkpoint.load import move_later_checkpoints
 from train.checkpoint.resume import resume_state
 from train.data.order import next_position
-from train.guard.health import Spike
+from train.guard.health import Health, Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
 DELAYED = PrecisionConfig(recipe="delayed", backend="reference")
@@ -48,10 +49,13 @@ class World:
     def roll_back(self, *firsts: int) -> bool:
         """After spikes in the steps of these first samples."""
         spikes = [Spike(first // 8, first, first - 8, "loss", 9.0, 1.0, 2.0) for first in firsts]
-        parts: Any = SimpleNamespace(load_state_dict=id, log=self.logged.append, rewind=id)
+        return self.roll_back_after(spikes, SimpleNamespace(load_state_dict=id))
+
+    def roll_back_after(self, spikes: list[Spike], health: Any) -> bool:
+        metrics: Any = SimpleNamespace(log=self.logged.append, rewind=id)
         stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
         options = {"root": self.root, "engine": None, "precision": self.precision, "state": self.state}
-        return rollback.roll_back(spikes, 8, **options, health=parts, metrics=parts, stream=stream)
+        return rollback.roll_back(spikes, 8, **options, health=health, metrics=metrics, stream=stream)
 
 
 def state_at(step: int, **values: Any) -> RunState:
@@ -78,6 +82,31 @@ def test_samples_from_the_step_before_the_first_spike_to_the_last_are_skipped(
     assert not world.roll_back(48) and len(rolled_back(path) or []) == 4
     make(tmp_path, 4, skipped_samples=world.state.skipped_samples)
     assert world.roll_back(48) and world.state.step == 4
+
+
+def test_each_rollback_skips_the_step_that_ran_before_the_spike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second rollback on, skipped samples lie between that step and the spike."""
+    path = make(tmp_path, 3, health={"loss": [1.0] * 16, "grad_norm": [1.0] * 16})
+    world, health = World(tmp_path, monkeypatch, read_state(path)), Health(16, 10.0)
+    state = world.state
+    health.load_state_dict(state.health)
+    for losses, expected in (
+        ([1.0, 1.0, 1.0, 9.0], [24, 32, 40, 48]),
+        ([1.0, 1.0, 9.0], [24, 32, 56]),
+        ([1.0, 9.0], [24, 64]),
+    ):
+        trained = []
+        for loss in losses:
+            state.consumed_samples = next_position(state.consumed_samples, 8, state.skipped_samples)
+            trained.append(state.consumed_samples)
+            state.step += 1
+            health.record(state.step, trained[-1], {"text": 1.0}, torch.tensor(loss), None, 1.0)
+            state.consumed_samples += 8
+        assert trained == expected
+        assert world.roll_back_after(health.find_spikes(8), health)
+        assert state.skipped_samples[-1] == [trained[-2], trained[-1] + 8]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +202,9 @@ def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     paths = [make(root, step) for step in (1, 2, 3)]
     note_rollback(paths[1], [[34, 38]])
-    set_aside(root, after_step=2)
+    move_later_checkpoints(root, after_step=2)
     assert rolled_back(paths[1]) == [[34, 38]]
-    aside = set_aside(root, after_step=1)
+    aside = move_later_checkpoints(root, after_step=1)
     assert aside is not None and rolled_back(aside / name_of(2)) == [[34, 38]]
     assert rolled_back(make(root, 2)) is None
 

@@ -142,9 +142,9 @@ class Trained:
         saver.finish()
         return folder / name_of(3)
 
-    def loaded(self, path: Path, cut_otherwise: bool) -> "Trained":
+    def loaded(self, path: Path, reshard: bool) -> "Trained":
         with without_prints():
-            load_checkpoint(self.engine, path, self.precision, cut_otherwise)
+            load_checkpoint(self.engine, path, self.precision, reshard)
         return self
 
     def whole(self) -> list[torch.Tensor]:
