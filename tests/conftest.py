@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: small models; what the markers mean (tests/README.md); nothing stays behind.
+"""Fixtures shared by all tests: small models, errors, the log, the process group, and a temporary folder.
 
 What takes seconds to import is imported where it is used: the process that hands tests to workers, which start when it
 has read this, needs none of it."""
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import getpass
 import itertools
 import logging
 import os
@@ -15,12 +14,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,75 +228,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# ---------------------------------------------------------------- who starts a process says so
-
-
-PYTHON = sys.executable  # which a test may replace
-
-
-class Starts:
-    """An audit hook: a test that starts a process has the marker `process`, one that starts a Python of its own, not a
-    fork by tests.programs, the marker `interpreter`. What libraries start (git, a compiler) counts as nothing."""
-
-    item: pytest.Item | None = None
-    fixture: Any = None
-
-    def __init__(self) -> None:
-        self.by_fixture: dict[int, str] = {}  # fixtures that started a process, and the marker for it
-
-    def __call__(self, event: str, values: tuple) -> None:
-        if event not in ("tests.programs", "subprocess.Popen", "os.fork") or self.item is None:
-            return
-        marker = "process"
-        if event == "subprocess.Popen":
-            program = os.fspath(values[0])
-            if programs.__file__ in values[1]:
-                return
-            if program == PYTHON and programs.can_fork():
-                marker = "interpreter"
-            elif not (
-                program.startswith(str(programs.ROOT)) or os.path.basename(program) in ("bash", "deepspeed")
-            ):
-                return
-        if self.fixture is not None:
-            self.by_fixture[id(self.fixture)] = marker
-        self.check(self.item, marker, f"{event} {values[:2]}"[:300])
-
-    def check(self, item: pytest.Item, marker: str, what: str) -> None:
-        if not item.get_closest_marker(marker) and not (
-            marker == "process" and item.get_closest_marker("interpreter")
-        ):
-            raise AssertionError(f"{item.nodeid} has no marker {marker!r} and starts a process: {what}")
-
-
-starts = Starts()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    starts.item = item
-    result = yield
-    starts.item = None
-    return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
-    before, starts.fixture = starts.fixture, fixturedef
-    try:
-        return (yield)
-    finally:
-        starts.fixture = before
-
-
-def pytest_runtest_call(item: pytest.Item) -> None:
-    """Also where the process was started for another test, whose fixture this one shares."""
-    for found in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
-        if (marker := starts.by_fixture.get(id(found[-1]))) is not None:
-            starts.check(item, marker, f"by its fixture {found[-1].argname}")
-
-
-# ---------------------------------------------------------------- what a run may not leave behind
+# ---------------------------------------------------------------- the temporary folder of a test run
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -310,14 +238,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         # what nohup does, but not for the programs that tests start
         signal.signal(signal.SIGHUP, lambda *_: None)
-    sys.addaudithook(starts)
-    spawn = multiprocessing_util.spawnv_passfds
-
-    def audited(path: Any, arguments: list, descriptors: list) -> int:
-        sys.audit("subprocess.Popen", os.fsdecode(path), arguments)
-        return spawn(path, arguments, descriptors)
-
-    multiprocessing_util.spawnv_passfds = audited
     worker = hasattr(config, "workerinput")
     if worker or not config.getoption("numprocesses", None):  # this process runs tests
         gc.disable()  # until they are collected: a quarter of the time of the imports
@@ -331,53 +251,18 @@ def pytest_configure(config: pytest.Config) -> None:
     (Path(folder) / "tmp").mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}/tmp"
     os.environ[programs.SOCKET] = f"{folder}/programs:{os.getpid()}"
-    config.stash[RUN] = Path(folder), time.time()
+    config.stash[RUN] = Path(folder)
 
 
-RUN = pytest.StashKey[tuple[Path, float]]()
-# Of libraries, which remove it when their process ends, or never; it goes with the folder of the run.
-BOUND_TO_STAY = ("torchinductor_*", "pymp-*", "*wandb*", "ray*")
-# FlashAttention-4's, in a folder named for the user.
-KERNEL_CACHES = ("cutlass_python_cache", "flash_attention_cute_dsl_cache", "quack_cache")
-# Shared memory by the names of DeepSpeed, torch and multiprocessing; a semaphore of anybody's lives for moments.
-SHARED_MEMORY = ("deepspeed_*", "torch_*", "psm_*", "sem.mp-*")
-SEEN_FOR_S = 60.0
-
-
-def left_behind(folder: Path, since: float) -> list[Path]:
-    """Temporary files of this run, and shared memory made since that no process has."""
-    of_user = folder / "tmp" / getpass.getuser()
-    mine = [p for p in (folder / "tmp").iterdir() if not any(p.match(name) for name in BOUND_TO_STAY)]
-    if of_user in mine:
-        mine.remove(of_user)
-        mine += [p for p in of_user.iterdir() if p.name not in KERNEL_CACHES]
-    held = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            # by inode: a semaphore is mapped by a name that it had before
-            held |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-        except OSError:
-            continue
-    with contextlib.suppress(FileNotFoundError):  # gone meanwhile: looked at again
-        shared = {p: p.stat() for name in SHARED_MEMORY for p in Path("/dev/shm").glob(name)}
-        return mine + [p for p, of in shared.items() if of.st_ino not in held and of.st_ctime > since]
-    return left_behind(folder, since)
+RUN = pytest.StashKey[Path]()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if RUN not in session.config.stash:
         return
-    folder, since = session.config.stash[RUN]
     programs.stop()
-    deadline = time.monotonic() + SEEN_FOR_S
-    while (found := left_behind(folder, since)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for path in found:
-        print(f"\nleft behind by this run: {path}")
     from train.files import remove_dead_buffers
 
     remove_dead_buffers()
-    if found and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(session.config.stash[RUN], ignore_errors=True)
