@@ -92,10 +92,12 @@ def check_ranks_and_choose_precision(args: TrainingArguments, watchdog: Watchdog
     PreflightError."""
     logger.info(f"output: {os.path.abspath(RunFolder(args.output_dir).path)}")
     if is_on(args):
-        watchdog.meet("compares itself with the others, and measures their links")
+        watchdog.phase("comparing the ranks and measuring their links")
         check_alike(args)
     seed_generators(args)
-    watchdog.meet("waits for what precision.auto measures" if args.precision.auto else "opens the data")
+    watchdog.phase(
+        "waiting for the measurements of precision.auto" if args.precision.auto else "opening the data"
+    )
     return resolve_auto(args, dist.get_world_size())
 
 
@@ -134,7 +136,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
     unigram_loss = unigram_loss_of(train, held_out["eval_loss"])
     if data.verify:
         streams, rank, world = [train, *held_out.values()], dist.get_rank(), dist.get_world_size()
-        watchdog.meet("verifies its share of the data", reads=sum(stream.num_bytes for stream in streams))
+        watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
         shards = sum(stream.verify(rank, world) for stream in streams)
         logger.info(
             f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}"
@@ -166,7 +168,7 @@ def find_start(
     )
     checkpoints, given = RunFolder(args.output_dir).checkpoints, args.resume_from_checkpoint
     read = bytes_to_read(checkpoints, None if given in ("auto", "never") else given)
-    watchdog.meet("waits for rank 0, which verifies the checkpoint to resume from", reads=read)
+    watchdog.phase("waiting for rank 0 to verify the checkpoint", reads=read)
     checkpoint = choose_checkpoint(checkpoints, given)
     if checkpoint is not None:
         saved = read_state(checkpoint)

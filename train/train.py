@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         from train import export, trainer  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
-        from train.guard.watchdog import NO_START, Watchdog
+        from train.guard.watchdog import Watchdog
         from train.preflight.ranks import check_configured_alike
         from train.record.run_folder import RunFolder
 
@@ -90,11 +90,11 @@ def main(argv: list[str]) -> int:
         gc.enable()
         init_distributed()
         with contextlib.ExitStack() as folder:
-            with Watchdog(arguments.hang_timeout_s, NO_START) as watchdog:
-                watchdog.doing("compares its configuration with those of the others")
+            with Watchdog(arguments.hang_timeout_s) as watchdog:
+                watchdog.at("comparing the configurations of the ranks")
                 arguments = resolve_arguments(arguments, dist.get_world_size())
                 check_configured_alike(arguments)
-                watchdog.meet("waits for run.lock")
+                watchdog.phase("waiting for run.lock")
                 if not arguments.dry_run:
                     folder.enter_context(held(RunFolder(arguments.output_dir)))
             run_training(arguments)
@@ -176,7 +176,7 @@ def _run(args: TrainingArguments) -> None:
     import torch.distributed as dist
 
     from train import setup
-    from train.guard.watchdog import NO_END, NO_START, Watchdog
+    from train.guard.watchdog import Watchdog
     from train.preflight.gradients import check_gradients
     from train.preflight.ranks import is_on
     from train.record.provenance import RunRecord
@@ -184,7 +184,7 @@ def _run(args: TrainingArguments) -> None:
     from train.trainer import Trainer
 
     began, folder, rank = time.time(), RunFolder(args.output_dir), dist.get_rank()
-    with Watchdog(args.hang_timeout_s, NO_START) as watchdog:
+    with Watchdog(args.hang_timeout_s) as watchdog:
         args = setup.check_ranks_and_choose_precision(args, watchdog)
         data = setup.open_data(args, watchdog)
         state, checkpoint = setup.find_start(args, data.train, watchdog)
@@ -192,9 +192,9 @@ def _run(args: TrainingArguments) -> None:
         prediction = setup.predict(args, state)
         trainer = Trainer(args, data, state, checkpoint, watchdog)
         if is_on(args) and state.step < args.max_steps:
-            watchdog.meet("checks the gradients of a step")
+            watchdog.phase("checking the gradients of a step")
             check_gradients(args, trainer.engine, trainer.micro_step, trainer.precision, data.train, state)
-        watchdog.meet("opens its folder")
+        watchdog.phase("opening the output folder")
         if args.dry_run:
             return setup.rehearse(args, data, state)
         metrics = setup.open_run_folder(args, state, checkpoint)
@@ -221,18 +221,18 @@ def _run(args: TrainingArguments) -> None:
                         if record:
                             record.add_stage(change)
                         checkpoint = trainer.fit(metrics, stop_vote)
-                watchdog = end.enter_context(Watchdog(args.hang_timeout_s, NO_END))
-                what = f"exports {checkpoint}, which rank 0 does" if checkpoint else "ends"
-                watchdog.meet(what, reads=setup.bytes_to_read(checkpoint))
+                watchdog = end.enter_context(Watchdog(args.hang_timeout_s))
+                what = f"waiting for rank 0 to export {checkpoint}" if checkpoint else "ending"
+                watchdog.phase(what, reads=setup.bytes_to_read(checkpoint))
                 if record:
                     record.part = "export"
                     export_last(args, folder, metrics, checkpoint)
-            watchdog.doing("waits for the end of all")
+            watchdog.at("waiting for all ranks to end")
             metrics.close()
             dist.barrier()
     except signals.Stopped as stopped:
-        with Watchdog(args.hang_timeout_s, NO_END) as watchdog:
-            watchdog.doing("waits for the end of all, which were asked to stop")
+        with Watchdog(args.hang_timeout_s) as watchdog:
+            watchdog.at("waiting for all ranks to stop")
             report_stop(folder, metrics, stopped)
             dist.barrier()
         raise
@@ -249,7 +249,7 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     what, is_new_phase = trainer.describe_next()
     logger.info(f"step {state.step + 1}: {what}; model and engine are built again")
     with Watchdog(args.hang_timeout_s) as watchdog:
-        watchdog.doing("frees model and engine")
+        watchdog.at("freeing model and engine")
         trainer.close()
         following = Trainer(args, data, state, checkpoint, watchdog)
     took_s = round(time.monotonic() - began, 2)

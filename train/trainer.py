@@ -94,12 +94,12 @@ class Trainer:
         self.phase, fallbacks = starting_precision(args, state)
         phase_args = arguments_of_phase(args, self.phase)
         read = setup.bytes_to_read(checkpoint or args.model.init_from)
-        watchdog.meet("builds the model", read)
+        watchdog.phase("building the model", read)
         self.model, self.precision = setup.build_model_and_precision(phase_args, checkpoint, fallbacks)
-        watchdog.meet("checks what runs")
+        watchdog.phase("running the startup check")
         setup.check_later_phases(args, self.model, self.precision.device, state.levels)
         self.report = setup.run_startup_check(args, self.model, self.precision)
-        watchdog.meet("builds the engine", read)
+        watchdog.phase("building the engine", read)
         self.engine, self.micro_step = setup.build_engine_and_resume(
             phase_args, self.model, self.precision, data.train, state, checkpoint
         )
@@ -257,7 +257,7 @@ class Trainer:
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else nullcontext() as gemms:
             for index in range(self.accumulation):
-                self.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
+                self.watchdog.at(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
                 self.slow_ranks.begin()
                 batch = self.batches.get(first_sample, index).to(engine.device)
                 with check.watching() if check and index == 0 else nullcontext():
@@ -310,7 +310,7 @@ class Trainer:
     def _vote(self) -> tuple[bool, bool]:
         """Meet the other ranks after a step; return whether to stop, and whether a save is due by time."""
         stop, saving, save_by_time = self.stop_vote.ask(self.saver.busy, self._is_save_due_by_time())
-        self.watchdog.met(f"step {self.state.step} is done", after_step=True)
+        self.watchdog.renew(f"step {self.state.step} is done", after_step=True)
         if self.saver.pending and not saving:
             self._finish_save()
         self.slow_ranks.step(self.state.step)
@@ -335,7 +335,7 @@ class Trainer:
             logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
             value = {spike.what: spike.value, "threshold": spike.threshold}
             record["spikes_found"].append({"step": spike.step, **value, **samples})
-        self.watchdog.met(f"looked at the numbers to step {self.state.step}")
+        self.watchdog.renew(f"numbers checked to step {self.state.step}")
         if self.args.on_spike != "rollback":
             return False
         self._finish_save()  # it may be the checkpoint to go back to
@@ -351,7 +351,7 @@ class Trainer:
             stream=self.data.train,
         ):
             return False
-        self.watchdog.met(f"is back at step {self.state.step}")
+        self.watchdog.renew(f"back at step {self.state.step}")
         self._start_clock()
         return True
 
@@ -447,7 +447,7 @@ class Trainer:
 
         def asked_to_stop() -> bool:
             stop, _, _ = self.stop_vote.ask()
-            self.watchdog.met(f"evaluates step {self.state.step}")
+            self.watchdog.renew(f"evaluating step {self.state.step}")
             return stop
 
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
@@ -457,14 +457,14 @@ class Trainer:
     def _save(self, is_last: bool) -> None:
         """Save, in the background unless it `is_last` of this Trainer. Raises SaveError: as `_finish_save`."""
         self.state.health = self.health.state_dict()
-        self.watchdog.met(f"saves step {self.state.step}")
+        self.watchdog.renew(f"saving step {self.state.step}")
         self._finish_save()
         background = self.args.save_async and not is_last
         self.last_save = time.monotonic()
         self.saver.begin(self.state, background)
         if not background:
             self._finish_save(is_last)
-        self.watchdog.met(f"step {self.state.step} is saved, or under way")
+        self.watchdog.renew(f"step {self.state.step} is saved, or under way")
         self._start_clock()
 
     def _finish_save(self, is_last: bool = False, after: Exception | None = None) -> None:
@@ -475,7 +475,7 @@ class Trainer:
         """
         if not self.saver.pending:
             return
-        self.watchdog.doing("waits for the save under way" + (f", after {after!r}" if after else ""))
+        self.watchdog.at("waiting for the save under way" + (f", after {after!r}" if after else ""))
         try:
             saved = self.saver.finish()
             assert saved is not None
@@ -487,7 +487,7 @@ class Trainer:
                 raise
             logger.warning(f"{error}. on_save_failure is continue: the run goes on to its next save")
         finally:  # the ranks agree how it ended
-            self.watchdog.met("the save is over")
+            self.watchdog.renew("the save is over")
 
     def _write_metrics(self, values: dict[str, Any]) -> None:
         self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})

@@ -95,7 +95,7 @@ def main() -> int:
     forward_s = FORWARD_S * (1.5 if fault == "slow" and rank == 1 else 1)
     with Watchdog(timeout_s) as watchdog:
         for step in range(1, STEPS + 1):
-            watchdog.doing(f"step {step}, micro-batch 1 of 1")
+            watchdog.at(f"step {step}, micro-batch 1 of 1")
             slow_ranks.begin()
             time.sleep(FORWARD_S)
             clock.now_s += forward_s * chance.uniform(1 - JITTER, 1 + JITTER)
@@ -111,7 +111,7 @@ def main() -> int:
                 print(f"rank {rank} left after step {step}", flush=True)
                 dist.barrier()
                 return signals.STOPPED
-            watchdog.met(f"step {step} is done", after_step=True)
+            watchdog.renew(f"step {step} is done", after_step=True)
             slow_ranks.step(step)
             if fault == "slow" and step == 120:
                 break

@@ -237,12 +237,12 @@ def hang_in_a_save(trainer: Trainer, timeout_s: float) -> None:
             looked.clear()
             assert looked.wait(DEADLINE_S)
             trainer.step()
-            watchdog.met("a step is done", after_step=True)
+            watchdog.renew("a step is done", after_step=True)
         assert trainer.saver.busy
         waits_from = real()
         watchdog_module.time.monotonic = lambda: sum(steps_s) + real() - waits_from
         trainer.mark("W")
-        watchdog.doing("waits for the save under way")
+        watchdog.at("waiting for the save under way")
         trainer.saver.finish()
 
 

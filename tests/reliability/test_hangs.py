@@ -168,7 +168,7 @@ def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Watchdog, "_dump_later", lambda *_: None)
     with Watchdog(0.4) as watches:
         monkeypatch.setattr(watchdog.os, "_exit", lambda status: watches._closed.set())
-        watches.met("step 1 is done", after_step=True)
+        watches.renew("step 1 is done", after_step=True)
         for passes_s in (6.0, 0.3):
             clock[0] += passes_s
             before = looks[0]
@@ -194,16 +194,16 @@ def hangs():
     time.sleep(1e6)
 
 dist.init_process_group("gloo")
-with watchdog.Watchdog(0.5, watchdog.NO_START) as watches:
-    watches.meet("verifies the checkpoint", reads=int(600 * watchdog.SLOWEST))
+with watchdog.Watchdog(0.5) as watches:
+    watches.phase("verifying the checkpoint", reads=int(600 * watchdog.SLOWEST))
     if dist.get_rank() == 0:
         time.sleep(4)
-    watches.meet("builds the model")
+    watches.phase("building the model")
     if dist.get_rank() == 0:
         print("the model is built", flush=True)
     if dist.get_rank() == 1:
         hangs()
-    watches.meet("proves what runs")
+    watches.phase("running the startup check")
 """
 
 
@@ -213,12 +213,12 @@ def test_a_rank_that_hangs_in_a_start_is_named_and_one_that_reads_is_not(tmp_pat
     done = launch(3, str(script))
     assert done.returncode == 1 and "the model is built" in done.stdout, done.stdout
     assert len(re.findall(r"1 s \(hang_timeout_s\); rank 1 of 3", done.stdout)) == 1, done.stdout
-    assert re.search(r"rank 1 on \S+: builds the model; File .*start.py.* in hangs", done.stdout)
+    assert re.search(r"rank 1 on \S+: building the model; File .*start.py.* in hangs", done.stdout)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ranks do together, in its order, each with whether a watchdog watched then: "meet", or "meet, unwatched"."""
+    """What ranks do together, in its order, and whether a watchdog watched then: "barrier", "barrier, unwatched"."""
     found, watching = list[str](), list[Watchdog]()
     enter, leave = Watchdog.__enter__, Watchdog.__exit__
 
@@ -273,15 +273,15 @@ def test_ranks_wait_for_each_other_under_a_watchdog_from_the_first_time_to_the_l
 def test_a_phase_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it by one slow rank, of a file system that others use, too; without files, half an hour."""
     read: list[int] = []
-    meet = Watchdog.meet
+    begin = Watchdog.phase
 
-    def met(self: Watchdog, doing: str, reads: int = 0) -> None:
-        meet(self, doing, reads)
+    def phase(self: Watchdog, name: str, reads: int = 0) -> None:
+        begin(self, name, reads)
         assert self.limit_s == FIRST_STEP_S + reads / SLOWEST
         read.extend([reads] * bool(reads))
 
-    monkeypatch.setattr(Watchdog, "meet", met)
-    monkeypatch.setattr("train.setup.verify_data", lambda *_: None)
+    monkeypatch.setattr(Watchdog, "phase", phase)
+    monkeypatch.setattr(SampleStream, "verify", lambda *_: 0)
     monkeypatch.setattr(SampleStream, "num_bytes", 5 * 10**12)
     settings["data"]["verify"] = True
     output_dir = run(settings, save_steps=3, hang_timeout_s=60)
@@ -296,12 +296,12 @@ def test_a_phase_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pyt
 
 def test_a_step_takes_back_the_time_of_a_phase(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with Watchdog(60) as watches:
-        watches.meet("reads", reads=int(1000 * SLOWEST))
+        watches.phase("reads", reads=int(1000 * SLOWEST))
         limits = [watches.limit_s]
         for after_step in (False, True):
-            watches.met("is over", after_step)
+            watches.renew("is over", after_step)
             limits.append(watches.limit_s)
     assert limits == [FIRST_STEP_S + 1000, FIRST_STEP_S, 60]
     monkeypatch.setattr(dist, "barrier", pytest.fail)
     with Watchdog(0) as off:
-        off.meet("nothing")
+        off.phase("nothing")

@@ -70,7 +70,7 @@ def test_each_rank_verifies_its_share_of_all_data(
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     rank[0] = 3
     args = resolve_arguments(build_arguments({**settings, "data": {**settings["data"], "verify": True}}), 8)
-    watchdog: Any = SimpleNamespace(meet=lambda *_, **__: None)
+    watchdog: Any = SimpleNamespace(phase=lambda *_, **__: None)
     setup.open_data(args, watchdog)
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 

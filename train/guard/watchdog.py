@@ -1,7 +1,7 @@
 """Ends a run in which a rank hangs, and names the rank and its phase.
 
 The ranks wait for each other at least once a step (signals.StopVote), and between the phases of a start and before the
-export (Watchdog.meet). A thread of each rank counts the time since. After the timeout each sends where its main thread
+export (Watchdog.phase). A thread of each rank counts the time since. After the timeout each sends where its main thread
 is to the others, through the process group's store, names the ranks that the others wait for, and ends its process; the
 launcher ends what is left.
 
@@ -29,10 +29,6 @@ HUNG = 1  # as any other crash: worth another start from the last checkpoint
 FIRST_STEP_S = 1800.0
 # In addition, a phase of a start or the export may take as long as reading its files takes at this rate, in bytes/s.
 SLOWEST = 20e6
-# What has not come in time, as the message begins.
-NO_STEP = "error: no step was finished for"
-NO_START = "error: no part of the start was finished for"
-NO_END = "error: the end of the run did not come for"
 GATHER_S = 3.0  # how long the others may take to say where they are
 # Without rank 0, which keeps the store, no rank hears another. Rank 1 prints the verdict, the others so much later,
 # when the launcher of its node has ended them.
@@ -48,15 +44,14 @@ COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py"
 class Watchdog:
     """with Watchdog(timeout_s) as watchdog: ...; a timeout of 0 turns all of it off.
 
-    Every rank calls `meet`, `met` and `doing` at the same points: their number shows which rank is behind. `missed`:
-    what has not come in time, for the report; one of NO_STEP, NO_START, NO_END.
+    Every rank calls `phase`, `renew` and `at` at the same points: their number shows which rank is behind.
     """
 
     _watches = 0  # of this process, so that keys in the store are new
 
-    def __init__(self, timeout_s: float, missed: str = NO_STEP):
-        self.timeout_s, self.missed = timeout_s, missed
-        self._phase, self._progress = "begins", 0
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._phase, self._progress = "starting", 0
         self._allowed_s = max(timeout_s, FIRST_STEP_S)  # until the first step is done
         self.limit_s = self._allowed_s
         self._deadline = float("inf")
@@ -77,34 +72,34 @@ class Watchdog:
         if self._thread:
             self._thread.join()
 
-    def meet(self, doing: str, reads: int = 0) -> None:
-        """Wait for all ranks, so that the time of the next phase begins for all at once.
+    def phase(self, name: str, reads: int = 0) -> None:
+        """Wait for all ranks, so that the time of the phase begins for all at once.
 
         Args:
             reads: bytes of the files that the phase reads, for which it has more time.
         """
         if self._thread:
-            self.doing(f"waits for all, before it {doing}")
+            self.at(f"waiting for all ranks before {name}")
             dist.barrier()
-            self.doing(doing)
+            self.at(name)
             self._renew(self._allowed_s + reads / SLOWEST)
 
-    def met(self, doing: str, after_step: bool = False) -> None:
+    def renew(self, name: str, after_step: bool = False) -> None:
         """Begin the time anew: the ranks have just waited for each other.
 
         Args:
             after_step: a step of training is done; until the first of them there is more time.
         """
-        self.doing(doing)
+        self.at(name)
         if self._thread:
             if after_step and self._allowed_s > self.timeout_s:
                 self._allowed_s = self.timeout_s
                 self._dump_later(self.timeout_s)
             self._renew(self._allowed_s)
 
-    def doing(self, doing: str) -> None:
-        """Set the phase of this rank, for the report."""
-        self._phase, self._progress = doing, self._progress + 1
+    def at(self, name: str) -> None:
+        """Name what this rank does, for the report."""
+        self._phase, self._progress = name, self._progress + 1
 
     def _renew(self, limit_s: float) -> None:
         self.limit_s, self._deadline = limit_s, time.monotonic() + limit_s
@@ -154,7 +149,7 @@ class Watchdog:
         if rank in blamed or not blamed:
             print(f"rank {rank}: where its threads are:\n{stack}", file=sys.__stderr__, flush=True)
         if rank == min(set(found) - set(blamed), default=rank):
-            text = verdict(found, blamed, world, self.limit_s, self.missed)
+            text = verdict(found, blamed, world, self.limit_s)
             print(text, file=sys.__stderr__, flush=True)
         if rank not in blamed or rank == 0:
             # A launcher ends all when the first rank ends: the one to blame is to print its stack. And with rank 0 goes
@@ -219,14 +214,12 @@ def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
     return []
 
 
-def verdict(
-    found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float, missed: str = NO_STEP
-) -> str:
+def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
     """The message that ends the job."""
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
     }
-    lines = [f"{missed} {limit_s:g} s (hang_timeout_s)"]
+    lines = [f"error: no progress for {limit_s:g} s (hang_timeout_s)"]
     if blamed:
         lines[0] += f"; rank {', '.join(map(str, blamed))} of {world} is not where the others wait for it:"
         gone = "does not answer: its process is stopped, or its machine or connection is gone"
