@@ -87,7 +87,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
             completions, _ = session.complete([request for _, request in batch])
             for (record, _), completion in zip(batch, completions, strict=True):
                 choices = record.setdefault(ADDED, [])
-                choices.append(choice_of(completion))
+                choices.append(make_choice(completion))
                 if len(choices) == samples:  # a batch may end amid the samples of a prompt
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     progress.update()
@@ -96,7 +96,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     session.log_operations()
 
 
-def choice_of(completion: Completion) -> dict[str, Any]:
+def make_choice(completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,

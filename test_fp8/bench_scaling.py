@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""How a training scales over the GPUs of one host: whole steps of bench_model.py on 1, 2, 4, ... of them, at each ZeRO
-stage, in bf16 and FP8, with te_layer.
+"""Measure how training scales over the GPUs of one host: whole steps of bench_model.py on 1, 2, 4, ... GPUs, at each
+ZeRO stage, in bf16 and FP8, with te_layer.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
@@ -29,7 +29,7 @@ from test_fp8.common.cases import Case, parse_cases
 from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import STEP_OPTIONS, ByMachine, option, positive, shared
 from test_fp8.common.report import Result
-from test_fp8.model.cases import CASE_KEYS, arguments_of
+from test_fp8.model.cases import CASE_KEYS, training_arguments
 from train.config.ds_config import resolve_ds_config
 from train.preflight.machine import cuda_devices
 
@@ -55,7 +55,7 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
-    """The cases of --stages, --precisions and --row. Raises CaseError."""
+    """Return the cases of --stages, --precisions and --row. Raises CaseError."""
     cases = {}
     for stage, precision in product(options.stages, options.precisions):
         how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
@@ -65,8 +65,8 @@ def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result:
-    """What the report says of a case beside its figures. Raises CaseError, ConfigurationError."""
-    arguments = arguments_of(case, options, "auto", options.micro_batch, ranks)
+    """Return the configuration of a case for the report. Raises CaseError, ConfigurationError."""
+    arguments = training_arguments(case, options, "auto", options.micro_batch, ranks)
     return {
         "row": case.name,
         "ranks": ranks,
@@ -78,11 +78,11 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
     }
 
 
-def programs_of(
+def make_programs(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """One round of bench_model.py: on each GPU alone at the same time (`ranks` 1), or on all ranks together. gpus: the
-    number of this host's."""
+    """Return one round of bench_model.py: on each GPU alone at the same time (`ranks` 1), or on all ranks together.
+    gpus: the number of this host's."""
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
         places = [[gpu] for gpu in range(max(options.gpus))]
@@ -115,9 +115,9 @@ def measure_round(programs: Sequence[Program]) -> list[Result]:
     return results
 
 
-def figures(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[float]) -> Result:
-    """The figures of all `rounds` of a case, of each the results of GPUs that were measured at the same time. alone:
-    the speed of each GPU; empty if it is unknown."""
+def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[float]) -> Result:
+    """Return the figures of a case. rounds: for each round the results of GPUs that were measured at the same time.
+    alone: the speed of each GPU by itself; empty if it is unknown."""
     found = [r for results in rounds for r in results]
     if reason := next((r["reason"] for r in found if "reason" in r), None):
         return {"reason": reason}
@@ -153,11 +153,11 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             name, ranks = results[index]["row"], results[index]["ranks"]
             print(f"round {turn + 1}: {name} on {ranks} GPUs", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                programs = programs_of(options, cases[name], ranks, gpus, Path(folder))
+                programs = make_programs(options, cases[name], ranks, gpus, Path(folder))
                 rounds[index].append(measure_round(programs))
     alone: dict[str, list[float]] = {}
     for r, found in zip(results, rounds, strict=True):
-        r |= figures(found, r["ranks"], alone.get(r["row"], []))
+        r |= summarize(found, r["ranks"], alone.get(r["row"], []))
         alone.setdefault(r["row"], r.get("alone", []))
     return report.Outcome(
         results,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does FP8 train as well as bf16? The same training in bf16 and with each FP8 recipe, and how far they come apart.
+"""Compare the same training in bf16 and with each FP8 recipe: does FP8 train as well?
 
     python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
         [--row NAME key=value ...]... [--max_steps N] [--work_dir DIR] [--output FILE.json] [-- --key value ...]
@@ -52,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "muon": {"precision.compute": "bf16", "optim": "muon"},
     **{f"muon_{recipe}": {**overrides, "optim": "muon"} for recipe, overrides in FP8.items()},
 }
-# How a run is kept, not what it trains: one checkpoint, when it stops or ends.
+# Keep one checkpoint, written when the run stops or ends.
 KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
@@ -85,7 +85,7 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """The cases of --rows and --row, the baseline first. Raises CaseError."""
+    """Return the cases of --rows and --row, the baseline first. Raises CaseError."""
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
     if options.baseline not in cases:
@@ -93,8 +93,8 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 
-def words_of(case: Case, options: argparse.Namespace) -> list[str]:
-    """The arguments of train.py for a case. A run that has a checkpoint of its own goes on from it."""
+def training_words(case: Case, options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train.py for a case. A run that has a checkpoint of its own resumes from it."""
     folder = options.work_dir.resolve() / case.name
     words = [
         options.config,
@@ -112,15 +112,15 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = options.nproc if options.nproc > 1 else 0
-    program = Program("train/train.py", words_of(case, options), folder.with_suffix(".log"), ranks)
+    program = Program("train/train.py", training_words(case, options), folder.with_suffix(".log"), ranks)
     print(f"{case.name}: see {program.log}", flush=True)
     run(program)
     return read_records(folder)
 
 
 def read_records(folder: Path) -> list[Result]:
-    """The records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, one a step; not
-    every record has every key. An evaluation that a resumed run caught up on has a line of its own."""
+    """Return the records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, one a
+    step. Not every record has every key. An evaluation after a resume has a line of its own."""
     records: dict[int, Result] = {}
     for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -129,13 +129,13 @@ def read_records(folder: Path) -> list[Result]:
 
 
 def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the records that have `key`."""
+    """Return (steps, values) of the records that have `key`."""
     points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """(seconds of steps until then, record) of each record. Evaluations and saves do not count. An interval at less
+    """Return (seconds of steps so far, record) for each record. Evaluations and saves do not count. An interval at less
     than half of the median speed holds compilation or graph capture; it counts at the median."""
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
@@ -148,15 +148,15 @@ def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
 
 
 def speed(records: Sequence[Result]) -> float:
-    """Tokens/s of the steps. The first interval does not count if there are others."""
+    """Return tokens/s of the steps, without the first interval if there are others."""
     timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
     (begin, first), (end, last) = timed[0], timed[-1]
     return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
 
 
-def time_to(records: Sequence[Result], loss: float) -> float | None:
-    """Seconds of steps until the evaluation loss first was `loss` or less, on a line between evaluations; None:
-    never."""
+def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
+    """Return the seconds of steps until the evaluation loss reached `loss`, interpolated between evaluations; None if
+    it never did."""
     points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
@@ -167,17 +167,17 @@ def time_to(records: Sequence[Result], loss: float) -> float | None:
 
 
 def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """The seconds in which both reach the worse of their two final evaluation losses, and the baseline's as a
+    """Return the seconds in which both reach the worse of their two final evaluation losses, and the baseline's as a
     multiple of this training's ("ratio")."""
     loss = max(training[-1]["eval_loss"] for training in (own, base))
-    seconds, others = time_to(own, loss), time_to(base, loss)
+    seconds, others = seconds_to_loss(own, loss), seconds_to_loss(base, loss)
     ratio = others / seconds if seconds and others else None
     return {"eval_loss": loss, "seconds": seconds, "baseline_seconds": others, "ratio": ratio}
 
 
 def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """The mean difference of the training losses over the last tenth of the logged steps, in percent of the baseline's,
-    with its standard error. It is of many more tokens than an evaluation; the samples must be the same."""
+    """Return the mean difference of the training losses over the last tenth of the logged steps, in percent of the
+    baseline's, and its standard error. This covers many more tokens than an evaluation; the samples must be equal."""
     losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
     differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
     last = differences[-max(1, len(differences) // 10) :]
@@ -186,12 +186,12 @@ def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
 
 
 def percent(value: float, baseline: float) -> float:
-    """How far `value` is above `baseline`, in percent of it."""
+    """Return the difference of `value` to `baseline` in percent of it."""
     return (value / baseline - 1) * 100
 
 
 def health(records: Sequence[Result]) -> Result | None:
-    """The number of FP8 health checks and alarms, and the worst value of each statistic. None: no check."""
+    """Return the number of FP8 health checks and alarms, and the worst value of each statistic; None: no check."""
     checks = [record for record in records if record.get(FP8_HEALTH)]
     worst: dict[str, float] = {}
     for record in checks:
@@ -202,8 +202,8 @@ def health(records: Sequence[Result]) -> Result | None:
     return {"checks": len(checks), "alarms": alarms, "worst": worst} if checks else None
 
 
-def result_of(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
-    """The figures of a training beside the baseline's."""
+def make_result(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
+    """Return the figures of a training, compared with the baseline."""
     steps, losses = column(own, "loss")
     eval_steps, eval_losses = column(own, "eval_loss")
     base_losses = column(base, "eval_loss")[1]
@@ -238,12 +238,14 @@ def result_of(case: Case, config: Any, own: list[Result], base: list[Result], sa
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train all cases and compare them. Raises ValueError: a wrong configuration, before any training; a run failed."""
     cases = chosen_cases(options)
-    configs = [resolve_arguments(load_arguments(words_of(case, options)), options.nproc) for case in cases]
+    configs = [
+        resolve_arguments(load_arguments(training_words(case, options)), options.nproc) for case in cases
+    ]
     trained = [train(case, options) for case in cases]
     results, misses, base = [], [], configs[0]
     for case, config, records in zip(cases, configs, trained, strict=True):
         same_samples = config.seed == base.seed
-        result = result_of(case, config, records, trained[0], same_samples)
+        result = make_result(case, config, records, trained[0], same_samples)
         results.append(result)
         if not same_samples or config.optim != base.optim:
             continue

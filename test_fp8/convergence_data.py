@@ -101,8 +101,8 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
     return {name: wheels[name] for name in names}
 
 
-def why_skipped(text: str, kind: str) -> str | None:
-    """Why a text is not source code or a document that somebody wrote, or None."""
+def skip_reason(text: str, kind: str) -> str | None:
+    """Return why a text is not source code or a document written by a person, or None."""
     data = text.encode()
     if len(data) < LEAST_BYTES:
         return f"under {LEAST_BYTES} bytes"
@@ -122,8 +122,8 @@ def why_skipped(text: str, kind: str) -> str | None:
     return None
 
 
-def texts_of(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """(kind, path, text) of each text of a wheel in the order of its paths; the others are counted in `skipped`."""
+def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, path, text) of the texts of a wheel in the order of their paths; count the others in `skipped`."""
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
             path = PurePosixPath(entry.filename)
@@ -141,7 +141,7 @@ def texts_of(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str
                 found = email.message_from_string(text)
                 text = str(found.get_payload() or found.get("Description") or "")
             text = text.replace("\r\n", "\n")
-            if reason := why_skipped(text, kind):
+            if reason := skip_reason(text, kind):
                 skipped[f"{kind}: {reason}"] += 1
             else:
                 yield kind, entry.filename, text
@@ -152,7 +152,7 @@ def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for kind, path, text in texts_of(wheel, skipped):
+    for kind, path, text in read_texts(wheel, skipped):
         lines[kind].append(json.dumps({"text": text, "path": path}, ensure_ascii=False) + "\n")
         counts.update({kind: 1, f"{kind} bytes": len(text.encode())})
     for kind in KINDS:
@@ -162,8 +162,8 @@ def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
     return counts + Counter({f"left out: {reason}": n for reason, n in skipped.items()})
 
 
-def result_of(kind: str, counts: Counter[str], folder: Path) -> Result:
-    """What became of the texts of one kind."""
+def make_result(kind: str, counts: Counter[str], folder: Path) -> Result:
+    """Return the counts of the texts of one kind."""
     manifest, skipped = read_manifest(folder), f"left out: {kind}"
     return {
         "source": kind,
@@ -200,7 +200,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             words += ["--eval_fraction", options.eval_fraction, "--workers", options.workers]
             words += ["--dedup", "minhash", *QUALITY[kind]]
             run(Program("train/prepare_data.py", words, work / f"{kind}.log"))
-    results = [result_of(kind, counts, work / kind) for kind in KINDS]
+    results = [make_result(kind, counts, work / kind) for kind in KINDS]
     more = {"packages": len(wheels), "not_utf8": counts["left out: not UTF-8, nor what it says"]}
     return report.Outcome(results, more)
 

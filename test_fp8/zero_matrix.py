@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Does every ZeRO stage train what one rank trains? Each stage with each variant, in bf16 and each FP8 recipe, with
-recomputation and without; and with Muon, the optimizer's states and offloading.
+"""Check that every ZeRO stage trains what one rank trains: each stage with each variant, in bf16 and each FP8 recipe,
+with and without recomputation; and with Muon, optimizer states and offloading.
 
     python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--rows 'zero3-*'] [--output FILE.json]
 
@@ -75,7 +75,7 @@ COLUMNS: report.Columns = {
 }
 
 
-def case_of(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
+def make_case(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
     """`more`: other keys, "__" for the dots; zero_optimization__NAME is one of DeepSpeed's."""
     deepspeed = json.loads((ROOT / f"train_args/ds_config_zero{stage}.json").read_text(encoding="utf-8"))
     overrides: dict[str, Any] = {"model.variant": variant, "precision.compute": precision}
@@ -94,20 +94,20 @@ def case_of(stage: int, variant: str, precision: str, recompute: bool = False, /
 
 
 def matrix() -> Iterator[Case]:
-    """All cases: each stage with each variant, precision and recipe, with recomputation and without; then optimizers,
-    states, gradients and offloading with te_layer in FP8."""
+    """Yield all cases: each stage with each variant, precision and recipe, with and without recomputation; then
+    optimizers, states, gradients and offloading with te_layer in FP8."""
     for stage, variant, precision, recompute in product(range(4), VARIANTS, PRECISIONS, (False, True)):
-        yield case_of(stage, variant, precision, recompute)
+        yield make_case(stage, variant, precision, recompute)
         for recipe in VARIANTS[variant].recipes[1:] if precision == "fp8" else ():
-            yield case_of(stage, variant, precision, recompute, precision__recipe=recipe)
+            yield make_case(stage, variant, precision, recompute, precision__recipe=recipe)
     for recompute in (False, True):  # on a GPU it is compiled, which is refused
-        yield case_of(3, "torchao", "fp8", recompute, model__compile=False)
+        yield make_case(3, "torchao", "fp8", recompute, model__compile=False)
     for stage, switch in product(range(4), SWITCHES):
-        yield case_of(stage, "te_layer", "fp8", False, **switch)
+        yield make_case(stage, "te_layer", "fp8", False, **switch)
 
 
-def settings_of(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
-    """The training configuration of a case; tokens of a step are the same on one rank and on `ranks`."""
+def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
+    """Return the training configuration of a case. A step has the same tokens on one rank and on `ranks`."""
     return case.configured(
         {
             "model": {"config": "tiny"},
@@ -130,7 +130,7 @@ def settings_of(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any
 
 
 def make_data(folder: Path) -> Path:
-    """Make prepared tokens of which each depends mostly on the one before: there is something to learn."""
+    """Write prepared data in which each token depends mostly on the one before, so that there is something to learn."""
     random = np.random.default_rng(1)
     tokens = np.zeros(40_000, dtype=np.int64)
     noise = random.integers(0, 4, len(tokens))
@@ -153,7 +153,7 @@ def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Resul
     return [[record for record in map(json.loads, each) if "loss" in record] for each in lines]
 
 
-def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
+def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
     """Return loss and gradient norm of each step on several ranks and on one, the largest relative differences, and
     "why" if one is beyond `tolerance`. AdamW and clipping hide a factor of the gradient; its norm shows it."""
     steps = [(r["step"], r["tokens"]) for r in several]
@@ -174,8 +174,8 @@ def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mappin
     return result | ({"why": "; ".join(beyond)} if beyond else {})
 
 
-def outcome(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
-    """Whether a case is equal, refused, apart or failed, and why."""
+def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
+    """Train a case and return its outcome, "equal", "refused", "apart" or "failed", and why."""
     try:
         check(build_arguments(settings), ranks, ranks, devices)
     except (ValueError, UserError) as error:
@@ -186,7 +186,7 @@ def outcome(case: Case, settings: dict[str, Any], ranks: int, devices: list[int]
             trained = train(settings, Path(folder), ranks)
     except ValueError as error:
         return {"outcome": "failed", "why": str(error)}
-    found = compared(trained[0], trained[1], TOLERANCE.get(recipe, TOLERANCE[compute]))
+    found = compare_runs(trained[0], trained[1], TOLERANCE.get(recipe, TOLERANCE[compute]))
     return found | {"outcome": "apart" if "why" in found else "equal"}
 
 
@@ -200,8 +200,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     with tempfile.TemporaryDirectory() as name:
         data = make_data(Path(name) / "data")
         for case in select(options.rows, every, "--rows"):
-            settings = settings_of(case, options.steps, options.ranks, data)
-            found = outcome(case, settings, options.ranks, devices)
+            settings = training_settings(case, options.steps, options.ranks, data)
+            found = train_case(case, settings, options.ranks, devices)
             print(f"{case.name}: {found['outcome']}", flush=True)
             results.append({"row": case.name, "configuration": dict(case.overrides), **found})
     outcomes = Counter(r["outcome"] for r in results)

@@ -67,7 +67,7 @@ class Linear:
         self.precision: Precision | None = None
         self._te_state: Any = None
         if self.compute == "fp8":
-            if reason := shape.why_not_fp8():
+            if reason := shape.fp8_problem():
                 raise PrecisionError(reason)
             self.precision = Precision(PrecisionConfig(recipe=recipe, bf16_modules=[]))
             te = self.precision.te

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
         """Floating point operations of one of the three GEMMs: forward, dgrad and wgrad have the same number."""
         return 2 * self.batch * self.rows * self.inputs * self.outputs
 
-    def why_not_fp8(self) -> str | None:
+    def fp8_problem(self) -> str | None:
         """Why FP8 training cannot run this shape, or None."""
         if self.batch * self.rows % FP8_TRAIN_ROW_MULTIPLE:
             return f"batch x rows is {self.batch * self.rows}, not a multiple of {FP8_TRAIN_ROW_MULTIPLE}"

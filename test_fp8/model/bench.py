@@ -103,7 +103,7 @@ class Series:
         return list(self.settings) if not turn else [best] if best else []
 
     def refuse(self, setting: Setting, error: BaseException) -> None:
-        """Note why a measurement failed: the machine's size or kind, or else a fault of the case."""
+        """Record why a measurement failed: the machine cannot run it, or the case is at fault."""
         text, is_fault = " ".join(str(error).split()), False
         if is_out_of_memory(error):
             text = OUT_OF_MEMORY
@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     is_own_group = not dist.is_initialized()
     if is_own_group:
         init_distributed()
-    conditions = conditions_of(options, config)
+    conditions = make_conditions(options, config)
     tolerance = conditions.reference.logits_tolerance()
     print(
         f"{Path(options.config).name}: {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP a token; ranks: "
@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace) -> Outcome:
         chosen = [one for one in series if one.measure == name]
         for turn in range(options.rounds):
             for one in chosen if turn % 2 == 0 else reversed(chosen):
-                measure_settings(one, turn, conditions)
+                measure_turn(one, turn, conditions)
     free_memory()
     results = [one.result(flops) for one in series]
     for name in MEASURES:
@@ -212,8 +212,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     return Outcome(results, more, [LEGEND], failures, speeds, "tokens/s")
 
 
-def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
-    """A random batch, and what transformers' model in bf16 computes of it."""
+def make_conditions(options: argparse.Namespace, config: Any) -> Conditions:
+    """Make a random batch, and compute the reference with transformers' model in bf16."""
     generator = torch.Generator().manual_seed(SEED)
     shape = max(options.micro_batch), options.seq_length + 1
     ids = torch.randint(config.vocab_size, shape, generator=generator)
@@ -224,8 +224,8 @@ def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
     return Conditions(config, reference, batch, options.seconds, options.steps)
 
 
-def measure_settings(one: Series, turn: int, conditions: Conditions) -> None:
-    """Measure what round `turn` has for a case. After a failure the other cases go on."""
+def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
+    """Measure round `turn` of a case. A failure does not stop the other cases."""
     for setting in one.candidates(turn):
         if one.failed:
             return
@@ -277,7 +277,7 @@ def measure_case(
     is_te, engine = VARIANTS[arguments.model.variant].te, None
     pinned = "auto" if is_te else setting.attention
     try:
-        with pinned_sdpa(pinned):
+        with pin_sdpa(pinned):
             if not is_te:
                 use_loss(model, setting.loss)
             facts = check_case(model, precision, arguments, conditions)
@@ -298,7 +298,7 @@ def measure_case(
 
 
 @contextmanager
-def pinned_sdpa(name: str) -> Iterator[None]:
+def pin_sdpa(name: str) -> Iterator[None]:
     """Run torch's SDPA with the backend `name` in the block ("auto": torch chooses)."""
     if name == "auto":
         yield

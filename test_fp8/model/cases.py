@@ -114,7 +114,10 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
         "step": [case for case in named if case in in_steps],
     }
     found = [
-        (m, case, settings_of(case, options)) for m in MEASURES if m in options.measure for case in chosen[m]
+        (m, case, candidate_settings(case, options))
+        for m in MEASURES
+        if m in options.measure
+        for case in chosen[m]
     ]
     if launchers.world_size() > 1:
         for measure, case, settings in found:
@@ -126,19 +129,21 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
     return found
 
 
-def settings_of(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
+def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
     """What the first round tries: every micro-batch, smallest first, with every attention and loss that the case can
     have."""
     sizes, ranks = sorted(options.micro_batch), launchers.world_size()
-    te = VARIANTS[arguments_of(case, options, "auto", sizes[0], ranks).model.variant].te
+    te = VARIANTS[training_arguments(case, options, "auto", sizes[0], ranks).model.variant].te
     losses, attentions = (["own"], options.attention) if te else (options.loss, options.sdpa)
     return {
-        Setting(size, attention, loss): arguments_of(case, options, attention if te else "auto", size, ranks)
+        Setting(size, attention, loss): training_arguments(
+            case, options, attention if te else "auto", size, ranks
+        )
         for loss, attention, size in itertools.product(losses, attentions, sizes)
     }
 
 
-def arguments_of(
+def training_arguments(
     case: Case, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
 ) -> TrainingArguments:
     """Return the resolved training configuration of a case. Raises CaseError, ConfigurationError."""

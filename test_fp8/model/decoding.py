@@ -49,7 +49,7 @@ def random_weights(config: Any, precision: str) -> Weights:
     return pack(tensors, config, precision)
 
 
-def result_of(what: str, row: str, batch: int, seconds: float, tokens: int, **more: Any) -> Result:
+def make_result(what: str, row: str, batch: int, seconds: float, tokens: int, **more: Any) -> Result:
     rate = {"ms": seconds * 1000, "tokens_per_s": tokens / seconds}
     return {"what": what, "row": row, "batch": batch, **rate, **more}
 
@@ -66,7 +66,7 @@ def decode(options: argparse.Namespace, weights: dict[str, Weights], prompts: to
             if turn:
                 times[precision].append(run.timing.decode_s / (new - 1))
     return [
-        result_of("decode", p, batch, statistics.median(of), batch, weights_gib=weights[p].nbytes / GIB)
+        make_result("decode", p, batch, statistics.median(of), batch, weights_gib=weights[p].nbytes / GIB)
         for p, of in times.items()
     ]
 
@@ -84,7 +84,7 @@ def prefill(options: argparse.Namespace, config: Any, weights: dict[str, Weights
         step, prompts = engine.step(batch, GREEDY), ids.tolist()
         seconds = median_ms(partial(engine.prefill, step, prompts), options.rounds) / 1e3
         tflops = engine_flops / seconds / 1e12
-        results.append(result_of("prefill", precision, batch, seconds, ids.numel(), tflops=tflops))
+        results.append(make_result("prefill", precision, batch, seconds, ids.numel(), tflops=tflops))
         del engine, step
     return results
 
@@ -120,6 +120,6 @@ def decode_with_transformers(
         whole, first = (statistics.median(seconds(n) for _ in range(options.rounds)) for n in (new, 1))
         each = (whole - first) / (new - 1)
         gib = num_parameters(config) * 2 / GIB
-        results.append(result_of("decode", "transformers", batch, each, batch, weights_gib=gib))
+        results.append(make_result("decode", "transformers", batch, each, batch, weights_gib=gib))
         print(f"transformers, batch {batch}, is done", flush=True)
     return results

@@ -17,7 +17,7 @@ from model.startup_check import check_startup
 from test_fp8.common.cases import Case
 from test_fp8.common.report import Outcome, Result
 from test_fp8.common.timing import synchronize
-from test_fp8.model.cases import arguments_of
+from test_fp8.model.cases import training_arguments
 from train.checkpoint.files import RunState, read_manifest
 from train.checkpoint.save import Saver
 from train.config.ds_config import resolve_ds_config
@@ -35,7 +35,7 @@ class Training:
 
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
-        self.args = arguments_of(case, options, "auto", options.micro_batch, dist.get_world_size())
+        self.args = training_arguments(case, options, "auto", options.micro_batch, dist.get_world_size())
         model, self.precision = build_model_and_precision(self.args)
         check_startup(model, self.precision, seed=self.args.seed)
         ds_config = resolve_ds_config(self.args, dist.get_world_size())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from test_fp8 import bench_scaling
-from test_fp8.bench_scaling import BENCHMARK, figures, programs_of
+from test_fp8.bench_scaling import BENCHMARK, make_programs, summarize
 from test_fp8.common.cases import Case
 from tests.test_fp8.running import report_of
 
@@ -22,20 +22,20 @@ def of_gpus(*speeds: float) -> list[dict[str, Any]]:
 
 
 def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
-    alone = figures([of_gpus(100.0, 90.0, 110.0, 1000.0)], 1, [])
+    alone = summarize([of_gpus(100.0, 90.0, 110.0, 1000.0)], 1, [])
     assert alone["alone"] == [100, 90, 110, 1000] and alone["tokens_per_second"] == 325
-    two = figures([of_gpus(170.0), of_gpus(182.0)], 2, alone["alone"])
+    two = summarize([of_gpus(170.0), of_gpus(182.0)], 2, alone["alone"])
     assert two["tokens_per_second"] == 176 and two["rounds"] == [[170, 182]] and two["peak_gib"] == 3
     assert two["share_of_alone"] == pytest.approx(176 / 190)
-    on_a_cpu = figures([of_gpus(150.0)], 2, [100.0])
+    on_a_cpu = summarize([of_gpus(150.0)], 2, [100.0])
     assert on_a_cpu["share_of_alone"] == pytest.approx(0.75), "one rank stands for each"
-    assert "share_of_alone" not in figures([of_gpus(10.0)], 2, [])
-    assert figures([of_gpus(1.0), [{"reason": "why"}]], 1, []) == {"reason": "why"}
+    assert "share_of_alone" not in summarize([of_gpus(10.0)], 2, [])
+    assert summarize([of_gpus(1.0), [{"reason": "why"}]], 1, []) == {"reason": "why"}
 
 
 def test_one_gpu_is_measured_on_each_at_the_same_time(tmp_path: Path) -> None:
     options = BENCHMARK.options.parse([*SMALL, "--gpus", "1", "3"])
-    started = [programs_of(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
+    started = [make_programs(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
     assert [[program.gpus for program in programs] for programs in started] == [
         [[0], [1], [2]],
         [[0, 1, 2]],

@@ -39,7 +39,7 @@ def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
 
 def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
     records = training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0))
-    times = {loss: compare_convergence.time_to(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
+    times = {loss: compare_convergence.seconds_to_loss(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
     assert times == {5.5: 10, 4.25: 17.5, 3.6: 35, 2.9: None}
     fast, slow = training((10, 4.0), (20, 3.1), rate=20), training((10, 4.0), (20, 3.0))
     found = compare_convergence.equal_loss(fast, slow)

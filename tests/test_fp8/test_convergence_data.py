@@ -12,7 +12,7 @@ import pytest
 
 from test_fp8 import convergence_data
 from test_fp8.common.launch import Program
-from test_fp8.convergence_data import BENCHMARK, extract, texts_of, why_skipped
+from test_fp8.convergence_data import BENCHMARK, extract, read_texts, skip_reason
 from tests.test_fp8.running import report_of
 
 SOURCE = (
@@ -46,10 +46,10 @@ def wheel(path: Path, files: dict[str, bytes]) -> Path:
     ],
 )
 def test_what_is_no_source_that_somebody_wrote(text: str, reason: str) -> None:
-    found = why_skipped(text, "code")
+    found = skip_reason(text, "code")
     assert found is None if not reason else found is not None and found.startswith(reason)
     if "line" in reason or "generated" in reason:
-        assert why_skipped(text, "documents") is None, "of source code alone"
+        assert skip_reason(text, "documents") is None, "of source code alone"
 
 
 def test_the_texts_of_a_wheel(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_texts_of_a_wheel(tmp_path: Path) -> None:
         },
     )
     skipped: Counter[str] = Counter()
-    found = list(texts_of(path, skipped))
+    found = list(read_texts(path, skipped))
     assert [(kind, name) for kind, name, _ in found] == [
         ("documents", "shapes-1.0.dist-info/METADATA"),
         ("code", "shapes/a.py"),

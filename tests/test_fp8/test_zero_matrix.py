@@ -9,7 +9,7 @@ import pytest
 
 from model.errors import UserError
 from test_fp8 import zero_matrix
-from test_fp8.zero_matrix import BENCHMARK, compared, make_data, matrix, settings_of
+from test_fp8.zero_matrix import BENCHMARK, compare_runs, make_data, matrix, training_settings
 from tests.test_fp8.running import report_of
 from train.config.load import build_arguments
 from train.preflight.check import check
@@ -38,7 +38,7 @@ def steps(losses: list[float], norms: list[float]) -> list[dict]:
     ],
 )
 def test_what_is_beyond_the_tolerance(losses: list[float], norms: list[float], beyond: list[str]) -> None:
-    found = compared(steps(losses, norms), steps([4, 4], [1, 1]), TOLERANCE)
+    found = compare_runs(steps(losses, norms), steps([4, 4], [1, 1]), TOLERANCE)
     assert [part.partition(":")[0] for part in found.get("why", "").split("; ") if part] == beyond
     if not beyond:
         assert found["loss_difference"] == pytest.approx(0.001 / 4) and found["loss_one_rank"] == [4, 4]
@@ -53,7 +53,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert len(cases) == len(list(matrix()))
     for case in cases.values():
         try:
-            check(build_arguments(settings_of(case, 2, 2, data)), 2, 2, [])
+            check(build_arguments(training_settings(case, 2, 2, data)), 2, 2, [])
         except UserError:
             refused.append(case.name)
     plain = {name for name in refused if name.count("-") == 2 or name.endswith("-recompute")}
