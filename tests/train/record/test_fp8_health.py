@@ -137,20 +137,6 @@ def test_health_is_drawn_against_steps(tmp_path: Path, monkeypatch: pytest.Monke
     assert tables[1][0][1] == 0.05 and math.isnan(tables[1][0][0]) and math.isnan(tables[0][3][0])
 
 
-def test_a_single_sample_has_its_step_as_the_only_tick_label(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    panels = []
-    show = Axes.imshow
-    monkeypatch.setattr(Axes, "imshow", lambda axis, *a, **o: panels.append(axis) or show(axis, *a, **o))
-    folder = make_run(tmp_path / "run", lines=1, **{FP8_HEALTH: record()})
-    history = read_history(folder)
-    assert draw_health(history, tmp_path / "health.png")
-    labels = [[label.get_text() for label in panel.get_xticklabels()] for panel in panels]
-    step = next(line["step"] for line in history.records if FP8_HEALTH in line)
-    assert labels and all(list(filter(None, found)) == [str(step)] for found in labels)
-
-
 def test_one_run_has_its_health_beside_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
     monkeypatch.setattr("train.record.plots.draw", lambda *_: None)

@@ -125,19 +125,6 @@ def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
     assert ("define_metric", "*", ("step_metric", "step")) in calls
 
 
-def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
-    config = {"max_steps": 9, "report_to": ["tensorboard"], "run_name": None, "wandb_project": "project"}
-    log = MetricsLogger(RunFolder(tmp_path), config, is_main=True)
-    log.log({"step": 5, "tokens": 320, "loss": 1.0})
-    log.rewind(3)
-    log.close()
-    assert [dict(call[2:])["purge_step"] for call in calls if call[0] == "SummaryWriter"] == [0, 4]
-    assert [call[0] for call in calls].count("close") == 2
-    (text,) = (call for call in calls if call[0] == "add_text")  # once a run
-    assert text[1] == "configuration" and '"wandb_project": "project"' in text[2]
-    assert {dict(call[2:])["flush_secs"] for call in calls if call[0] == "SummaryWriter"} == {30}
-
-
 def test_wandb_begins_a_new_run_of_the_group_when_a_run_goes_back(tmp_path, calls, monkeypatch):
     """By a rollback, or by a resume before the last logged step; no wandb run has a step twice."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -174,44 +161,29 @@ def test_wandb_begins_a_new_run_of_the_group_when_a_run_goes_back(tmp_path, call
     assert [call[0] for call in calls].count("finish") == 4
 
 
-def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
-    log = open_trackers(tmp_path, "tensorboard", start_step=10)
-    log.log(
-        {
-            "step": 20,
-            "tokens": 64,
-            "time": 1.0,
-            "loss": 2.5,
-            "mfu": None,
-            "skipped": {"ranks": [0]},
-            "ok": True,
-            "fp8_alarms": {"began": [{"gemm": "lm_head"}], "active": 1, "count": 3},
-        }
-    )
-    log.log({"step": 30, "loss": float("nan")})
-    log.rewind(10)
-    log.close()
-    writers = [call for call in calls if call[0] == "SummaryWriter"]
-    assert [dict(call[2:])["purge_step"] for call in writers] == [11, 11]
-    assert {call[1] for call in writers} == {str(tmp_path / "tensorboard")}
-    scalars = [call[1:] for call in calls if call[0] == "add_scalar"]
-    counts = [("fp8_alarms/active", 1, 20), ("fp8_alarms/count", 3, 20)]
-    assert scalars == [("tokens", 64, 20), ("loss", 2.5, 20), *counts]
-    assert "add_text" not in [call[0] for call in calls]  # the run that it goes on with has it
-    assert [call[0] for call in calls][-1] == "close"
-
-
-def test_tensorboard_writes_event_files_that_it_reads(tmp_path):
+def test_tensorboard_has_the_numbers_that_count(tmp_path):
+    """Not those that a rollback or a resume has left behind."""
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs the package tensorboard"
     )
-    for start_step, steps in ((0, (10, 20, 30)), (20, (30, 40))):
-        log = open_trackers(tmp_path, "tensorboard", start_step)
-        for step in steps:
-            log.log({"step": step, "loss": start_step + step})
-        log.close()
-    found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in found] == [(10, 10), (20, 20), (30, 50), (40, 60)]
+    others = {"time": 1.0, "mfu": None, "ok": True, "skipped": {"ranks": [0]}}
+    others["fp8_alarms"] = {"began": [{"gemm": "lm_head"}], "active": 1, "count": 3}
+    first = open_trackers(tmp_path, "tensorboard", 0)
+    for step in (10, 20, 30):
+        first.log({"step": step, "loss": step, **others})
+    first.rewind(20)
+    first.log({"step": 30, "loss": 31})
+    first.log({"step": 40, "loss": float("nan")})
+    first.close()
+    resumed = open_trackers(tmp_path, "tensorboard", 30)
+    resumed.log({"step": 40, "loss": 41})
+    resumed.close()
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(found.Tags()["scalars"]) == {"loss", "fp8_alarms/active", "fp8_alarms/count"}
+    losses = [(event.step, event.value) for event in found.Scalars("loss")]
+    assert losses == [(10, 10), (20, 20), (30, 31), (40, 41)]
+    (tag,) = found.Tags()["tensors"]
+    assert len(found.Tensors(tag)) == 1, "the configuration, once per run"
 
 
 @pytest.mark.parametrize("folder_of_that_name", [False, True])
