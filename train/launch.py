@@ -68,7 +68,7 @@ from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices, memory_kills
-from train.record.log import configure_logging, last_lines
+from train.record.log import configure_logging
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["--supervise"]:
             return Supervisor(argv[1:], Children()).run()
         options = parse(argv)
-        return run_ranks(options, check_start(options), Children())
+        return run_ranks(options, Children())
     except (UserError, ValueError, OSError) as error:
         logger.error(reason(error))
         return CRASHED if may_pass(error) else NOT_AS_IT_IS
@@ -296,16 +296,11 @@ def free_port() -> int:
 # ---------------------------------------------------------------- the ranks of this node
 
 
-def run_ranks(options: argparse.Namespace, folder: RunFolder | None, children: Children) -> int:
-    """Start the ranks of this node once and wait for them; returns the exit status.
-
-    Args:
-        folder: of a run of train.py, with the logs of its ranks."""
+def run_ranks(options: argparse.Namespace, children: Children) -> int:
+    """Start the ranks of this node once and wait for them; returns the exit status. Raises UserError, ValueError: see
+    check_start."""
+    check_start(options)
     kills = memory_kills()
-    ranks = range(options.node_rank * options.nproc, (options.node_rank + 1) * options.nproc)
-    # with their sizes: what earlier runs wrote in them is not shown
-    logs = {rank: (log, log.stat().st_size if log.is_file() else 0)
-            for rank in ranks if folder for log in [folder.rank_log(rank)]}  # fmt: skip
     try:
         children.start_ranks(options)
         failed = children.wait()
@@ -315,22 +310,16 @@ def run_ranks(options: argparse.Namespace, folder: RunFolder | None, children: C
         if status == INTERRUPTED and INTERRUPTED not in failed.values():
             logger.warning(WITHOUT_STEPS)  # no rank could
         if cause is not None:
-            for rank in failed:
-                if rank and failed[rank] < 0 and rank in logs:  # it could not print why it ended
-                    lines = last_lines(*logs[rank])
-                    logger.error("\n".join([f"the last lines of rank {rank}, of {logs[rank][0]}:", *lines]))
             report_failure(cause, failed[cause], children.running(), memory_kills() > kills)
         return status
     finally:
         children.kill()
 
 
-def check_start(options: argparse.Namespace) -> RunFolder | None:
-    """Check what can be known before the ranks start; returns the folder of a run of train.py.
-
-    Raises UserError, ValueError: the run cannot start."""
+def check_start(options: argparse.Namespace) -> None:
+    """Check what can be known of a run of train.py before its ranks start. Raises UserError, ValueError: it cannot."""
     if Path(options.script).resolve() != TRAIN:
-        return None
+        return
     try:
         arguments = load_arguments(options.arguments)
         remarks = check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices())
@@ -341,7 +330,6 @@ def check_start(options: argparse.Namespace) -> RunFolder | None:
     if options.node_rank == 0 and remarks:
         logger.info("\n".join(remarks))
     os.environ[CHECKED] = "1"
-    return RunFolder(arguments.output_dir)
 
 
 def report_failure(rank: int, code: int, ended_with_it: list[int], out_of_memory: bool) -> None:
@@ -512,7 +500,7 @@ class Supervisor:
             status = self.children.run([*self.srun, *launcher, str(TRAIN), *self.argv], are_training=True)
         else:
             options = parse([*self.rank_options, str(TRAIN), *self.argv])
-            status = run_ranks(options, check_start(options), self.children)
+            status = run_ranks(options, self.children)
         # srun makes one status of several nodes'; what rank 0 wrote is certain
         return STOPPED if self.folder.stopped.is_file() and not self.arguments.dry_run else status
 

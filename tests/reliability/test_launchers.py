@@ -159,7 +159,7 @@ def test_nodes_with_other_configurations_do_not_train_together(ways: Ways, data:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_a_rank_that_a_signal_kills_is_heard_on_the_console(ways: Ways) -> None:
-    """Its own output, which nobody sees meanwhile, to the last lines of this start."""
+    """Its log is appended to that of earlier starts."""
     log = ways.folder / "run/run/logs/rank-001.log"
     log.parent.mkdir(parents=True)
     log.write_text("of an earlier start\n")
@@ -171,7 +171,5 @@ def test_a_rank_that_a_signal_kills_is_heard_on_the_console(ways: Ways) -> None:
         os.kill(int(ranks[1]), signal.SIGSEGV)
         assert process.wait(timeout=120) == 128 + signal.SIGSEGV
     said = ways.said("run")
-    shown = said.partition("the last lines of rank 1, of ")[2].splitlines()
-    assert shown[0].endswith("run/logs/rank-001.log:") and shown[1].startswith("======== ")
     assert "rank 1 was killed by SIGSEGV" in said
-    assert "of an earlier start" not in said and log.read_text().startswith("of an earlier start\n======== ")
+    assert log.read_text().startswith("of an earlier start\n======== ")

@@ -199,8 +199,7 @@ def test_a_run_is_checked_with_the_ranks_of_all_nodes(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     nodes = "--nproc 2 --nnodes 3 --node_rank 1 --master_addr first --master_port 29500"
     options = parse([*nodes.split(), str(ROOT / "train/train.py"), str(tmp_path / "config.json")])
-    folder = check_start(options)
-    assert folder is not None and folder.path == Path(settings["output_dir"])
+    check_start(options)
     assert [given[:3] for given in ranks] == [(settings["output_dir"], 6, 2)]
     assert os.environ[check.CHECKED] == "1"
 

@@ -93,16 +93,6 @@ def link_log_file(path: Path, target: Path) -> None:
         logger.warning("%s cannot be made a link to %s: %s", path, target, error)
 
 
-def last_lines(path: Path, since: int, most: int = 20) -> list[str]:
-    """Return the last lines of a log file without those before the byte `since`, [] where there are none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(since, os.fstat(file.fileno()).st_size - 64 * 1024))
-            return file.read().decode(errors="replace").splitlines()[-most:]
-    except OSError:
-        return []
-
-
 def _add(handler: logging.Handler) -> None:
     if handler.formatter is None:
         handler.setFormatter(_Formatter("%(prefix)s%(message)s"))

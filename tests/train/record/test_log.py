@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.record import log
 from train.record.log import configure_logging, link_log_file, open_log_file
 
 logger = logging.getLogger("train.of_a_test")
@@ -125,14 +124,3 @@ def test_rank_0_has_its_place_among_the_logs(tmp_path: Path) -> None:
     link.write_text("of a copied run\n")
     link_log_file(link, target)
     assert link.read_text() == "of a copied run\n"
-
-
-def test_the_last_lines_are_of_this_start(tmp_path: Path) -> None:
-    path = tmp_path / "rank-001.log"
-    assert log.last_lines(path, 0) == []
-    path.write_text("of an earlier start\n")
-    since = path.stat().st_size
-    with path.open("a") as file:
-        file.writelines(f"line {number}\n" for number in range(30))
-    assert log.last_lines(path, since) == [f"line {number}" for number in range(10, 30)]
-    assert log.last_lines(path, since, 40) == [f"line {number}" for number in range(30)]
