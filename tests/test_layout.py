@@ -34,7 +34,7 @@ PRIVATE = re.compile(
 KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
 # Of the folder train/: each line may import the lines above it, and of its own line only the room itself.
 LAYERS = [
-    ["train/files.py"],
+    ["train/files.py", "train/launchers.py"],
     ["train/data", "train/record"],
     ["train/config", "train/prepare", "train/inspect_data.py", "train/plot.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],

@@ -33,7 +33,7 @@ from model import need
 
 need("evaluation", "pydantic", "psutil", "torch", "transformers")
 
-from train.engine import launchers
+from train import launchers
 
 INTERRUPTED, NOT_AS_IT_IS = 130, 2
 

@@ -62,10 +62,10 @@ from train.checkpoint.files import committed, identity
 from train.checkpoint.resume import resume_option
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
-from train.engine.launchers import first_host, port_of
 from train.files import again, may_pass, reason, remove_dead_buffers
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
+from train.launchers import first_host, port_of
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices, memory_kills
 from train.record.log import configure_logging

@@ -38,9 +38,9 @@ if __name__ == "__main__":
 
 from model.config import GIB
 from model.errors import UserError
+from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
-from train.engine import launchers
 from train.files import lasts, reason
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices

@@ -21,7 +21,7 @@ from typing import Any
 from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common.options import Option, Options, choose_defaults
-from train.engine import launchers
+from train import launchers
 from train.files import drawing, reason, write_durably
 from train.record.provenance import commit
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.cases import Case, CaseError, parse_cases, select
+from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
-from train.engine import launchers
 
 MEASURES = ("bare", "step")
 SDPA = ("auto", "cudnn", "flash", "efficient")  # of torch, in the cases of transformers' modules

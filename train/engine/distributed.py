@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 
 from model.errors import UserError
 from model.fp8.machine import leave_out
-from train.engine import launchers
+from train import launchers
 from train.files import open_files, remove_dead_buffers
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def init_distributed() -> None:
-    """Join the process group that whatever started this process describes (train/engine/launchers.py); alone, make one
+    """Join the process group that whatever started this process describes (train/launchers.py); alone, make one
     of one process.
 
     Raises ValueError: it is described in part, or another process has the port."""

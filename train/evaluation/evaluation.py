@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from model.fp8.machine import describe, headline
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
-from train.engine import launchers
+from train import launchers
 from train.evaluation import scores
 from train.evaluation.models import Plan, find_model, plan_model
 from train.evaluation.texts import Documents, Packed, is_prepared

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from train.engine import launchers
+from train import launchers
 from train.files import write_durably
 from train.record.run_folder import RunFolder
 

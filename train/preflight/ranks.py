@@ -26,11 +26,11 @@ from model.config import load_config, numbers_of
 from model.errors import UserError
 from model.fp8.machine import describe
 from model.fp8.recipes import why_no_fp8
+from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of
 from train.config.schema import flatten
 from train.data.stream import open_stream
-from train.engine import launchers
 from train.files import existing
 from train.preflight.check import PreflightError
 from train.record.provenance import NOT_HASHED, sources_sha256

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import numbers, refused
 from tests.programs import ROOT
 from train.engine import distributed
-from train.engine.launchers import LauncherError
 from train.launch import free_port
+from train.launchers import LauncherError
 
 
 def test_remarks_that_nobody_needs_are_left_out(

@@ -1,13 +1,12 @@
-"""train/engine/launchers.py: what srun and mpirun say of a rank, in the names of torch; what is refused."""
+"""train/launchers.py: what srun and mpirun say of a rank, in the names of torch; what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.conftest import refused
-from train import train
-from train.engine import launchers
-from train.engine.launchers import (
+from train import launchers, train
+from train.launchers import (
     DESCRIBED,
     LauncherError,
     adopt,
