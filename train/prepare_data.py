@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 
         manifest = prepare(args)
     except (UserError, ValueError, RuntimeError, OSError) as error:
-        from train.prepare.output import IDENTITY_NAME, WORK_NAME
+        from train.prepare.corpus import WORK_NAME
+        from train.prepare.output import IDENTITY_NAME
 
         kept = isinstance(error, OSError) and (Path(args.output) / WORK_NAME / IDENTITY_NAME).exists()
         goes_on = f"; what is done in {args.output} is kept, and the same command goes on" * kept

@@ -10,23 +10,27 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import MistralConfig
 
-from model.autotune.choice import Candidate, Choice, choose
-from model.autotune.task import Task
 from model.autotune.timing import Timer, cuda_ms, one_line, release_memory, undisturbed
-from model.build import choose_attention
+from model.build import build_model, choose_attention
 from model.config import GIB
+from model.documents import Documents, random_documents
 from model.fp8 import te_backend
+from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
-from model.fp8.recipes import Compute
+from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.startup_check import ATTENTION_TOLERANCE, attention_errors, verify_fp8
+from model.variants import SpeedConfig
 
 logger = logging.getLogger(__name__)
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
@@ -38,6 +42,123 @@ WINDOW_MS = 300.0
 # Relative difference of a gradient between a launched and a replayed pass. A correct graph showed up to 3.4e-3 on an
 # H200, from one last bit in an amax that changes a scale. A wrong graph is off by more than 1e-2.
 GRAPH_TOLERANCE = 6e-3
+
+TIE = 0.01  # relative; medians on one GPU repeat within it
+# The first micro-batch of a step quantizes the weights. Beyond 4 micro-batches the mean changes by less than 0.2 %.
+LONGEST_CYCLE = 4
+
+
+@dataclass
+class Task:
+    """The settings of a run, some of which are still to be chosen.
+
+    precision, speed, attention_backend: as configured; compute is fp8. accumulation: micro-batches of a step.
+    main_grad: GEMMs add weight gradients into float32 buffers. graphs_allowed: whether the run can use CUDA graphs.
+    document_mask: attention stays within documents. other_memory_gib: GPU memory the run needs besides weights,
+    gradients and activations, mainly optimizer state.
+    """
+
+    config: MistralConfig
+    variant: str
+    precision: PrecisionConfig
+    batch_size: int
+    seq_length: int
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    attention_backend: str = "auto"
+    gradient_checkpointing: bool = False
+    accumulation: int = 8
+    main_grad: bool = False
+    graphs_allowed: bool = True
+    document_mask: bool = False
+    other_memory_gib: float = 0.0
+
+    def resolved(self, compute: Compute) -> Precision:
+        """The run's precision with `compute`. Amaxes are not reduced: the other ranks do not measure."""
+        config = replace(self.precision, auto=False, compute=compute)
+        return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
+
+    def cycle(self, precision: Precision) -> int | None:
+        """Passes that share one FP8 copy of the weights; None if each pass quantizes them."""
+        return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 and self.accumulation > 1 else None
+
+    def graph_modes(self) -> tuple[bool, ...]:
+        """Values of speed.cuda_graphs to measure. If the configuration sets it, it stays on."""
+        if not self.graphs_allowed:
+            return (False,)
+        return (True,) if self.speed.cuda_graphs else (False, True)
+
+    def documents(self) -> Documents | None:
+        """Return random documents for a batch, with document_mask; half a sample long on average."""
+        if not self.document_mask:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        return random_documents(self.batch_size, self.seq_length, self.seq_length / 2, generator)
+
+    def build(self, precision: Precision) -> nn.Module:
+        """Build the model as the run would."""
+        model = build_model(
+            self.config,
+            self.variant,
+            precision,
+            gradient_checkpointing=self.gradient_checkpointing,
+            speed=self.speed,
+            document_mask=self.document_mask,
+        ).train()
+        if self.main_grad:
+            for module in gemm_modules(model, precision).values():
+                for weight in matrices(module):
+                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+                module.fuse_wgrad_accumulation = True
+        return model
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values for precision.compute, speed.cuda_graphs and model.attention_backend."""
+
+    compute: Compute
+    cuda_graphs: bool
+    attention_backend: str
+
+    def __str__(self) -> str:
+        graphs = str(self.cuda_graphs).lower()
+        return f"compute {self.compute}, cuda_graphs {graphs}, attention_backend {self.attention_backend}"
+
+
+@dataclass
+class Candidate:
+    """A choice and its measurements.
+
+    times_ms: forward and backward of the model for one micro-batch, a time per visit. peak_gib: GPU memory of the
+    model. note: why the candidate cannot be chosen.
+    """
+
+    choice: Choice
+    times_ms: list[float] = field(default_factory=list)
+    peak_gib: float = 0.0
+    note: str = ""
+
+    @property
+    def ms(self) -> float:
+        """Mean time over the visits; infinite if the candidate cannot be chosen."""
+        return sum(self.times_ms) / len(self.times_ms) if self.times_ms and not self.note else math.inf
+
+    def line(self) -> str:
+        """A line of the printed table."""
+        result = self.note or f"{self.ms:9.3f} ms  {self.peak_gib:6.1f} GiB"
+        return f"  {self.choice!s:<62} {result}"
+
+
+def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Choice | None:
+    """Return the choice of the fastest candidate that fits into memory_gib, or None.
+
+    Args:
+        candidates: in the order of preference. Times within TIE of each other are equal: the first candidate wins.
+        memory_gib: GPU memory available to the model.
+    """
+    usable = [c for c in candidates if math.isfinite(c.ms) and c.peak_gib <= memory_gib]
+    fastest = min((c.ms for c in usable), default=math.inf)
+    return next((c.choice for c in usable if c.ms <= fastest * (1 + TIE)), None)
 
 
 def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 from model.autotune import measure
-from model.autotune.choice import Candidate, Choice, choose
-from model.autotune.measure import autotune, measure_steps
-from model.autotune.task import Task
+from model.autotune.measure import Candidate, Choice, Task, autotune, choose, measure_steps
 from model.build import build_model
 from model.config import GIB
 from model.fp8 import te_backend

@@ -30,8 +30,7 @@ from train.data.format import (
 from train.data.order import spread
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.evaluation.models import EvaluationError
-from train.prepare.corpus import list_sources, read_share
-from train.prepare.output import WORK_NAME
+from train.prepare.corpus import WORK_NAME, list_sources, read_share
 from train.prepare.readers import Damaged, Dropped
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from model.autotune.choice import Choice
-from model.autotune.measure import autotune
-from model.autotune.task import Task
+from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed, read_state

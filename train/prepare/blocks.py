@@ -87,9 +87,6 @@ class WriteShards(PipelineStep):
 
     The shards are in the order of the documents, or, with a seed, shuffled by one that is the task's own. A task that
     runs again writes the same bytes over what it left.
-
-    Raises:
-        DataError: the tokenizer was replaced since the preparation was begun.
     """
 
     type, name = "TOKENIZER", "shards"
@@ -103,8 +100,7 @@ class WriteShards(PipelineStep):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks share the cores
         self.results.mkdir(parents=True, exist_ok=True)
         what = self.preparation
-        encoder = encoder_of(str(what.tokenizer))
-        what.check_tokenizer(encoder)
+        encoder = what.encoder()
         seed = None if what.shuffle_seed is None else [what.shuffle_seed, rank]
         writer = SplitWriter(what.work("new"), encoder.vocab_size, what.eval_fraction, what.shard_tokens,
                              f"{rank:05d}_", seed)  # fmt: skip

@@ -21,7 +21,6 @@ from pathlib import Path
 from model import install_command
 from model.keys import NOT_GIVEN, unicode
 from train.data.format import DataError
-from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.readers import (
     BAD_UTF8,
     BLANK_LINE,
@@ -43,7 +42,8 @@ TEXT_SUFFIXES = frozenset(
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
-RECORDS = (WORK_NAME, SLURM_NAME)  # folders of an unfinished preparation
+# In --output: what an unfinished preparation has done so far, and the ids and logs of Slurm's jobs. Not read as input.
+WORK_NAME, SLURM_NAME = "prepare_data.unfinished", "prepare_data.slurm"
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
@@ -330,7 +330,9 @@ def _walk(folder: Path) -> list[Path]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in RECORDS)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in (WORK_NAME, SLURM_NAME)
+        )
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files):
         # without a suffix it may stand for a folder; of an unknown one it would be skipped anyway

@@ -41,8 +41,8 @@ from datatrove.utils.text import simplify_text
 
 from train.data.format import DataError
 from train.files import without_patterns, write_durably
+from train.prepare.corpus import WORK_NAME
 from train.prepare.ngrams import PlainWords, hash_text, split_words
-from train.prepare.output import WORK_NAME
 from train.prepare.tally import Stage, Tally
 
 MOST_TASKS = 65_535  # datatrove's 16-bit priority, by which an earlier task goes first

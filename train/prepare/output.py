@@ -30,9 +30,9 @@ from train.data.format import (
     write_manifest,
 )
 from train.files import locks, sync_folder
+from train.prepare.corpus import WORK_NAME
+from train.prepare.tokenizer import copy_tokenizer
 
-WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
-SLURM_NAME = "prepare_data.slurm"  # stays there: the ids of Slurm's jobs and the log of the last
 LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
 IDENTITY_NAME = "job.json"  # in the work folder: what is prepared; without it there is nothing to go on from
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
@@ -280,7 +280,7 @@ class OutputFolder:
         Raises:
             DataError: a split is empty, with which training would refuse the data, unless all is for evaluation.
         """
-        encoder = self.encoder
+        encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
             if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
                 raise DataError(
@@ -290,6 +290,7 @@ class OutputFolder:
                     code="empty_split",
                     key=split,
                 )
+        copy_tokenizer(encoder, folder)
         manifest = Manifest(
             schema=SCHEMA,
             dtype=token_dtype(encoder.vocab_size).name,
@@ -297,7 +298,7 @@ class OutputFolder:
             bos_id=encoder.bos_id,
             eos_id=encoder.eos_id,
             tokenizer_sha256=encoder.sha256(),
-            tokenizer_files=self._copy_tokenizer(),
+            tokenizer_files=[name for name in TOKENIZER_FILES if (folder / name).is_file()],
             unigram_loss=unigram_loss(counts["train"], counts["eval"]),
             shards=shards,
             **source,
@@ -309,14 +310,6 @@ class OutputFolder:
         self._exchange()
         self._keep = False
         return manifest
-
-    def _copy_tokenizer(self) -> list[str]:
-        """Returns the names of its files."""
-        from train.prepare.tokenizer import copy_tokenizer  # which imports this file
-
-        folder = self.new / TOKENIZER_FOLDER
-        copy_tokenizer(self.encoder, folder)
-        return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
     def _exchange(self) -> None:
         """Put what is new in the place of what the folder has. The manifest comes last: when this is interrupted, the

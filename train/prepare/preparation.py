@@ -14,15 +14,15 @@ from datatrove.pipeline.base import PipelineStep
 
 from model.hub import local_folder
 from train.data.encoder import TextEncoder
-from train.data.format import MANIFEST_NAME, DataError, Manifest
+from train.data.format import MANIFEST_NAME, TOKENIZER_FOLDER, DataError, Manifest
 from train.files import naming, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_results
-from train.prepare.corpus import Source, list_sources
+from train.prepare.corpus import SLURM_NAME, WORK_NAME, Source, list_sources
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
-from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
+from train.prepare.output import IDENTITY_NAME, OutputFolder
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Stage, Tally
-from train.prepare.tokenizer import check_tokenizer, report_lines, sample_sources
+from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, report_lines, sample_sources
 
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
@@ -98,23 +98,9 @@ class Preparation:
         del values["output"]
         return json.loads(json.dumps(values))
 
-    def check_tokenizer(self, encoder: TextEncoder) -> None:
-        """That `encoder` gives the ids of the tokenizer that the preparation was begun with: each task loads its own.
-
-        Raises:
-            DataError: the tokenizer was replaced meanwhile.
-        """
-        if _what_is(encoder) != self.tokenizer_is:
-            raise self._tokenizer_replaced()
-
-    def _tokenizer_replaced(self) -> DataError:
-        return DataError(
-            f"the tokenizer in {self.tokenizer} was replaced since this preparation was begun, and ids of two must not "
-            "be mixed: put the former one back and run the same command again to go on, or prepare with the new one "
-            "into another --output",
-            code="tokenizer_replaced",
-            key=str(self.tokenizer),
-        )
+    def encoder(self) -> TextEncoder:
+        """Return the tokenizer as it was when the preparation began: a copy, as the folder may change meanwhile."""
+        return encoder_of(str(self.work(TOKENIZER_FOLDER)))
 
     def _unusual(self) -> dict[str, Any]:
         """What else the manifest has, where it was given."""
@@ -152,6 +138,7 @@ class Preparation:
         check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
         for line in report_lines(check):
             _tell(line)
+        copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
         write_durably(self.work(TOKENIZER_CHECK), json.dumps(check) + "\n")
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
@@ -175,13 +162,10 @@ class Preparation:
         """Commit what all tasks left. Logs what was dropped, removed and damaged first.
 
         Raises:
-            DataError: an input or the tokenizer has changed meanwhile, more documents were dropped or more files
+            DataError: an input has changed meanwhile, more documents were dropped or more files
                 damaged than allowed, or no document is left, or a split is empty.
         """
-        encoder = output.encoder
-        self.check_tokenizer(encoder)
-        if encoder.sha256() != encoder.loaded_sha256:  # the file goes with the data
-            raise self._tokenizer_replaced()
+        output.encoder = self.encoder()
         if changed := [source.path for source in self.sources if source.is_changed()]:
             raise DataError(
                 f"{len(changed)} input files changed while they were read, the first is {changed[0]}; prepare them "
@@ -189,7 +173,7 @@ class Preparation:
                 code="input_changed",
                 key=changed[0],
             )
-        tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
+        tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step or tally.damaged:
             _tell(tally.table())

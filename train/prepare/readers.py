@@ -9,7 +9,6 @@ import csv
 import gzip
 import io
 import json
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,11 +91,10 @@ class Lines:
     """The lines that begin at byte `start` of an unpacked file or behind it, to its end.
 
     `begin`: where the last one began. `where`: names it by its number, or by its first byte where `start` is not 0.
-    limit: of the bytes of a line; what is longer comes in parts.
     """
 
-    def __init__(self, file: BinaryIO, path: Path, start: int = 0, limit: int = -1) -> None:
-        self.file, self.path, self.start, self.limit = file, path, start, limit
+    def __init__(self, file: BinaryIO, path: Path, start: int = 0) -> None:
+        self.file, self.path, self.start = file, path, start
         self.number = self.begin = self._end = 0
         if start:  # the line that holds the byte before belongs to the range before
             file.seek(start - 1)
@@ -107,7 +105,7 @@ class Lines:
         return f"{self.path}:byte {self.begin}" if self.start else f"{self.path}:{self.number}"
 
     def __iter__(self) -> Iterator[bytes]:
-        while line := self.file.readline(self.limit):
+        while line := self.file.readline():
             yield self._counted(line)
 
     def rest(self, limit: int) -> bytes:
@@ -133,7 +131,7 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     lines: Lines | None = None
     try:
         with open(path, "rb") as packed, _unpacked(packed, packing) as file:
-            lines = Lines(file, path, start, limit=MAX_JSON_BYTES + 1 if base == ".json" else -1)
+            lines = Lines(file, path, start)
             if base == ".jsonl":
                 yield from _read_jsonl(lines, text_key, stop)
             elif base == ".json":
@@ -240,29 +238,22 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
 
 def _read_json(lines: Lines, text_key: str) -> Items:
     """Read a .json: an array of objects, one object, or one object per line."""
-    line = next((line for line in lines if line.strip()), b"")
-    if not line:
-        return
-    first, path = _parse(line, lines.where), str(lines.path)
-    if isinstance(first, dict):
-        yield _text_of(first, lines.where, text_key)
-        yield from _read_jsonl(lines, text_key, math.inf)
-        return
-    data = line + lines.rest(MAX_JSON_BYTES)
+    path, data = str(lines.path), lines.rest(MAX_JSON_BYTES)
     if len(data) > MAX_JSON_BYTES:
         reason = f".json over {MAX_JSON_BYTES >> 30} GiB"
         yield Damaged(path, reason, "nothing was read; give it as .jsonl: jq -c '.[]' FILE > NEW.jsonl")
         return
     records = _parse(data, path)
     if isinstance(records, Dropped):
-        yield Damaged(path, records.reason, f"nothing was read: {records.detail}")
-    elif isinstance(records, list):
-        for number, record in enumerate(records, start=1):
-            yield _text_of(record, f"{path}:record {number}", text_key)
-        if not records:
-            yield Dropped(EMPTY, path, "an empty array")
-    else:
-        yield _text_of(records, path, text_key)
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield _text_of(_parse(line, where), where, text_key)
+        return
+    if records == []:
+        yield Dropped(EMPTY, path, "an empty array")
+    for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
+        yield _text_of(record, f"{path}:record {number}", text_key)
 
 
 def _read_csv(lines: Lines, text_key: str) -> Items:

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from model.autotune import measure
-from model.autotune.choice import Choice
-from model.autotune.measure import autotune
-from model.autotune.task import Task
+from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script

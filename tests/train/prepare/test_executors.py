@@ -19,8 +19,8 @@ from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
+from train.prepare.corpus import SLURM_NAME, WORK_NAME
 from train.prepare.executors import submit_slurm
-from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.tally import Stage
 
 PROGRAM = str(ROOT / "train/prepare_data.py")
@@ -259,18 +259,6 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
     assert (reported[-1].code, reported[-1].key) == ("too_much_lost", "--max_dropped")
     assert prepare(*arguments, **one, max_dropped=1) == 0
     assert decoded(tmp_path / "out") == ["good"]
-
-
-def test_slurm_waits_for_no_stage_that_is_completed(tmp_path, slurm):
-    """Submitted again after a failure: Slurm has no job of it."""
-    folder = slurm()
-    (folder / "sbatch").write_text(f"#!/bin/sh\necho $@ >> {folder}/calls\necho Submitted batch job 7\n")
-    stages = [(Stage(name, [], 1), tmp_path / name) for name in ("first", "second", "third")]
-    for _, done in stages[:2]:
-        (done / "completions").mkdir(parents=True)
-        (done / "completions/00000").touch()
-    assert submit_slurm(stages, -1, "cpu", "1:00:00", {}, tmp_path / "ids") == ["7"]
-    assert "dependency" not in (folder / "calls").read_text().splitlines()[0]
 
 
 def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_path, slurm, monkeypatch):

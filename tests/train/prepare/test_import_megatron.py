@@ -4,7 +4,6 @@ import hashlib
 import struct
 import subprocess
 import sys
-import tracemalloc
 import types
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.data.stream import open_stream
 from train.inspect_data import main as inspect_data
-from train.prepare.megatron import Framing, open_dataset, read_documents
+from train.prepare.megatron import Framing
 
 
 @pytest.mark.parametrize("letter", ["H", "h", "i", "q"])
@@ -139,14 +138,6 @@ def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod, capsys, report
     assert (tmp_path / "other" / "manifest.json").exists() == (status == 0)
 
 
-@pytest.mark.parametrize(("eod", "warned"), [(70000, True), (399, True), (EOS, False)])
-def test_an_eod_that_is_nowhere_is_told(tmp_path, run_import, eod, warned, capsys):
-    documents = [[[*(min(token, 398) for token in d), EOS]] for d in whole(random_documents(20))]
-    prefix = write_dataset(tmp_path / "a", documents)
-    assert run_import(tmp_path / "out", prefix, eod_id=eod) == 0
-    assert (f" {eod} " in capsys.readouterr().err) == warned
-
-
 def test_sequences_belong_to_their_documents(tmp_path, run_import):
     documents: Documents = [[[5], [6, 7], [8]], [], [[9, 9]], [[], [10], []], [[]], [[11]], []]
     prefix = write_dataset(tmp_path / "a", documents, "H")
@@ -183,31 +174,6 @@ def test_bytes_do_not_depend_on_the_run_or_on_the_blocks(tmp_path, run_import, m
     monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 50)
     assert run_import(tmp_path / "three", prefix, **options) == 0
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two") == content_of(tmp_path / "three")
-
-
-def test_memory_does_not_grow_with_the_dataset(tmp_path):
-    """A .bin of 80 MB with an .idx of 40 MB, of which neither comes into memory as a whole."""
-    sequences, length = 2_000_000, 10
-    lengths = np.full(sequences, length, dtype="<i4")
-    with open(tmp_path / "a.idx", "wb") as file:
-        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, sequences, sequences + 1))
-        lengths.tofile(file)
-        (np.arange(sequences, dtype="<i8") * length * 4).tofile(file)
-        np.arange(sequences + 1, dtype="<i8").tofile(file)
-    np.arange(sequences * length, dtype="<i4").tofile(tmp_path / "a.bin")
-    del lengths
-    tracemalloc.start()
-    try:
-        dataset, documents, next_id = open_dataset(str(tmp_path / "a")), 0, 0
-        for tokens, ends in read_documents(dataset):
-            assert next_id == int(tokens[0]) and (np.diff(ends, prepend=0) == length).all()
-            documents += len(ends)
-            next_id = int(tokens[-1]) + 1
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert (documents, next_id) == (sequences, sequences * length)
-    assert peak < 40e6, peak
 
 
 def test_large_vocabulary(tmp_path, run_import):

@@ -1,7 +1,5 @@
 """The folder of a preparation: what is there stays until the new data are whole; what is stopped goes on."""
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -15,11 +13,11 @@ from tests.conftest import numbers, refused
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
 from train.data.encoder import TextEncoder
-from train.data.format import DataError, Manifest, Shard
+from train.data.format import DataError, Shard
 from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
-from train.prepare.corpus import read_share
-from train.prepare.output import WORK_NAME, OutputFolder, SplitWriter
+from train.prepare.corpus import WORK_NAME, read_share
+from train.prepare.output import SplitWriter
 from train.prepare.preparation import Preparation
 from train.prepare_data import parse_arguments
 
@@ -214,21 +212,6 @@ def test_all_that_bytes_depend_on_makes_another_preparation(
     assert (usual != other) is another
 
 
-def test_a_file_system_without_locks_has_its_data_prepared(tmp_path, prepare, corpus, monkeypatch):
-    """As Lustre, mounted without them; any other error of the system is told."""
-
-    def flock(error):
-        def fail(*_):
-            raise OSError(error, os.strerror(error))
-
-        monkeypatch.setattr(fcntl, "flock", fail)
-
-    flock(errno.EIO)
-    assert prepare(tmp_path / "out", corpus) == 1
-    flock(errno.ENOSYS)
-    assert prepare(tmp_path / "out", corpus) == 0 and (tmp_path / "out" / "manifest.json").exists()
-
-
 def test_an_output_that_cannot_be_written_is_named(tmp_path, prepare, corpus, reported, monkeypatch):
     """Root may write everywhere, so that the system is not asked."""
     (tmp_path / "file").write_text("mine")
@@ -284,55 +267,25 @@ def test_another_tokenizer_is_another_preparation(
     assert (reported[-1].code, reported[-1].key) == ("other_preparation", "tokenizer")
 
 
-@pytest.fixture
-def replaced(tmp_path, tokenizer_dir) -> tuple[Path, bytes]:
-    """A tokenizer in a folder of its own, and the file of another one with as many ids."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    former = (tokenizer_dir / "tokenizer.model").read_bytes()
-    (folder / "tokenizer.model").write_bytes(former)
-    return folder, former.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81eht")
-
-
-@pytest.mark.parametrize("when", ["before the tasks", "while they write", "before a job that commits"])
-def test_ids_of_two_tokenizers_are_not_mixed(
-    tmp_path, prepare, corpus, reported, monkeypatch, replaced, when
+def test_a_tokenizer_replaced_meanwhile_changes_nothing(
+    tmp_path, prepare, corpus, tokenizer_dir, monkeypatch
 ):
-    """Each task loads the one that is there. Nor is the new file put beside the former one's ids."""
-    tokenizer, other = replaced
-    out, file = tmp_path / "out", tokenizer / "tokenizer.model"
-    former, begin, close, finish = file.read_bytes(), Preparation.begin, SplitWriter.close, Preparation.finish
-    assert other != former
+    """Ids of two tokenizers are not mixed, and the file beside the data is that of their ids."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    former = (tokenizer_dir / "tokenizer.model").read_bytes()
+    (tokenizer / "tokenizer.model").write_bytes(former)
+    assert prepare(tmp_path / "whole", corpus, tasks=2, tokenizer=tokenizer) == 0
+    begin = Preparation.begin
 
     def begin_and_replace(*arguments: object) -> None:
         begin(*arguments)
-        file.write_bytes(other)
-        encoder_of.cache_clear()  # a task in a process of its own
+        (tokenizer / "tokenizer.model").write_bytes(former.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81eht"))
+        encoder_of.cache_clear()  # as in a task of a process of its own
 
-    def replace_and_close(writer: SplitWriter) -> list[Shard]:
-        file.write_bytes(other)
-        return close(writer)
-
-    def finish_as_job(preparation: Preparation, output: OutputFolder, *limits: int) -> Manifest:
-        output.encoder = TextEncoder(tokenizer)
-        return finish(preparation, output, *limits)
-
-    with monkeypatch.context() as patch:
-        if when == "before the tasks":
-            patch.setattr(Preparation, "begin", begin_and_replace)
-        else:
-            patch.setattr(SplitWriter, "close", replace_and_close)
-        if when == "before a job that commits":
-            patch.setattr(Preparation, "finish", finish_as_job)
-        assert prepare(out, corpus, tasks=2, tokenizer=tokenizer) == 2
-    assert (reported[-1].code, reported[-1].key) == ("tokenizer_replaced", str(tokenizer))
-    assert not (out / "manifest.json").exists()
-    assert bool(list((out / WORK_NAME).glob("results/*.json"))) == (when != "before the tasks")
-    file.write_bytes(former)
-    encoder_of.cache_clear()
-    assert prepare(out, corpus, tasks=2, tokenizer=tokenizer) == 0
-    assert prepare(tmp_path / "whole", corpus, tasks=2, tokenizer=tokenizer) == 0
-    assert contents(out) == contents(tmp_path / "whole")
+    monkeypatch.setattr(Preparation, "begin", begin_and_replace)
+    assert prepare(tmp_path / "out", corpus, tasks=2, tokenizer=tokenizer) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, capsys, reported, monkeypatch):

@@ -4,7 +4,6 @@ import random
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,11 +57,11 @@ def test_literal_special_tokens_stay_text(tokenizer_dir, model):
         assert fast.decode(ids) == text == model.decode(ids)
 
 
-@pytest.mark.parametrize("text", ["  two", "a\n\n\tb  \r\n", " \t ", "tail \n", "\x07é😀\U00010348", "12345"])
-def test_text_survives_encoding_and_decoding(model, tokenizer_dir, text):
-    assert model.decode(model.encode(text)) == text
+def test_text_survives_encoding_and_decoding(model, tokenizer_dir):
     fast = AutoTokenizer.from_pretrained(tokenizer_dir)
-    assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == text
+    for text in ["  two", "a\n\n\tb  \r\n", " \t ", "tail \n", "\x07é😀\U00010348", "12345"]:
+        assert model.decode(model.encode(text)) == text
+        assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_digits_are_split(model):
@@ -252,15 +251,6 @@ def test_a_tokenizer_without_bos_is_told_what_to_add(tmp_path, tokenizer_dir):
     path = folder / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"bos_token": null', added))
     assert TextEncoder(folder).bos_id >= 0
-
-
-@pytest.mark.parametrize("missing", ["bos_id", "eos_id"])
-def test_a_tokenizer_without_a_beginning_or_an_end_is_refused(tokenizer_dir, monkeypatch, missing):
-    ids = {"vocab_size": 400, "bos_id": 1, "eos_id": 2, missing: -1}
-    model = SimpleNamespace(**{name: lambda value=value: value for name, value in ids.items()})
-    monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", lambda model_proto: model)
-    with refused(DataError, code="tokenizer_without_ends", key=str(tokenizer_dir / "tokenizer.model")):
-        TextEncoder(tokenizer_dir)
 
 
 def test_a_vocabulary_that_the_corpus_does_not_have_names_the_limit(corpus, tmp_path, reported):
