@@ -222,10 +222,8 @@ def test_tokens(text: str, tokens: int) -> None:
         ["mistral_7b", "--gpus", "1"],
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(words: list[str]) -> None:
     assert program.main(words) == 2
-    out, error = capsys.readouterr()
-    assert error and not out
 
 
 @pytest.mark.parametrize(("tokens", "gpus"), [(4096, 2), (8192, 4), (16384, 8), (6144, 1), (None, 8)])
@@ -243,10 +241,10 @@ def test_by_default_so_many_gpus_are_planned_for_as_the_batch_has_micro_batches(
 
 
 @pytest.mark.parametrize("config", ["train_config_bf16", "hare_2.0b", str(CONFIGS / "mistral_0.4b.json")])
-def test_a_plan_as_json(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_as_json(config: str, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     assert program.main([config, "--gpu", "h200", "--tokens", "600B", "--output", str(output)]) == 0
-    text, found = capsys.readouterr().out, json.loads(output.read_text())
+    found = json.loads(output.read_text())
     assert list(found["by_gpus"]) == [str(2**n) for n in range(11)]
     configured = found["configured"]
     parts = dict(configured["memory_gib"])
@@ -255,8 +253,6 @@ def test_a_plan_as_json(config: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     seconds = 600e9 / configured["tokens_per_second"]
     assert configured["days"] == pytest.approx(seconds / 86400)
     assert configured["gpu_hours"] == pytest.approx(seconds / 3600 * 8)
-    for planned in [configured, *filter(None, found["by_gpus"].values())]:
-        assert f"{planned['tokens_per_second']:,.0f}" in text
 
 
 @pytest.mark.slow

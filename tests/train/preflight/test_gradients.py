@@ -13,7 +13,7 @@ import torch
 
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
-from tests.train.engine.test_states import FLOAT32, Trained
+from tests.train.engine.test_states import Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
 from train.data.stream import Batch
@@ -81,19 +81,10 @@ def test_other_faults_and_types(tmp_path: Path, config: str) -> None:
     rows += [(1, "not_finite", BF16, FLOAT32_GRADIENTS, 1.0), (0, "not_finite", FP32, {}, 1.0)]
     keys = ("stage", "fault", "precision", "data_types", "clipping")
     cases = [{"config": config} | dict(zip(keys, row, strict=True)) for row in rows]
+    for stage, precision, types in [(0, FP32, {}), (0, BF16, {}), (1, BF16, FLOAT32_GRADIENTS)]:
+        muon = {"optim": "muon", "stage": stage, "precision": precision, "data_types": types}
+        cases += [{"config": config, "fault": fault} | muon for fault in ("none", "twice", "not_finite")]
     check_cases(tmp_path / "cases", cases)
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_muon_is_given_gradients_too(tmp_path: Path, config: str) -> None:
-    """They are looked at before they are orthogonalized."""
-    stages = [(0, FP32, {}), (0, BF16, {}), (1, BF16, FLOAT32_GRADIENTS)]
-    keys = ("stage", "precision", "data_types", "fault")
-    faults = ("none", "twice", "not_finite")
-    cases = [dict(zip(keys, (*stage, fault), strict=True)) for stage in stages for fault in faults]
-    common = {"config": config, "optim": "muon", "clipping": 0.5}
-    check_cases(tmp_path / "cases", [case | common for case in cases])
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
@@ -170,14 +161,6 @@ def test_with_documents_each_micro_batch_counts_by_its_labels(
     """Also of a model of which only a part is compared."""
     monkeypatch.setattr(gradients, "SAMPLE", 2**14)
     run(settings, max_steps=2, data={**settings["data"], "document_mask": True}, preflight=True, dry_run=True)
-
-
-def test_the_stride_of_a_sample_visits_all_columns(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "SAMPLE", 2**10)
-    trained = Trained(settings, FLOAT32)
-    weights = sum(parameter.numel() for parameter in trained.engine.module.parameters())
-    sample = gradients.Sample.of(trained.engine)
-    assert sample.stride % 2 == 1 and 0 <= sample.stride - weights / 2**10 < 2
 
 
 def test_as_much_is_allowed_as_the_coarsest_type_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,11 @@ def test_round_trip(tmp_path, run_import, letter, tokenizer_dir):
         assert (tmp_path / "out" / "tokenizer" / name).read_bytes() == (tokenizer_dir / name).read_bytes()
 
 
-def test_text_comes_back(tmp_path, run_import, tokenizer_dir, capsys):
+def test_text_comes_back(tmp_path, run_import, tokenizer_dir):
     """As Megatron-LM's preprocess_data.py does it with --append-eod."""
     encoder, texts = TextEncoder(tokenizer_dir), corpus_texts(50)
     prefix = write_dataset(tmp_path / "a", [[[*ids, EOS]] for ids in encoder.encode_batch(texts)], "H")
-    assert run_import(tmp_path / "out", prefix) == 0 and "--eod_id" not in capsys.readouterr().err
+    assert run_import(tmp_path / "out", prefix) == 0
     counts = read_manifest(tmp_path / "out").documents
     assert (counts["bos_added"], counts["eos_added"]) == (50, 0)
     assert [encoder.decode(document[1:-1]) for document in imported(tmp_path / "out", "train")] == texts
@@ -120,20 +120,18 @@ def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
 
 
 @pytest.mark.parametrize("eod", [399, 400, 70000])  # Megatron-LM puts <EOD> behind a vocabulary that lacks it
-def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod, capsys, reported):
+def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod, reported):
     documents = [[[*(min(token, 398) for token in d), eod]] for d in whole(random_documents(20))]
     documents.append([[5, eod, 6], [7, eod]])
     prefix = write_dataset(tmp_path / "a", documents)
-    assert run_import(tmp_path / "out", prefix, eod_id=eod) == 0 and "--eod_id" not in capsys.readouterr().err
+    assert run_import(tmp_path / "out", prefix, eod_id=eod) == 0
     expected = [[BOS, *(EOS if token == eod else token for token in d)] for d in whole(documents)]
     assert imported(tmp_path / "out", "train") == expected
     counts = read_manifest(tmp_path / "out").documents
     assert (counts["eos_added"], counts["eos_inside"], counts["eod_replaced"]) == (0, 1, 22)
 
-    # without the option it is proposed
     status = run_import(tmp_path / "other", prefix)
     assert status == (0 if eod < VOCABULARY else 2)
-    assert f"--eod_id {eod}" in capsys.readouterr().err
     assert status == 0 or reported.pop().code == "token_beyond_vocabulary"
     assert (tmp_path / "other" / "manifest.json").exists() == (status == 0)
 
