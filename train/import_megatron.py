@@ -24,6 +24,7 @@ need("importing data", "pydantic", "numpy", "sentencepiece", "transformers")
 from model.keys import between, given_path, unicode
 from train.files import reason
 from train.prepare.corpus import eval_fraction
+from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the data was committed, else, with the reason on stderr, 2 for what
     has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
+    configure_logging(console="stderr")
     try:
         from train.prepare.megatron import import_datasets  # which takes seconds
 
-        manifest, warning = import_datasets(args)
+        manifest = import_datasets(args)
     except (ValueError, OSError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -74,8 +76,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
     print(f"EOS in place of --eod_id: {counts['eod_replaced']:,}")
     print(f"wrote {args.output}\n{manifest.summary()}")
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
     return 0
 
 

@@ -32,6 +32,7 @@ from model.keys import between, given_path, unicode
 from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
 from train.prepare.steps import add_arguments
+from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the data was committed (slurm: submitted), else, with the reason on stderr,
     2 for what has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
+    configure_logging(console="stderr")
     try:
         from train.prepare.preparation import prepare  # which takes seconds
 

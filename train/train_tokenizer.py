@@ -22,6 +22,7 @@ need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 from model.keys import between, given_path
 from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
+from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the tokenizer was written, else, with the reason on stderr, 2 for what
     has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
+    configure_logging(console="stderr")
     try:
         from train.prepare.tokenizer import train_tokenizer  # which takes seconds
 

@@ -151,7 +151,7 @@ class Documents:
         """Add text that train/prepare can read: a file, a folder. Raises DataError: see list_sources. EvaluationError:
         more than `max_dropped` documents cannot be read, there are none at all, or a file is damaged."""
         dropped: list[Dropped] = []
-        sources = list_sources([name], split_on, logger.info)
+        sources = list_sources([name], split_on)
         texts = itertools.islice(_texts(read_share(sources, text_key, 0, 1, split_on), dropped), self.samples)
         text_bytes, documents = 0, list[np.ndarray]()
         while some := list(itertools.islice(texts, ENCODED_TOGETHER)):

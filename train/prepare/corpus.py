@@ -9,11 +9,12 @@ word `python-stdlib` stands for the standard library sources of the running Pyth
 import argparse
 import importlib.util
 import json
+import logging
 import math
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ from train.prepare.readers import (
     read_stream,
 )
 
+logger = logging.getLogger(__name__)
 STDLIB = "python-stdlib"
 HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
@@ -104,12 +106,10 @@ class Source:
             return True
 
 
-def list_sources(
-    inputs: Iterable[str], split_on: str | None = None, tell: Callable[[str], None] | None = None
-) -> list[Source]:
+def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
     """Return the files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
 
-    Files of other kinds in a folder are skipped and reported to `tell`; hidden ones are skipped. A file named itself
+    Files of other kinds in a folder are skipped and logged; hidden ones are skipped. A file named itself
     must be of a known kind.
 
     Raises DataError: a path does not exist, cannot be read, is of an unknown kind or comes twice; a folder has nothing
@@ -140,8 +140,8 @@ def list_sources(
                 code="nothing_to_read",
                 key=name,
             )
-        if skipped and tell:
-            tell(
+        if skipped:
+            logger.warning(
                 f"input {name}: {len(skipped):,} files skipped by suffix: {kinds} (name {' and '.join(NAMED_ONLY)} "
                 "files themselves to read them)"
             )

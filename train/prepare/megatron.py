@@ -18,9 +18,9 @@ Source of the format: Megatron-LM at d98e8a6 (2026-08-22), megatron/core/dataset
 """
 
 import argparse
+import logging
 import os
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from train.data.format import DataError, Manifest, token_dtype
 from train.prepare.output import OutputFolder, SplitWriter
 from train.prepare.tokenizer import check_tokenizer
 
+logger = logging.getLogger(__name__)
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -132,17 +133,11 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     """The type of the ids, the number of sequences, the number of documents."""
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
-    if content[: len(MAGIC)] != MAGIC:
+    if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}: not the index of a Megatron "
             "indexed dataset; give the PREFIX of one",
             code="not_an_index",
-            key=str(idx),
-        )
-    if len(content) < HEADER.size:
-        raise DataError(
-            f"{idx} has {len(content)} bytes, the header alone has {HEADER.size}: {REMEDY}",
-            code="wrong_size",
             key=str(idx),
         )
     _, version, code, sequences, indices = HEADER.unpack(content)
@@ -325,14 +320,15 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
                 key=str(dataset.bin),
             )
         datasets[real] = dataset
-        print(f"{prefix}: {dataset.documents:,} documents, {len(dataset.pointers):,} sequences, {dataset.tokens:,} "
-              f"tokens of {dataset.dtype.name}", file=sys.stderr, flush=True)  # fmt: skip
+        logger.info(
+            f"{prefix}: {dataset.documents:,} documents, {len(dataset.pointers):,} sequences, {dataset.tokens:,} "
+            f"tokens of {dataset.dtype.name}"
+        )
     return list(datasets.values())
 
 
-def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
-    """Import datasets into a folder; the fields are import_megatron.py's. Returns what was committed and a warning,
-    or "".
+def import_datasets(args: argparse.Namespace) -> Manifest:
+    """Import datasets into a folder and return what was committed; the fields are import_megatron.py's.
 
     Raises:
         DataError: bad datasets, tokenizer or output folder, or a split without a document.
@@ -363,4 +359,6 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
             documents=framing.documents(writer.counts),
             text_bytes=None,
         )
-    return manifest, framing.likely_eod() if args.eod_id is None else ""
+    if args.eod_id is None and (warning := framing.likely_eod()):
+        logger.warning(warning)
+    return manifest

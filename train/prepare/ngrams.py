@@ -11,9 +11,9 @@ index is a sorted file that all workers of a machine share in its page cache.
 """
 
 import json
+import logging
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from train.files import write_durably
 from train.prepare.corpus import list_sources, read_share
 from train.prepare.readers import Text
 
+logger = logging.getLogger(__name__)
 # Thai, Lao, Myanmar, Khmer, kana, Chinese characters.
 UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -127,9 +128,8 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
         hashes.append(ngrams)
         owners.append(np.full(len(ngrams), owner, dtype=np.uint32))
         report.append({"file": file, "texts": len(texts), "too_short": too_short, "ngrams": len(ngrams)})
-        print(f"decontamination: {file}: {len(ngrams):,} n-grams of {len(texts):,} texts"
-              f"{f', of which {too_short:,} are not looked for: under {n} words' * bool(too_short)}",
-              file=sys.stderr)  # fmt: skip
+        ignored = f", of which {too_short:,} are ignored: under {n} words" * bool(too_short)
+        logger.info(f"decontamination: {file}: {len(ngrams):,} n-grams of {len(texts):,} texts{ignored}")
     # the first file that has an n-gram owns it
     table, first = np.unique(np.concatenate(hashes), return_index=True)
     folder.mkdir(parents=True, exist_ok=True)

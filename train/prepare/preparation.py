@@ -2,10 +2,10 @@
 
 import argparse
 import json
+import logging
 import math
 import os
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from train.prepare.steps import StepOptions, filters, options_of, passes, remova
 from train.prepare.tally import Stage, Tally
 from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, report_lines, sample_sources
 
+logger = logging.getLogger(__name__)
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000
@@ -64,12 +65,14 @@ class Preparation:
         """
         tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
         encoder = encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
-        steps = options_of(args, _tell)
-        sources = list_sources(args.input, args.split_on, _tell)
+        steps = options_of(args)
+        sources = list_sources(args.input, args.split_on)
         eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # of all there is no end to cut off
         if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
             eval_by = "position"  # a single document is in one split only
-            _tell(f"one text, so its last {args.eval_fraction:.2%} are the eval split (--eval_by position)")
+            logger.info(
+                f"one text, so its last {args.eval_fraction:.2%} are the eval split (--eval_by position)"
+            )
         size = sum(source.bytes for source in sources)
         same = ("text_key", "eval_fraction", "split_on", "max_bytes", "shard_tokens", "shuffle_seed")
         return cls(
@@ -137,7 +140,7 @@ class Preparation:
                 output.begin_anew()
         check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
         for line in report_lines(check):
-            _tell(line)
+            logger.warning(line)
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
         write_durably(self.work(TOKENIZER_CHECK), json.dumps(check) + "\n")
         write_durably(path, json.dumps(now, indent=1) + "\n")
@@ -176,7 +179,7 @@ class Preparation:
         tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step or tally.damaged:
-            _tell(tally.table())
+            logger.warning(tally.table())
         tally.check(max_dropped, max_damaged_files, " and run it again with --overwrite")
         if not tally.read and self.max_bytes is not None:
             raise DataError(
@@ -203,10 +206,6 @@ class Preparation:
 def _what_is(encoder: TextEncoder) -> tuple[str, int, int]:
     """What its ids depend on: the defining file as it was loaded, and the special ids, which another file chooses."""
     return encoder.loaded_sha256, encoder.bos_id, encoder.eos_id
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def prepare(args: argparse.Namespace) -> Manifest | None:

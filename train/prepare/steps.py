@@ -14,7 +14,6 @@ The command line has its flags from here: what needs datatrove is imported where
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minhash_seed", type=int, default=1, help="chooses MinHash's hash functions (1)")
 
 
-def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = None) -> StepOptions:
-    """The steps that the command line asks for, with everything found that they need. `tell`: see list_sources.
+def options_of(args: argparse.Namespace) -> StepOptions:
+    """The steps that the command line asks for, with everything found that they need.
 
     Raises:
         DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had, a
@@ -102,7 +101,7 @@ def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = No
     model = language_model(args.languages, args.language_model) if args.languages else None
     if args.quality:
         check_splitter(args.quality_language)
-    evaluation = [source.path for file in args.decontaminate for source in list_sources([file], tell=tell)]
+    evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
     files = [*([model] if model else []), *evaluation]
     for file in files:  # of a folder not all names were given
         check_name("--language_model or --decontaminate", file)

@@ -104,15 +104,13 @@ class Tally:
             lines += [f"{'':>13}  {example}" for example in self.examples[path]]
         return "\n".join(lines)
 
-    def check(
-        self, max_dropped: int, max_damaged_files: int, again: str = "", is_all_read: bool = True
-    ) -> None:
+    def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
         """Check that no more was lost than allowed, and that something is left.
 
         Raises:
             DataError: it is not so; the message says what to do. `key` is --max_dropped or --max_damaged_files.
 
-        again: what else to do after a repair. is_all_read: the counts are final, so they can be accepted.
+        again: what else to do after a repair.
         """
         dropped, damaged = self.dropped.total(), len(self.damaged)
         is_empty = bool(dropped or damaged) and not self.read
@@ -125,7 +123,7 @@ class Tally:
         ways = [f"repair the inputs that the table names{again}"]
         if self.dropped[MISSING_KEY]:
             ways.append(f"name the key of the text with --text_key{again}")
-        if is_all_read and not is_empty:
+        if not is_empty:
             limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
             options = " ".join(f"{name} {count}" for name, count in limits.items() if count)
             ways.append(f"accept the loss: run it again with {options}")

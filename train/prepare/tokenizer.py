@@ -5,10 +5,10 @@ import hashlib
 import heapq
 import io
 import json
+import logging
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -35,6 +35,7 @@ from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Text
 from train.prepare.tally import Tally
 
+logger = logging.getLogger(__name__)
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
 # Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
@@ -70,30 +71,27 @@ def sample_texts(
         DataError: more documents than `max_dropped` cannot be read, or more than `max_damaged_files` files, or there
             is no text. Where documents lack the key of the text, the rest of the inputs is not read.
     """
-    tally, is_all_read = Tally(), True
+    tally = Tally()
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
     kept_bytes = 0
     for number, item in enumerate(items):
-        if isinstance(item, Damaged):
+        if isinstance(item, Text):
+            tally.read += 1
+            data = item.text.encode()
+            key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            heapq.heappush(kept, (-key, -number, len(data), item.text))
+            kept_bytes += len(data)
+            while kept_bytes > max_bytes and len(kept) > 1:
+                kept_bytes -= heapq.heappop(kept)[2]
+        elif isinstance(item, Damaged):
             tally.damage(item)
-            continue
-        if isinstance(item, Dropped):
-            if item.reason != EMPTY:
-                tally.drop(item)
-            if item.reason == MISSING_KEY and tally.dropped.total() > max_dropped:
-                is_all_read = False
+        elif item.reason != EMPTY:
+            tally.drop(item)
+            if tally.dropped[MISSING_KEY] > max_dropped:
                 break
-            continue
-        tally.read += 1
-        size = len(item.text.encode())
-        key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
-        heapq.heappush(kept, (-key, -number, size, item.text))
-        kept_bytes += size
-        while kept_bytes > max_bytes and len(kept) > 1:
-            kept_bytes -= heapq.heappop(kept)[2]
     if tally.dropped or tally.damaged:
-        _tell(tally.table())
-    tally.check(max_dropped, max_damaged_files, is_all_read=is_all_read)
+        logger.warning(tally.table())
+    tally.check(max_dropped, max_damaged_files)
     if not kept:
         raise DataError("the inputs hold no text; a tokenizer needs some", code="no_text")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
@@ -277,7 +275,7 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         (folder / "config.json").write_text(json.dumps(config))
         compare_ids(encoder, load_exported(folder, encoder, encoder.vocab_size), [*texts, *HARD_STRINGS])
         if problem := chat_template_problem(folder):
-            _tell(problem)
+            logger.warning(problem)
     ids = encoder.encode_batch(list(texts))
     changed = [
         (text, decoded)
@@ -300,12 +298,12 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     if changed := report["texts_changed"]:
         before, after = report["first_change"]
         yield (
-            f"warning: {changed} of {report['texts']} sampled texts do not decode to the same text: {before!r} becomes "
+            f"{changed} of {report['texts']} sampled texts do not decode to the same text: {before!r} becomes "
             f"{after!r}. To keep all of it, train a tokenizer with train/train_tokenizer.py"
         )
     if unknown := report["unknown_tokens"]:
         yield (
-            f"warning: {unknown} of {report['tokens']} tokens ({unknown / report['tokens']:.2%}) of the sampled texts "
+            f"{unknown} of {report['tokens']} tokens ({unknown / report['tokens']:.2%}) of the sampled texts "
             "are unknown. To keep what they stand for, train a tokenizer with train/train_tokenizer.py"
         )
 
@@ -328,10 +326,6 @@ def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | Non
     return texts
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
@@ -350,7 +344,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             key=str(output),
         )
     start = time.monotonic()
-    sources = list_sources(args.input, args.split_on, _tell)
+    sources = list_sources(args.input, args.split_on)
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
@@ -379,4 +373,4 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         flush=True,
     )
     for line in report_lines(report):
-        _tell(line)
+        logger.warning(line)

@@ -41,7 +41,7 @@ BAD_INDEXES = {  # .idx, the code of the error
     "unknown type": (index(code=9), "not_token_ids"),
     "float64": (index(code=6), "not_token_ids"),
     "float32": (index(code=7), "not_token_ids"),
-    "header cut": (index()[:30], "wrong_size"),
+    "header cut": (index()[:30], "not_an_index"),
     "cut": (index()[:-1], "wrong_size"),
     "too long": (index() + b"\0", "wrong_size"),
     "sequence count": (index()[:18] + struct.pack("<Q", 1 << 60) + index()[26:], "wrong_size"),
