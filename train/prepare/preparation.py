@@ -234,16 +234,13 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each part of the identity that has changed."""
-    lines = []
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            is_long = key == "sources"
-            lines.append(
-                f"{key}: other files, or changed ones"
-                if is_long
-                else f"{key}: {before.get(key)} -> {now.get(key)}"
-            )
-    return lines
+    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return [
+        "sources: other files, or changed ones"
+        if key == "sources"
+        else f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in changed
+    ]
 
 
 # ---------------------------------------------------------------- Slurm
