@@ -161,7 +161,7 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
     monkeypatch.setattr(setup, "check_startup", proves)
     monkeypatch.setattr(setup, "build_engine_and_resume", built)
     one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
-    with pytest.raises(StartupCheckError, match="the backward of 6 FP8 modules ran 9 FP8 GEMMs, not 18"):
+    with refused(StartupCheckError, code="fp8_gemms"):
         run(
             settings,
             max_steps=3,
@@ -187,9 +187,7 @@ def test_saves_of_changes_make_room_first(settings: dict, tmp_path: Path) -> Non
 
 def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settings: dict) -> None:
     schedule = [{"until_step": 3, "compute": "bf16"}, {"bf16_modules": ["no.such"]}]
-    with pytest.raises(
-        PrecisionError, match=r"phase 2 of 2 .*: precision\.bf16_modules: 'no\.such' matches no"
-    ):
+    with refused(PrecisionError):
         run(settings, precision={"schedule": schedule})
     assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
 
@@ -206,7 +204,7 @@ def test_a_save_that_fails_at_a_change_ends_the_run(settings: dict, monkeypatch:
 
     monkeypatch.setattr(save, "write_tensors", full)
     settings |= {"on_save_failure": "continue", "save_steps": 2}
-    with pytest.raises(save.SaveError, match="No space left on device"):
+    with refused(save.SaveError):
         run(settings, precision={"schedule": [{"until_step": 3, "compute": "bf16"}, {}]})
     folder = RunFolder(settings["output_dir"])
     assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002"]
