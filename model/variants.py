@@ -1,5 +1,7 @@
-"""What `model.variant`, `model.attention_backend` and the section "speed" may be, and what goes with what. Without
-torch: arguments are checked with it."""
+"""The values of `model.variant`, `model.attention_backend` and the section "speed", and their combinations.
+
+Does not import torch: commands check their arguments with it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from model.keys import STRICT, option
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """te: its modules are Transformer Engine's, else transformers'. recipes: the FP8 recipes that it has.
-    documents: attends within documents. graphs: CUDA graphs. compiles: torch.compile."""
+    """A model variant.
+
+    te: its modules are Transformer Engine's, else transformers'. recipes: its FP8 recipes. documents: it can mask
+    attention across documents. graphs: it supports CUDA graphs. compiles: it supports torch.compile.
+    """
 
     name: str
     te: bool
@@ -36,7 +41,7 @@ VARIANTS = {
     )
 }
 
-# backend -> what Transformer Engine has to find in the environment
+# backend -> environment variables of Transformer Engine
 ATTENTION_BACKENDS = {
     "auto": {},
     "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
@@ -44,16 +49,16 @@ ATTENTION_BACKENDS = {
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
 }
 
-# Of attention heads at which FlashAttention-4 was faster than cuDNN on an H200, with deterministic kernels and without,
-# in FP8 models and bf16 ones (docs/performance.md).
+# Sizes of attention heads at which FlashAttention-4 was faster than cuDNN on an H200, with and without deterministic
+# kernels, in FP8 and bf16 models (docs/performance.md).
 FLASH_HEAD_DIMS = (64, 128, 256)
 
 
-# Each is a switch of its own; docs/performance.md has what each was expected to bring and what it brought. With all off
-# a model computes what te.TransformerLayer and torch compute by themselves, bit for bit.
+# docs/performance.md has the measured effect of each switch. With all of them off, a model computes what
+# te.TransformerLayer and torch compute by themselves, bit for bit.
 @dataclass(config=STRICT)
 class SpeedConfig:
-    """The "speed" section. What needs a GPU is without effect on a CPU, whatever the switch says."""
+    """The "speed" section. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
         "te_layer: one kernel splits q, k and v and rotates q and k; te_linear: one rotates each of q and k",
@@ -82,12 +87,12 @@ class SpeedConfig:
 
     @classmethod
     def off(cls) -> SpeedConfig:
-        """Everything off."""
+        """Return the section with all switches off."""
         return cls(**{f.name: False for f in dataclasses.fields(cls)})
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can."""
+    """Return what `variant` (one of VARIANTS) does not support, a sentence each."""
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
     if precision.compute == "fp8":
@@ -115,14 +120,14 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
 
 
 def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> bool:
-    """Whether torch.compile compiles the layers of `variant`, where `compile` is what the user said."""
+    """Return whether torch.compile compiles the layers of `variant`. compile: what the user configured."""
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
 
 
 def why_no_graphs(
     variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
 ) -> str | None:
-    """Why there are no CUDA graphs, with what to do instead; None where there can be. emulated: see PrecisionConfig."""
+    """Return why CUDA graphs are not possible and what to do instead, or None. emulated: see PrecisionConfig."""
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
         return f"CUDA graphs are for {capable}; set speed.cuda_graphs to false, or take one of these"
@@ -133,7 +138,7 @@ def why_no_graphs(
         )
     if zero_stage == 3:
         return (
-            "ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, 1 or 2, or set "
+            "ZeRO 3 moves the weights, and CUDA graphs need them in place; use ZeRO stage 0, 1 or 2, or set "
             "speed.cuda_graphs to false"
         )
     return "a CUDA graph needs a GPU" if emulated else None

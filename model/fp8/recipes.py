@@ -1,5 +1,7 @@
-"""The FP8 recipes, and the section "precision" of the training configuration. Without torch: arguments are checked with
-it."""
+"""The FP8 recipes and the section "precision" of the training configuration.
+
+Does not import torch: commands check their arguments with it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def fits_fp8(*features: int) -> bool:
+    """Return whether FP8 GEMMs take matrices of these sizes."""
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
@@ -35,9 +38,11 @@ def why_no_fp8(gpu: str, capability: tuple[int, int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """package: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from
-    earlier steps, which checkpoints keep. knobs: the keys of PrecisionConfig that it reads, besides those that all
-    read."""
+    """An FP8 recipe.
+
+    package: "te" (Transformer Engine and its reference) or "torchao". has_state: scales come from earlier steps, and
+    checkpoints keep them. knobs: the keys of PrecisionConfig that only some recipes read, of those the ones it reads.
+    """
 
     name: str
     package: str
@@ -59,17 +64,16 @@ RECIPES = {
     )
 }
 
-# Values beside the default that recipes without the key have, too; runs of earlier versions were made with them.
+# Values other than the default that recipes without the key accept; runs of earlier versions have them.
 NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
 
-# What precision.on_trouble takes a module through, a level at a time: recipes, block scaling with gradients computed in
-# bf16, no FP8.
+# The order of fallbacks (precision.on_trouble) of a module: recipes, block scaling with gradients computed in bf16, no
+# FP8.
 LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unread(precision: dict[str, Any]) -> set[str]:
-    """The keys of a section "precision" that are other recipes' alone than those that a stage of it, or a module that
-    went a level up, runs with: whatever value they have, they say nothing."""
+    """Return the keys of a section "precision" that no recipe of its phases and fallbacks reads."""
     read: set[str] = set()
     for stage in precision.get("schedule") or [{}]:
         own = {**precision, **stage}
@@ -82,22 +86,25 @@ def unread(precision: dict[str, Any]) -> set[str]:
 
 
 def recipe_of(level: str) -> str:
-    """That of the forward of a module at `level`, which is none of "bf16"."""
+    """Return the recipe of the forward of a module at `level`, which is not "bf16"."""
     return "block" if level == "bf16_backward" else level
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-# Bytes of a parameter that each of AdamW's states has of its own: what is left of the float32 weight, and two moments.
+# Bytes a parameter of AdamW's states: the rest of the float32 weight, and two moments.
 FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
 STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
-# Elements of packed states that a step decodes at a time; in float32 it needs some six times their 64 MiB.
+# Elements of packed states that a step decodes at a time; it needs about six times their 64 MiB in float32.
 STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 EIGHT_BITS = ("int8", "fp8")  # torchao's
 
 
 def bytes_of_states(states: str, moments: str) -> float:
-    """Of a parameter: states, a value of PrecisionConfig.optimizer_states; moments, a key of MOMENT_BYTES."""
+    """Return the bytes a parameter of the optimizer's states.
+
+    states: a value of PrecisionConfig.optimizer_states. moments: a key of MOMENT_BYTES.
+    """
     return FULL_STATES if states == "fp32" else SPLIT_WEIGHT + 2 * MOMENT_BYTES[moments]
 
 
@@ -107,7 +114,7 @@ BF16_MOMENTS_MOST_BETA2 = 0.98
 
 @dataclass(config=STRICT)
 class PrecisionSettings:
-    """What of the "precision" section a stage of its schedule may have otherwise."""
+    """The keys of the "precision" section that a phase of its schedule may change."""
 
     compute: Compute = option("arithmetic of the matrix products", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
@@ -119,11 +126,13 @@ class PrecisionSettings:
     )
     margin: int = option("delayed: the scale is divided by 2^margin", 0, ge=0)
     amax_history_len: int = option(
-        "delayed: a scale is of the largest values of so many micro-batches; of a weight, of so many of its FP8 copies",
+        "delayed: number of micro-batches whose largest values determine a scale; for a weight, number of FP8 copies",
         16,
         ge=1,
     )
-    amax_compute_algo: Literal["max", "most_recent"] = option("delayed: amax of the history", "max")
+    amax_compute_algo: Literal["max", "most_recent"] = option(
+        "delayed: which amax of the history counts", "max"
+    )
     reduce_amax: bool = option("delayed: share amax over all ranks", True)
     calibration_passes: int = option(
         "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
@@ -141,31 +150,31 @@ class PrecisionSettings:
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
     )
     fp8_head_gradients: bool = option(
-        "te_*: of an lm_head that bf16_modules keeps in bf16, both gradients are FP8 products with block scaling",
+        "te_*: compute both gradients of an lm_head that bf16_modules keeps in bf16 as FP8 products with block scaling",
         True,
         before=False,
     )
     health_steps: int = option(
-        "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
+        "te_*: steps between FP8 health checks, statistics of the operands of each GEMM (metrics.jsonl, health.png); "
+        "0: none",
         100,
         ge=0,
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "escalate: a module that two of four looks of health_steps find in trouble goes a level up (delayed, current, "
-        "block, bf16 in the backward, bf16) and stays there; at each change the run saves, and goes on as a resume "
-        "would",
+        "escalate: a module that fails two of four health checks falls back to a safer recipe for good (current, "
+        "block, block with gradients in bf16, bf16); at each fallback the run saves and continues as a resume would",
         "warn",
         resume="free",
     )
 
 
-# A stage begins where the one before it ends; the last one runs to the end of the run.
+# A phase begins where the one before it ends; the last one lasts to the end of the run.
 ENDS = {
-    "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the stage is over")],
-    "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which it is over")],
+    "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the phase ends")],
+    "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which the phase ends")],
     "until_share": Annotated[
-        float, Field(gt=0, lt=1, description="share of max_steps after which it is over")
+        float, Field(gt=0, lt=1, description="share of max_steps after which the phase ends")
     ],
 }
 if TYPE_CHECKING:
@@ -184,85 +193,85 @@ else:
 
 
 def end_step(stage: PrecisionStage, max_steps: int) -> int:
-    """After how many steps of a run of `max_steps` a stage is over that is not the last and does not end by tokens."""
+    """Return the step of a run of `max_steps` after which a phase ends that does not end by tokens."""
     return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
 
 
 def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
-    """Whether a stage that is not the last has ended, of a run of `max_steps` after so many steps and tokens."""
+    """Return whether a phase, not the last, of a run of `max_steps` has ended after so many steps and tokens."""
     if "until_tokens" in stage:
         return tokens >= stage["until_tokens"]
     return step >= end_step(stage, max_steps)
 
 
 def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:
-    """The number, from 0, of the stage of the step after so many steps and tokens: the first that is not over."""
+    """Return the number, from 0, of the phase that the next step after so many steps and tokens belongs to."""
     last = len(stages) - 1
     return next((n for n in range(last) if not is_over(stages[n], max_steps, step, tokens)), last)
 
 
 @dataclass(config=STRICT)
 class PrecisionConfig(PrecisionSettings):
-    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
+    """The "precision" section. Keys that the chosen recipe does not read must keep their default."""
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
         "auto takes the reference only without CUDA", "auto"
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "what AdamW keeps; fp32: a float32 weight, two float32 moments; the others: the same weight, as the bf16 one "
-        "and 16 bits more, moments of optimizer_moments (bf16_remainder) or torchao's 8 bits (ZeRO 1 with "
+        "AdamW's states; fp32: a float32 weight and two float32 moments; the others: the float32 weight as its bf16 "
+        "copy and 16 more bits, moments of optimizer_moments (bf16_remainder) or in torchao's 8 bits (ZeRO 1 with "
         "data_types.grad_accum_dtype fp32)",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option("bf16_remainder: type of AdamW's two moments", "bf16")
     gradient_communication: Literal["fp32", "bf16"] | None = option(
-        "type in which ranks add their gradients up; null: that of the weights, also where each rank adds up in "
+        "type of the gradients that ranks reduce; null: that of the weights, also where each rank accumulates in "
         "float32",
         None,
     )
     schedule: list[PrecisionStage] | None = option(
-        "stages of the run, each with keys of this section that it has otherwise, and (but for the last) its end: "
-        "until_step, until_tokens or until_share; at each change the run saves, and goes on as a resume would",
+        "phases of the run: each has the keys of this section that it changes and, except for the last, its end "
+        "(until_step, until_tokens or until_share); between phases the run saves and continues as a resume would",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
-    # free, as its choice is compared
+    # free on a resume: its choice is compared instead
     auto: bool = option(
-        "te_linear, te_layer with compute fp8: times FP8 and bf16, CUDA graphs and attention backends at the start, "
-        "about a minute, and uses the fastest; a resumed run keeps the choice of its checkpoint",
+        "te_linear, te_layer with compute fp8: time FP8 and bf16, CUDA graphs and attention backends at the start, for "
+        "about a minute, and use the fastest; a resumed run keeps the choice of its checkpoint",
         False,
         resume="free",
     )
 
     @property
     def emulated(self) -> bool:
-        """Whether what would need a GPU is computed without one."""
+        """Return whether a CPU emulates what runs on a GPU."""
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     @property
     def head_gradients(self) -> bool:
-        """Whether the gradients of lm_head, whose forward is in bf16, are FP8 products where its sizes allow it."""
+        """Return whether the gradients of an lm_head with a bf16 forward are FP8 products, if its sizes allow it."""
         asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
         return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
     @property
     def moment_type(self) -> str:
-        """A key of MOMENT_BYTES."""
+        """Return the type of AdamW's moments, a key of MOMENT_BYTES."""
         states = self.optimizer_states
         return self.optimizer_moments if states == "bf16_remainder" else states
 
     @property
     def optimizer_bytes(self) -> float:
-        """Of a parameter, besides the weight that the model computes with."""
+        """Return the bytes of optimizer states a parameter, without the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         return bytes_of_states(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """This section with another recipe; what that does not read has its default."""
+        """Return this section with another recipe; keys that it does not read get their default."""
         defaults = PrecisionConfig()
         left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(
@@ -270,7 +279,7 @@ class PrecisionConfig(PrecisionSettings):
         )
 
     def described_states(self) -> str | None:
-        """For the log: what AdamW keeps, and how gradients travel, where it is not the usual."""
+        """Return a line for the log about optimizer states and gradient communication; None: the default."""
         parts = []
         if self.optimizer_states != "fp32":
             parts.append(
@@ -282,34 +291,33 @@ class PrecisionConfig(PrecisionSettings):
         return "; ".join(parts) or None
 
     def described_levels(self, variant: str, max_steps: int) -> str | None:
-        """For the log: what on_trouble may do, where it may do something, in a run of so many steps."""
+        """Return a line for the log about the fallbacks of on_trouble in a run of `max_steps`; None: there are none."""
         if self.compute != "fp8" or self.on_trouble != "escalate":
             return None
         if self.health_steps > max_steps:
             return (
-                f"warning: precision.on_trouble escalate does nothing: the first look at FP8's operands would be in "
-                f"step {self.health_steps} (precision.health_steps), and the run has max_steps {max_steps}"
+                f"warning: precision.on_trouble escalate has no effect: the first FP8 health check would be in step "
+                f"{self.health_steps} (precision.health_steps), and max_steps is {max_steps}"
             )
         above = ", ".join(LEVELS[LEVELS.index(self.recipe) + 1 :])
         without = (
             "; layernorm_mlp has no bf16_backward in Transformer Engine" if variant == "te_layer" else ""
         )
         return (
-            "precision.on_trouble escalate: a module in trouble at two of four looks goes a level up, to "
-            f"{above}{without}. The run saves then, and goes on as a resume would"
+            "precision.on_trouble escalate: a module that fails two of four FP8 health checks falls back to "
+            f"{above}{without}. The run then saves and continues as a resume would"
         )
 
     def problems(self) -> list[str]:
-        """What does not go together in this section, as sentences; empty when everything does."""
+        """Return the contradictions in this section, a sentence each."""
         problems: list[str] = []
         recipe = RECIPES[self.recipe]
         torchao = recipe.package == "torchao"
         if self.auto and (self.compute != "fp8" or torchao):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.package == "te")
             problems.append(
-                "precision.auto: it finds out whether FP8 pays, in te_linear and te_layer with precision.compute fp8 "
-                f"and recipe {theirs}; compute {self.compute} with recipe {self.recipe} is given. Change "
-                "these or remove it"
+                "precision.auto: it measures te_linear and te_layer with precision.compute fp8 and recipe "
+                f"{theirs}, but compute is {self.compute} and the recipe {self.recipe}; change these or remove it"
             )
         if self.compute == "fp8":
             defaults = PrecisionConfig()
@@ -323,22 +331,22 @@ class PrecisionConfig(PrecisionSettings):
                     )
             if self.on_trouble == "escalate" and not (self.health_steps or torchao):
                 problems.append(
-                    "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen; set "
-                    "precision.health_steps, for example to 100, or on_trouble to warn"
+                    "precision.on_trouble escalate needs FP8 health checks: set precision.health_steps, for example "
+                    "to 100, or on_trouble to warn"
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
-                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"
+                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, torchao has it; remove it"
                 )
         if self.compute in ("fp16", "fp32"):
             if self.optimizer_states != "fp32":
                 problems.append(
-                    f"precision.optimizer_states {self.optimizer_states}: it is made of bf16 weights, and with compute "
-                    f"{self.compute} there are none; set it to fp32"
+                    f"precision.optimizer_states {self.optimizer_states} needs bf16 weights; compute {self.compute} "
+                    "has none. Set it to fp32"
                 )
             if self.gradient_communication == "bf16":
                 problems.append(
-                    f"precision.gradient_communication bf16: compute {self.compute} has gradients that bf16 would cut; "
+                    f"precision.gradient_communication bf16 would round the gradients of compute {self.compute}; "
                     "remove it, or set it to fp32"
                 )
         if self.optimizer_states != "bf16_remainder" and self.optimizer_moments != "bf16":
