@@ -188,8 +188,11 @@ def resolve_ds_config(
     problems = _key_problems(config)
     problems += _fill(config, _expected(arguments, world_size))
     problems += _take_optimizer(config, arguments)
-    problems += _state_problems(config, arguments)
-    problems += _zero_problems(config, arguments)
+    if (asked := arguments.precision.gradient_communication) or "communication_data_type" in config:
+        problems += _fill(config, {"communication_data_type": (asked, "precision.gradient_communication")})
+    config.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    problems += _combination_problems(config, arguments)
+    _fill_sizes(config["zero_optimization"], arguments)
     # off unless the user turned them on: they wait for the device in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
@@ -305,107 +308,78 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
     return problems + [f"optimizer.params.{problem}" for problem in found]
 
 
-def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) -> str | None:
-    """Return why ZeRO 3 cannot recompute layers with this configuration, or None. A module in a layer frees its weights
-    after the recomputed forward, before Transformer Engine's backward of it."""
-    if not (arguments.gradient_checkpointing and VARIANTS[arguments.model.variant].te):
-        return None
-    fused = "Fused" if arguments.speed.fused_rope else ""
-    layer = {"te_linear": "MistralDecoderLayer", "te_layer": f"{fused}TransformerLayer"}[
-        arguments.model.variant
-    ]
-    leaf = zero.get("leaf_module", {})
+def _layers_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
+    """Return the class that has to be a leaf module of ZeRO 3 and is not, or "". With recomputation, a module in a
+    layer frees its weights after the recomputed forward, before Transformer Engine's backward of it."""
+    variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
+    if not (arguments.gradient_checkpointing and VARIANTS[variant].te):
+        return ""
     classes = leaf.get("classes") or []
-    named = classes if isinstance(classes, list) else [classes]
-    found = any(name.rpartition(".")[2] == layer for name in named)
-    if leaf.get("names") or leaf.get("name_suffixes") or found:
-        return None
-    return (
-        "zero_optimization.leaf_module: with gradient_checkpointing ZeRO 3 has to gather a layer's weights at once, or "
-        f'they are gone before its backward; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json'
+    named = [name.rpartition(".")[2] for name in (classes if isinstance(classes, list) else [classes])]
+    te_layer = "FusedTransformerLayer" if arguments.speed.fused_rope else "TransformerLayer"
+    layer = {"te_linear": "MistralDecoderLayer", "te_layer": te_layer}[variant]
+    return "" if leaf.get("names") or leaf.get("name_suffixes") or layer in named else layer
+
+
+def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
+    """Return what ZeRO, types and the optimizer cannot do together."""
+    zero = config["zero_optimization"]
+    stage, accumulate = zero["stage"], config.get("data_types", {}).get("grad_accum_dtype")
+    precision, model, muon = arguments.precision, arguments.model, arguments.optim == "muon"
+    dtype = {"fp8": "bf16"}.get(precision.compute, precision.compute)  # of weights
+    zero_1_in_float32 = stage == 1 and accumulate == "fp32"
+    problems = []
+
+    def check(allowed: object, problem: str) -> None:
+        if not allowed:
+            problems.append(problem)
+
+    check(
+        stage != 3 or not compiles(model.variant, precision, model.compile),
+        "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, 1 or "
+        "2, or set model.compile to false",
     )
-
-
-def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    zero, problems = config.setdefault("zero_optimization", {"stage": 0}), []
-    stage = zero.setdefault("stage", 0)
-    model = arguments.model
-    if stage == 3 and compiles(model.variant, arguments.precision, model.compile):
-        problems.append(
-            "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
-            "1 or 2, or set model.compile to false"
-        )
-    if stage == 3 and (no_recomputation := _why_no_recomputation(zero, arguments)):
-        problems.append(no_recomputation)
-    if arguments.speed.cuda_graphs and (no_graphs := why_no_graphs(model.variant, zero_stage=stage)):
-        problems.append(f"zero_optimization.stage: {no_graphs}")
-    if stage == 0 and arguments.precision.compute == "fp16":
-        problems.append(
-            "zero_optimization.stage: without ZeRO DeepSpeed 0.19.8 does not scale fp16's loss, and divides its "
-            "gradients as if it did; use stage 1, 2 or 3, or set precision.compute to bf16"
-        )
-    # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
-    dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
-    accumulate = config.get("data_types", {}).get("grad_accum_dtype")
-    if accumulate not in (None, dtype, "fp32"):
-        problems.append(
-            f"data_types.grad_accum_dtype: {json.dumps(accumulate)} is given, fp32 or the weights' {dtype} is expected"
-        )
-    elif stage == 0 and accumulate not in (None, dtype):
-        problems.append(
-            f"data_types.grad_accum_dtype: ZeRO 0 accumulates in the parameters' {dtype}, not in "
-            f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
-        )
-    if arguments.optim == "muon":
-        if no_muon := _why_no_muon(stage, dtype, accumulate):
-            problems.append(no_muon)
-        if (states := arguments.precision.optimizer_states) != "fp32":
-            problems.append(
-                f'precision.optimizer_states {states}: it packs what AdamW keeps; with optim "muon" set it to fp32'
-            )
-    _fill_sizes(zero, arguments)
-    return problems
-
-
-def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Set the type of communication; return why AdamW's states cannot be packed at this ZeRO stage."""
-    precision, problems = arguments.precision, []
-    zero, types = config.get("zero_optimization", {}), config.get("data_types", {})
-    stage, accumulate = zero.get("stage", 0), types.get("grad_accum_dtype")
-    if (states := precision.optimizer_states) != "fp32":
-        key = f"precision.optimizer_states {states}"
-        if stage != 1 or accumulate != "fp32":
-            why = {
-                0: "without ZeRO DeepSpeed keeps float32 weights, one a parameter, and float32 copies of gradients",
-                1: "without data_types.grad_accum_dtype fp32 ZeRO 1 keeps gradients and weights otherwise",
-                2: "ZeRO 2 cuts gradients while it adds them up, into the optimizer's own float32 weights",
-                3: "ZeRO 3 makes the weights anew from float32 ones that each rank has a part of",
-            }.get(stage, "there is no such stage")
-            problems.append(
-                f"{key}: {why}; it works at ZeRO 1 with data_types.grad_accum_dtype fp32 (deepspeed: "
-                "ds_config_zero1.json), on one rank too. Use that, or set it to fp32"
-            )
-    if (asked := precision.gradient_communication) or "communication_data_type" in config:
-        problems += _fill(config, {"communication_data_type": (asked, "precision.gradient_communication")})
-    return problems
-
-
-def _why_no_muon(stage: int, dtype: str, accumulate: str | None) -> str | None:
-    """Return the problem if DeepSpeed 0.19.8's Muon is wrong in this setting, else None."""
-    if dtype == "fp16":
-        return 'precision.compute: with optim "muon" fp16 is not supported; use bf16 or fp8'
-    if stage == 0 or (stage == 1 and dtype == "bf16" and accumulate == "fp32"):
-        return None
-    what, instead = f"ZeRO {stage}", "stage 1 with data_types.grad_accum_dtype fp32 (ds_config_zero1.json)"
-    if dtype == "fp32":
-        what, instead = f"ZeRO {stage} in float32", "stage 0, or precision.compute bf16"
-    elif stage == 1:
-        what = "ZeRO 1 without float32 accumulation"
-    return (
-        f'zero_optimization.stage: with optim "muon" {what} is not supported: DeepSpeed 0.19.8 orthogonalizes fused '
-        "matrices there as one, and clips the orthogonalized update, whose norm is the one that is logged, instead of "
-        f"the gradient; use {instead}"
+    layer = _layers_freed_early(zero, arguments) if stage == 3 else ""
+    check(
+        not layer,
+        "zero_optimization.leaf_module: with gradient_checkpointing ZeRO 3 has to gather the weights of a layer at "
+        f'once; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json',
     )
+    no_graphs = arguments.speed.cuda_graphs and why_no_graphs(model.variant, zero_stage=stage)
+    check(not no_graphs, f"zero_optimization.stage: {no_graphs}")
+    check(
+        stage != 0 or dtype != "fp16",
+        "zero_optimization.stage: DeepSpeed 0.19.8 without ZeRO does not scale the loss of fp16, but divides its "
+        "gradients by the scale; use stage 1, 2 or 3, or set precision.compute to bf16",
+    )
+    # without ZeRO DeepSpeed stops if gradients accumulate in another type than the weights'
+    types = {None, dtype} if stage == 0 else {None, dtype, "fp32"}
+    check(
+        accumulate in types,
+        f"data_types.grad_accum_dtype: {json.dumps(accumulate)} is given; at ZeRO {stage} with {dtype} weights it can "
+        f"be {' or '.join(sorted(filter(None, types)))}",
+    )
+    check(
+        not muon or dtype != "fp16", 'precision.compute: optim "muon" does not support fp16; use bf16 or fp8'
+    )
+    check(
+        not muon or dtype == "fp16" or stage == 0 or (zero_1_in_float32 and dtype == "bf16"),
+        'zero_optimization.stage: optim "muon" needs stage 0, or stage 1 with data_types.grad_accum_dtype fp32 and '
+        "precision.compute bf16 or fp8 (ds_config_zero1.json): otherwise DeepSpeed 0.19.8 orthogonalizes fused "
+        "matrices as one, and clips the update instead of the gradient",
+    )
+    packed = precision.optimizer_states != "fp32"
+    states = f"precision.optimizer_states {precision.optimizer_states}"
+    check(
+        not (packed and muon),
+        f'{states}: only AdamW\'s states can be packed; with optim "muon" set it to fp32',
+    )
+    check(
+        not packed or zero_1_in_float32,
+        f"{states}: packed states need ZeRO 1 with data_types.grad_accum_dtype fp32 (deepspeed: ds_config_zero1.json), "
+        "on one rank too; use that, or set it to fp32",
+    )
+    return problems
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:

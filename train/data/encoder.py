@@ -23,6 +23,11 @@ TOKENIZER_FILES = (
 )
 
 
+# What to do if sentencepiece or tokenizers and transformers disagree.
+AGREE = (
+    "In a copy of the folder, remove tokenizer.model or tokenizer.json, whichever is wrong, or correct "
+    "tokenizer_config.json; a folder with a tokenizer.model alone needs a tokenizer.json of the same ids"
+)
 # Text that a tokenizer changes if it folds letters, or drops or joins spaces.
 PROBE = "A  b\n\n\tdef f(x):  return\u00a0'caf\u00e9' \ufb01 \u2460 \u6771\u4eac \U0001f642 \r\n"
 SPACE = "\u2581"  # stands for a space in sentencepiece
@@ -214,7 +219,7 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
         raise DataError(
             f"{encoder.folder}: the vocabulary has {vocab_size} ids, and transformers finds {len(beyond)} tokens with "
-            f"others: {', '.join(map(repr, beyond[:8]))}. {_remedy(encoder)}",
+            f"others: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
             code="tokenizer_ids_differ",
             key=str(encoder.folder),
         )
@@ -223,7 +228,7 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         if own != other:
             raise DataError(
                 f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]} and {other} for transformers. "
-                f"{_remedy(encoder)}",
+                f"{AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
@@ -255,22 +260,10 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
             at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
             raise DataError(
                 f"{encoder.folder}: {encoder.files[0]} and transformers give other ids for {text[:80]!r}, from token "
-                f"{at} on: {own[:20]} and {other[:20]}. {_remedy(encoder)}",
+                f"{at} on: {own[:20]} and {other[:20]}. {AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
-
-
-def _remedy(encoder: TextEncoder) -> str:
-    if {"tokenizer.model", "tokenizer.json"} <= set(encoder.files):
-        return "Remove tokenizer.model or tokenizer.json from a copy of the folder, whichever is not the right one"
-    if encoder.files[0] == "tokenizer.json":
-        return "Correct tokenizer_config.json in a copy of the folder"
-    return (
-        "Give it a tokenizer.json of the same ids; or use a converted one, which may give other ids: "
-        'python -c "from transformers import AutoTokenizer as A; '
-        f"A.from_pretrained('{encoder.folder}').save_pretrained('NEW')\""
-    )
 
 
 def has_chat_template(folder: Path) -> bool:
