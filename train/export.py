@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -34,7 +35,6 @@ from train.checkpoint.files import (
     RunState,
     find_checkpoint,
     identity,
-    name_others,
     rank_file,
     read_state,
 )
@@ -50,6 +50,8 @@ from train.files import discarded_name, naming, reason
 from train.record.log import configure_logging
 from train.record.model_card import NEEDS_COMPRESSED, write_card
 from train.record.run_folder import EXPORTED_FROM, why_not_replaced
+
+logger = logging.getLogger(__name__)
 
 FORMATS = ("hf", "hf-fp8")
 # Files of an earlier export that would mix with a new one, which may have other names. A chat template mixes with any.
@@ -285,19 +287,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def checkpoint_of(given: Path) -> Path:
     """Return the checkpoint `given`, or the newest good one of the run `given`. Raises CheckpointError: neither."""
-    try:
-        if path := find_checkpoint(given):
-            if path != given:
-                print(f"{path}, the newest good one")
-            return path
-        problem = f"{given} is no checkpoint and holds none"
-    except CheckpointError as error:
-        problem = str(error)
-    raise CheckpointError(
-        f"{problem}; pass a committed one, RUN/checkpoints/step-NNNNNNNN{name_others(given)}",
-        code="no_checkpoint",
-        key=str(given),
-    )
+    path = find_checkpoint(given)
+    if path is None:
+        raise CheckpointError(
+            f"{given} is no checkpoint and holds none. Pass a run's output_dir or RUN/checkpoints/step-NNNNNNNN",
+            code="no_checkpoint",
+            key=str(given),
+        )
+    if path != given:
+        print(f"{path}, the newest good one")
+    return path
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:
@@ -312,10 +311,9 @@ def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> No
             code="other_tokenizer",
             key=str(folder),
         )
-    print(
-        f"warning: {folder / encoder.files[0]} is not the file that the model was trained with; whether it gives the "
-        "same ids is not checked",
-        file=sys.stderr,
+    logger.warning(
+        f"{folder / encoder.files[0]} is not the file that the model was trained with; whether it gives the same ids "
+        "is not checked"
     )
 
 

@@ -360,7 +360,7 @@ def find_checkpoint(given: Path) -> Path | None:
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
         if found := problems(given):
-            raise CheckpointError("; ".join(found), code="no_checkpoint", key=str(given))
+            raise CheckpointError("; ".join(found) + name_others(given), code="no_checkpoint", key=str(given))
         return given
     root = given / "checkpoints"
     return newest_good(root if root.is_dir() else given)

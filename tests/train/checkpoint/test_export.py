@@ -32,7 +32,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TextEncoder
 from train.data.format import DataError
-from train.evaluation.models import plan
+from train.evaluation.models import plan_model
 
 STEP_6 = "checkpoints/step-00000006"
 
@@ -186,7 +186,7 @@ def test_the_trained_length_is_recorded_and_is_the_default_context(trained: Path
     folder = trained / "hf"
     config = json.loads((folder / "config.json").read_text())
     assert (config["trained_sequence_length"], config["max_position_embeddings"]) == (64, 2048)
-    assert load_sizes(str(folder)).trained_sequence_length == 64 == plan(folder, None).max_seq_length
+    assert load_sizes(str(folder)).trained_sequence_length == 64 == plan_model(folder, None).max_seq_length
     assert "| sequence length | 64 |" in (folder / "README.md").read_text()
 
     def lengths(*options: str) -> list[int]:
