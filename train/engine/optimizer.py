@@ -13,22 +13,22 @@ from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
 from train.engine.zero import name_of, shape_of, step_parts_apart
 
-# Its functions are compiled by a decorator, which would import torch's whole compiler, a second of each start, and
-# compile them for each shape. Left out: what that would gain on a GPU is not measured.
+# A decorator compiles its functions, which would import torch's compiler, a second of each start, and compile for each
+# shape. It is disabled; its gain on a GPU is not measured.
 with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-# Of Muon's update in units of AdamW's, whose elements have a root mean square of 0.2 to 0.4.
+# Root mean square of the elements of Muon's update. That of AdamW's is 0.2 to 0.4.
 MUON_RMS = 0.2
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw") -> list[dict[str, Any]]:
-    """AdamW's two groups: matrices (embeddings too) with decay, vectors (norms, biases) without. With `optim` "muon"
-    before these, from which they are then taken, the matrices of the decoder layers, a group for each number of
-    columns, with a factor `lr_scale` of the learning rate.
+    """Return AdamW's two groups: matrices (embeddings too) with decay, vectors (norms, biases) without. With `optim`
+    "muon" the matrices of the decoder layers come first, in a group for each number of columns, with a factor
+    `lr_scale` of the learning rate.
 
-    By dimension and place, never by name, so that fused weights decay like the ones they are made of. A tied weight is
-    there once; parameters that need no gradient are left out, and so is an empty group.
+    Parameters are grouped by dimension and place, never by name, so that fused weights decay like their parts. A tied
+    weight appears once. Parameters without gradient and empty groups are omitted.
     """
     hidden: list[nn.Parameter] = list(model.model.layers.parameters()) if optim == "muon" else []
     of_muon = {id(p) for p in hidden if p.requires_grad and len(shape_of(p)) == 2}
@@ -50,22 +50,25 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
 
 
 def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: float) -> dict[str, Any]:
-    """DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` it comes to
-    0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon): its
-    elements are then as large as AdamW's, and learning rate and decay are those of AdamW. The decay is multiplied by
-    the group's rate too, and has no such factor.
+    """Return the group of the matrices with this number of columns.
+
+    DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` the factor is
+    0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon): the
+    elements are then as large as AdamW's, and AdamW's learning rate and decay apply. The decay is divided by the
+    factor, because it is multiplied by the group's rate.
     """
     scale = MUON_RMS * math.sqrt(columns)
-    # the order into which it puts them
+    # the order in which DeepSpeed's Muon sorts them
     ordered = sorted(parameters, key=shape_of, reverse=True)
     return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
 
 
 def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
-    """torch's AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused where the parameters are on CUDA; or DeepSpeed's
-    Muon (Jordan et al., kellerjordan.github.io/posts/muon) with that AdamW for what is no matrix of a layer.
+    """Build torch's AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA, or
+    DeepSpeed's Muon (Jordan et al., kellerjordan.github.io/posts/muon) with that AdamW for all but the matrices of the
+    layers.
 
-    Exactly these classes are what DeepSpeed's ZeRO accepts without `zero_allow_untested_optimizer`.
+    DeepSpeed's ZeRO accepts exactly these classes without `zero_allow_untested_optimizer`.
     """
     groups = parameter_groups(model, arguments.weight_decay, arguments.optim)
     adamw = {
@@ -84,8 +87,8 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
 
 
 def orthogonalize_each_matrix(engine: Any) -> None:
-    """Let Muon step each matrix as itself where a variant has fused several into one parameter: q, k and v; gate and
-    up. Of a fresh engine; without Muon nothing changes."""
+    """Have Muon of a new engine step each matrix by itself where a variant fuses several into one parameter: q, k and
+    v; gate and up. Without Muon nothing changes."""
     config = engine.module.config
 
     def rows(parameter: nn.Parameter) -> list[int]:
@@ -95,7 +98,7 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:
-    """The learning rate of `step`, counted from 0: a pure function, so resuming needs no scheduler state.
+    """Return the learning rate of `step`, counted from 0. It is a pure function: a resume needs no scheduler state.
 
     Warmup: learning_rate / warmup_steps at step 0, the peak at step warmup_steps - 1. Then by
     lr_scheduler_type, with `floor` = min_lr_ratio * learning_rate reached at max_steps: cosine (Loshchilov

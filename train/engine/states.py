@@ -1,11 +1,11 @@
-"""AdamW with less memory (precision.optimizer_states), by parts of what DeepSpeed's BF16_Optimizer shares out.
+"""AdamW with less memory (precision.optimizer_states), on the partitions of DeepSpeed's BF16_Optimizer.
 
-    fp32             12 bytes a parameter: a float32 weight and two float32 moments. torch's AdamW, none of this file
-    bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 bits more; moments in bf16 (10: float32)
+    fp32             12 bytes a parameter: a float32 weight and two float32 moments (torch's AdamW)
+    bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 more bits; moments in bf16 (10: float32)
     int8, fp8         4.03: the same weight; moments in torchao's 8 bits, with a scale for each block of 256
 
-A step decodes `STATE_CHUNK` elements at a time, has torch's AdamW step them in float32, and encodes them again. So a
-weight is float32 to the last bit; of what it was rounded to nothing is lost.
+A step decodes `STATE_CHUNK` elements at a time, steps them with torch's AdamW in float32, and encodes them again. The
+weights are exact float32 numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 State = dict[str, torch.Tensor]  # of a flat tensor of weights, as torch.optim.Optimizer.state has it
 
 
-# ---------------------------------------------------------------- float32 as bf16 and 16 bits more
+# ---------------------------------------------------------------- float32 as bf16 and 16 more bits
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Write float32 `master` as bf16 `weight` and int16 `remainder`, all 1-D and of one length.
 
-    The weight is the nearest; of two that are as near, the one farther from zero. (To the even one, as casts round,
-    would have 65,537 numbers in reach of a weight, one more than 16 bits can tell apart.)
+    The weight is the nearest bf16 number, on a tie the one farther from zero. (With rounding to even 65,537 numbers
+    would have the same weight, one more than 16 bits can distinguish.)
     """
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -43,7 +43,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that `split` was given."""
+    """Return the float32 numbers that `split` was given."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -52,7 +52,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Zeros, `length` of them, as `decoded` reads them."""
+    """Return `length` zeros, as `decoded` reads them."""
     if kind in DTYPES:
         return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
     blocks = -(-length // STATE_BLOCK)
@@ -63,7 +63,7 @@ def new_moment(moment: str, length: int, kind: str, device: torch.device) -> Sta
 
 
 def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
-    """Float32, the elements from `start` to `end`; of a float32 moment they are its own memory."""
+    """Return the elements from `start` to `end` in float32; of a float32 moment a view."""
     if (scale := state.get(f"{moment}_scale")) is None:
         return state[moment][start:end].float()
     blocks = slice(start // STATE_BLOCK, -(-end // STATE_BLOCK))
@@ -73,7 +73,7 @@ def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
-    """Write float32 `values` over the elements from `start` on; of moments in 8 bits whole blocks, or to the end."""
+    """Write float32 `values` to the elements from `start` on; of 8-bit moments whole blocks, or to the end."""
     held, scale = state[moment][start : start + len(values)], state.get(f"{moment}_scale")
     if scale is not None:
         values = nn.functional.pad(values, (0, -len(values) % STATE_BLOCK))
@@ -92,10 +92,12 @@ def _is_signed(moment: str) -> bool:
 
 
 class PackedAdamW(torch.optim.Optimizer):
-    """torch's AdamW on weights that are bf16 and 1-D, with the other half of them in its state.
+    """torch's AdamW on 1-D bf16 weights, with the other 16 bits of their float32 values in its state.
 
-    groups: as torch.optim.AdamW has them. gradients: of each of their weights, float32 and as long; `.grad`, which
-    would have to be bf16, is not read. moments: a type of MOMENT_BYTES.
+    Args:
+        groups: as of torch.optim.AdamW.
+        gradients: float32, of each of the weights; `.grad`, which would have to be bf16, is not read.
+        moments: a type of MOMENT_BYTES.
     """
 
     def __init__(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor], moments: str):
@@ -142,9 +144,9 @@ class PackedAdamW(torch.optim.Optimizer):
         encode(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
-        """The state of weights that are what bf16 has of them."""
+        """Allocate the state of weights whose float32 values are bf16 numbers."""
         state = self.state[weight]
-        # where torch's kernel reads it
+        # on the device where torch's kernel reads it
         state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")
         state["remainder"] = torch.zeros(len(weight), dtype=torch.int16, device=weight.device)
         for moment in MOMENTS:
@@ -153,8 +155,8 @@ class PackedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def put(self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None) -> None:
-        """Have float32 `master` as the weights, with `moments` after so many steps; 1-D, wherever they are. None:
-        before the first step, when weights are what bf16 has of them."""
+        """Set the weights to float32 `master`, with `moments` after `step` steps; 1-D, on any device. None: before the
+        first step, when the weights are bf16 numbers."""
         if step is None:
             weight.copy_(master)
             return
@@ -167,7 +169,7 @@ class PackedAdamW(torch.optim.Optimizer):
                 encode(moments[moment][part].to(weight.device), state, moment, start)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this optimizer's `state_dict`, bit by bit: torch's would give all states the type of the weights."""
+        """Load a `state_dict` of this optimizer bit by bit: torch would cast all states to the type of the weights."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.state.clear()
@@ -183,7 +185,7 @@ class PackedAdamW(torch.optim.Optimizer):
 
 @dataclass
 class Stretch:
-    """Elements of a packed tensor, decoded when they are asked for: what reading a checkpoint uses of a 1-D tensor."""
+    """Elements of a packed tensor, decoded on access. It has the methods of a 1-D tensor that reshard.py uses."""
 
     decode: Callable[[int, int], torch.Tensor]  # from, to -> float32
     start: int
@@ -201,7 +203,7 @@ class Stretch:
 
 
 def stretches(weight: torch.Tensor, state: State) -> tuple[Stretch, dict[str, Stretch]]:
-    """The float32 weights and moments that `weight` and `state`, of a PackedAdamW, hold."""
+    """Return the float32 weights and moments in `weight` and `state` of a PackedAdamW."""
 
     def of(moment: str) -> Callable[[int, int], torch.Tensor]:
         return lambda start, end: decoded(state, moment, start, end)
