@@ -71,7 +71,6 @@ SDPA_BACKENDS = {
 }
 LIGER = "liger-kernel"
 OUT_OF_MEMORY = "out of memory"
-LEGEND = "* the fastest bf16 of its measure; x bf16: the ratio to it"
 # How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
 CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministic")
@@ -209,7 +208,14 @@ def measure(options: argparse.Namespace) -> Outcome:
         name: {r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name}
         for name in MEASURES
     }
-    return Outcome(results, more, [LEGEND], failures, speeds, "tokens/s")
+    return Outcome(
+        results,
+        more,
+        ["* the fastest bf16 of its measure; x bf16: the ratio to it"],
+        failures,
+        speeds,
+        "tokens/s",
+    )
 
 
 def make_conditions(options: argparse.Namespace, config: Any) -> Conditions:
