@@ -5,22 +5,21 @@
 
 What is subclassed here, and why. datatrove's exact search keeps the document with the lowest number in its task,
 whichever task that is; its clusters the one with the most neighbours. Its removals remove nothing if the stages before
-them left nothing, and another document if the input has changed meanwhile. Its MinHash signatures leave out texts under
-five words, also equal ones, and take 3 GB for a text of 10 MB.
+them left nothing. Its MinHash signatures skip texts under five words, also equal ones, and take 3 GB for a text of
+10 MB.
 
-In the folder, which all tasks share: signatures/, documents/ (what each reading task saw); exact: found/ (numbers of
-duplicates), done/ (a mark of each search task); minhash: found/ (pairs), remove/ (numbers of duplicates).
+In the folder, which all tasks share: signatures/; exact: signed/ and done/ (a mark of each reading and search task),
+found/ (numbers of duplicates); minhash: found/ (pairs), remove/ (numbers of duplicates). An input that changes between
+the stages is refused at the end of the preparation.
 """
 
 import itertools
-import json
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from datatrove.data import Document
 from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
@@ -40,7 +39,7 @@ from datatrove.pipeline.dedup.minhash import (
 from datatrove.utils.text import simplify_text
 
 from train.data.format import DataError
-from train.files import without_patterns, write_durably
+from train.files import without_patterns
 from train.prepare.corpus import WORK_NAME
 from train.prepare.ngrams import PlainWords, hash_text, split_words
 from train.prepare.tally import Stage, Tally
@@ -57,35 +56,10 @@ def document_bytes(document: Document) -> bytes:
     return document.text.encode()
 
 
-# ---------------------------------------------------------------- the same documents again
-
-
-def watch(data: Iterable[Document], record: Path, check: bool) -> Iterator[Document]:
-    """Pass the documents on, and at their end write what they were to `record`, or check that they are as it says.
-
-    Raises:
-        DataError: they are not: the numbers of duplicates in the folder would remove others.
-    """
-    count, digest = 0, xxhash.xxh3_64()
-    for document in data:
-        text = document_bytes(document)
-        digest.update(len(text).to_bytes(8, "little") + text)
-        count += 1
-        yield document
-    seen = {"documents": count, "xxh3_64": digest.hexdigest()}
-    if not check:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(record, json.dumps(seen) + "\n")
-    elif (before := json.loads(record.read_text(encoding="utf-8"))) != seen:
-        raise DataError(
-            f"the {count} documents of task {record.stem} are not the {before['documents']} among which duplicates "
-            f"were searched: the input or the packages have changed meanwhile; {AGAIN}",
-            code="documents_changed",
-        )
-
-
-def record_of(folder: Path, rank: int) -> Path:
-    return folder / "documents" / f"{rank:05d}.json"
+def mark(folder: Path, rank: int) -> None:
+    """Note that a task is completed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{rank:05d}").write_bytes(b"")
 
 
 def require(folder: Path, pattern: str, count: int, what: str) -> None:
@@ -151,7 +125,8 @@ class ExactSignature(ExactDedupSignature):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         self.priority = MOST_TASKS - rank
-        super().run(watch(data, record_of(self.folder, rank), check=False), rank, world_size)
+        super().run(data, rank, world_size)
+        mark(self.folder / "signed", rank)
 
     def get_hashes(self, doc: Document, doc_idx: int) -> Any:
         return [(value, self.priority, number) for value, _, number in super().get_hashes(doc, doc_idx)]
@@ -167,14 +142,12 @@ class ExactSearch(ExactFindDedups):
         self.folder, self.tasks = folder, tasks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        require(self.folder / "documents", "*.json", self.tasks, "tasks' signatures")
+        require(self.folder / "signed", "*", self.tasks, "tasks' signatures")
         allow_open_files(3 * self.tasks)
         with without_patterns(self.folder / "signatures") as signatures:  # which datatrove finds by a glob
             self.data_folder = get_datafolder(str(signatures))
             super().run(None, rank, world_size)
-        done = self.folder / "done" / f"{rank:05d}"
-        done.parent.mkdir(exist_ok=True)
-        done.write_bytes(b"")
+        mark(self.folder / "done", rank)
 
 
 class ExactRemoval(ExactDedupFilter):
@@ -186,8 +159,7 @@ class ExactRemoval(ExactDedupFilter):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         require(self.folder / "done", "*", min(world_size, SEARCH_TASKS), "searches")
-        documents = watch(data, record_of(self.folder, rank), check=True)
-        yield from counted(super().run, documents, rank, world_size, "duplicate (exact)", self.tally)
+        yield from counted(super().run, data, rank, world_size, "duplicate (exact)", self.tally)
 
 
 # ---------------------------------------------------------------- near
@@ -217,11 +189,7 @@ class MinhashSignature(MinhashDedupSignature):
 
     def __init__(self, folder: Path, config: MinhashConfig) -> None:
         super().__init__(str(folder / "signatures"), config, language=PlainWords())  # type: ignore[arg-type]
-        self.folder = folder
         self._hash_func = hash_text
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        super().run(watch(data, record_of(self.folder, rank), check=False), rank, world_size)
 
     def get_shingles(self, text: str) -> np.ndarray:
         """uint64 [shingles, 1]"""
@@ -288,8 +256,7 @@ class MinhashRemoval(MinhashDedupFilter):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         require(self.folder / "remove", "*.remove", world_size, "tasks' lists of duplicates")
-        documents = watch(data, record_of(self.folder, rank), check=True)
-        yield from counted(super().run, documents, rank, world_size, "duplicate (minhash)", self.tally)
+        yield from counted(super().run, data, rank, world_size, "duplicate (minhash)", self.tally)
 
 
 def link_to_first(edges: np.ndarray) -> np.ndarray:
