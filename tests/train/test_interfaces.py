@@ -107,7 +107,7 @@ CHECKPOINT_MANIFEST = {
     "files.sha256",
     "sha256",
 }
-ROLLBACK_NOTE = {"schema", "checkpoint", "skipped_samples", "changes", "of_other_starts", "sha256"}
+ROLLBACK_NOTE = {"schema", "checkpoint", "skipped_samples", "sha256"}
 RUN_FILES = {
     "checkpoints",
     "ds_config.json",

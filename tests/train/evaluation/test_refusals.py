@@ -123,8 +123,7 @@ def test_weights_that_are_cut_off_are_told_before_texts_are_read(
     weights, text = own_hf / "model.safetensors", tmp_path / "text.txt"
     weights.write_bytes(weights.read_bytes()[:-8])
     text.write_text(" ")  # which would be refused, too
-    told = refused(own_hf, text)
-    assert str(weights) in told and f"{weights.stat().st_size:,}" in told
+    assert str(weights) in refused(own_hf, text)
 
 
 def test_a_tolerated_document_is_named(
