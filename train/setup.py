@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.build import build_model, choose_attention
-from model.config import flops_per_token, load_config, load_sizes, num_parameters, numbers_of
+from model.config import GIB, flops_per_token, load_config, load_sizes, num_parameters, numbers_of
 from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
 from model.fp8.modules import check_precision, fp8_modules
@@ -65,7 +65,8 @@ from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.ranks import check_alike, is_on
 from train.preflight.sizes import disk_plan
-from train.record.metrics import MetricsLogger, peak_tflops
+from train.record.history import typical_speed
+from train.record.metrics import MetricsLogger
 from train.record.provenance import origin as origin_of
 from train.record.run_folder import RunFolder
 
@@ -317,9 +318,7 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
     config, stream = load_config(args.model.config), data.train
     tokens_per_step = args.train_batch_size_tokens or 0
     left = max(0, args.max_steps - state.step)
-    total, steps = state.consumed_tokens + left * tokens_per_step, f"{state.step + left} steps"
-    if state.consumed_tokens != state.step * tokens_per_step:  # a resume with steps of another size
-        steps = f"{state.step} steps, which had {state.consumed_tokens:,} tokens in all, and {left}"
+    total = state.consumed_tokens + left * tokens_per_step
     flops = flops_per_token(config, args.max_seq_length)
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}",
@@ -327,25 +326,15 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
         f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
         f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
         f"{data.unigram_loss:.4f}",
-        f"{steps} x {tokens_per_step:,} tokens = {total:,} tokens, "
+        f"{left} steps of {tokens_per_step:,} tokens are left of {args.max_steps}; with them {total:,} tokens, "
         f"{total / stream.num_tokens:.2f} times the training data",
     ]
-    if stream.vocab_size < config.vocab_size:
-        lines.append(
-            f"vocabulary: the tokenizer of the data has {stream.vocab_size:,} of the model's "
-            f"{config.vocab_size:,} ids; the others never occur"
-        )
     if args.data.document_mask:
         shards = [shard for source in stream.sources for shard in source.shards]
         length = stream.num_tokens / sum(shard.documents for shard in shards)
         lines.append(
             f"data.document_mask: attention stays within documents, {length:,.0f} tokens on average, and their last "
             "tokens predict nothing; FLOPs and mfu count attention over whole samples, which is too much"
-        )
-    peak = peak_tflops(device)
-    if peak is not None:
-        lines.append(
-            f"mfu is of {peak:.0f} TFLOP/s, the dense bf16 peak of this GPU's data sheet, also for FP8"
         )
     if args.save_strategy == "no":
         lines.append("save_strategy is no: nothing of the trained model will be saved")
@@ -372,6 +361,17 @@ def predict(args: TrainingArguments, state: RunState) -> Prediction | None:
         logger.warning(f"no prediction for this run: {type(error).__name__}: {error}")
         return None
     return prediction
+
+
+def compare_with_prediction(prediction: Prediction, speeds: list[float], record: dict[str, Any]) -> None:
+    """Log measured memory and speed beside the prediction, and add them to its `record` in run.json. An error in it
+    ends no run."""
+    try:
+        speed, peak = typical_speed(speeds), torch.cuda.max_memory_allocated() / GIB
+        record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
+        logger.info(prediction.compare(peak, speed))
+    except Exception as error:
+        logger.warning(f"nothing measured beside the plan: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------- the run folder

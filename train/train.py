@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -36,7 +36,6 @@ from train.guard import signals
 if __name__ == "__main__":
     signals.install()  # the imports take seconds
 
-from model.config import GIB
 from model.errors import UserError
 from train import launchers
 from train.config.arguments import TrainingArguments
@@ -48,10 +47,8 @@ from train.preflight.sizes import memory_ran_out
 from train.record.log import configure_logging, link_log_file, open_log_file
 
 if TYPE_CHECKING:
-    from train.planning.plan import Prediction
     from train.record.metrics import MetricsLogger
     from train.record.run_folder import RunFolder
-    from train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 # Exit status; signals has the others.
@@ -181,7 +178,7 @@ def _run(args: TrainingArguments) -> None:
     from train.preflight.ranks import is_on
     from train.record.provenance import RunRecord
     from train.record.run_folder import RunFolder
-    from train.trainer import Trainer
+    from train.trainer import Trainer, build_next_trainer
 
     began, folder, rank = time.time(), RunFolder(args.output_dir), dist.get_rank()
     with Watchdog(args.hang_timeout_s) as watchdog:
@@ -215,7 +212,7 @@ def _run(args: TrainingArguments) -> None:
                         checkpoint = trainer.fit(metrics, stop_vote)
                     finally:
                         if record and prediction:
-                            compare_with_prediction(prediction, trainer.speeds, record.start["plan"])
+                            setup.compare_with_prediction(prediction, trainer.speeds, record.start["plan"])
                     while state.step < args.max_steps:
                         trainer, change = build_next_trainer(trainer)
                         if record:
@@ -236,47 +233,6 @@ def _run(args: TrainingArguments) -> None:
             report_stop(folder, metrics, stopped)
             dist.barrier()
         raise
-
-
-def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
-    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint; return it and what
-    run.json says of the change. The memory of the old one is free before the new one takes any."""
-    from train.guard.watchdog import Watchdog
-    from train.trainer import Trainer
-
-    began = time.monotonic()
-    args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
-    what, is_new_phase = trainer.describe_next()
-    logger.info(f"step {state.step + 1}: {what}; model and engine are built again")
-    with Watchdog(args.hang_timeout_s) as watchdog:
-        watchdog.at("freeing model and engine")
-        trainer.close()
-        following = Trainer(args, data, state, checkpoint, watchdog)
-    took_s = round(time.monotonic() - began, 2)
-    logger.info(f"the change took {took_s:.1f} s")
-    checked = {"fp8": following.report.fp8, "proof": following.report.lines}
-    return following, {
-        "step": state.step,
-        "stage": what,
-        "new_stage": is_new_phase,
-        "took_s": took_s,
-        **checked,
-    }
-
-
-def compare_with_prediction(prediction: Prediction, speeds: list[float], record: dict[str, Any]) -> None:
-    """Log measured memory and speed beside the prediction, and add them to its `record` in run.json. An error in it
-    ends no run."""
-    import torch
-
-    from train.record.history import typical_speed
-
-    try:
-        speed, peak = typical_speed(speeds), torch.cuda.max_memory_allocated() / GIB
-        record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
-        logger.info(prediction.compare(peak, speed))
-    except Exception as error:
-        logger.warning(f"nothing measured beside the plan: {type(error).__name__}: {error}")
 
 
 def report_stop(folder: RunFolder, metrics: MetricsLogger, stopped: signals.Stopped) -> None:

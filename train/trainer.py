@@ -153,19 +153,6 @@ class Trainer:
         vars(self).clear()
         free_memory()
 
-    def describe_next(self) -> tuple[str, bool]:
-        """Return what differs in the precision of the next step, and whether that begins a phase."""
-        phase, fallbacks = (
-            phase_at(self.args, self.state.step, self.state.consumed_tokens),
-            self.precision.levels,
-        )
-        differences = [f"{describe_phase(self.args.precision, phase)} begins"] if phase != self.phase else []
-        moved = sum(fallbacks.get(name) != recipe for name, recipe in self.state.levels.items())
-        if moved:
-            modules = "1 module falls" if moved == 1 else f"{moved} modules fall"
-            differences.append(f"{modules} back by precision.on_trouble")
-        return "; ".join(differences), phase != self.phase
-
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of this step, None with save_strategy no."""
@@ -375,14 +362,17 @@ class Trainer:
         rate = (self.state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
         self.speeds.append(rate)
         norm = self.engine.get_global_grad_norm()
-        record["loss"], record["step_loss"] = self.health.interval_loss(), loss
-        record["grad_norm"] = None if norm is None else float(norm)
-        record["learning_rate"], record["tokens_per_second"] = step.learning_rate, rate
-        record["mfu"] = mfu(rate / self.world, self.flops, self.peak)
-        record["memory_gib"] = (
-            torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-        )
-        record["skipped_steps"], record["spikes"] = self.engine.skipped_steps, self.health.spikes
+        record |= {
+            "loss": self.health.interval_loss(),
+            "step_loss": loss,
+            "grad_norm": None if norm is None else float(norm),
+            "learning_rate": step.learning_rate,
+            "tokens_per_second": rate,
+            "mfu": mfu(rate / self.world, self.flops, self.peak),
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+            "skipped_steps": self.engine.skipped_steps,
+            "spikes": self.health.spikes,
+        }
         if bad := self.skip_decision.count_removed_amaxes():
             logger.info(
                 f"step {self.state.step}: removed {bad} amaxes that were not finite from the histories of delayed "
@@ -508,6 +498,33 @@ class Trainer:
             "the checkpoints before it are intact. Resume from one with a lower learning_rate: the same command with "
             f"{half_rate_options(last, self.args.learning_rate)}, or with another precision.recipe"
         )
+
+
+def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
+    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint; return it and what
+    run.json says of the change. The memory of the old one is free before the new one takes any."""
+    began, phase, fallbacks = time.monotonic(), trainer.phase, trainer.precision.levels
+    args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
+    logger.info(f"step {state.step + 1} has another precision; model and engine are built again")
+    with Watchdog(args.hang_timeout_s) as watchdog:
+        watchdog.at("freeing model and engine")
+        trainer.close()
+        following = Trainer(args, data, state, checkpoint, watchdog)
+    is_new_phase = following.phase != phase
+    changes = [f"{describe_phase(args.precision, following.phase)} begins"] if is_new_phase else []
+    moved = sum(fallbacks.get(name) != recipe for name, recipe in state.levels.items())
+    if moved:
+        changes.append(f"fallbacks of precision.on_trouble in {moved} of the modules")
+    took_s = round(time.monotonic() - began, 2)
+    logger.info(f"{'; '.join(changes)}; the change took {took_s:.1f} s")
+    return following, {
+        "step": state.step,
+        "stage": "; ".join(changes),
+        "new_stage": is_new_phase,
+        "took_s": took_s,
+        "fp8": following.report.fp8,
+        "proof": following.report.lines,
+    }
 
 
 def _is_due(number: int, every: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
-from train import train
+from train import setup
 from train.config.ds_config import load_deepspeed
 from train.files import REPOSITORY
 from train.planning.memory import largest_micro_batch, memory_of
@@ -285,9 +285,9 @@ def test_a_run_records_what_it_measured_beside_its_plan(
     prediction = Prediction.of(setting(), "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
     record = prediction.to_json()
-    train.compare_with_prediction(prediction, [1.0, 70_000.0, 90_000.0, 80_000.0], record)
+    setup.compare_with_prediction(prediction, [1.0, 70_000.0, 90_000.0, 80_000.0], record)
     assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000} and len(logged) == 1
-    train.compare_with_prediction(
+    setup.compare_with_prediction(
         prediction, cast(Any, None), record
     )  # a fault in the comparison ends no run
     assert len(logged) == 2

@@ -35,7 +35,7 @@ def test_what_a_run_leaves(
     said = capsys.readouterr().out
     assert str(output_dir.resolve()) in said.splitlines()[0]
     begin = said[: said.index("step 1/6")].splitlines()
-    assert len(begin) <= 20 and not any("adam_beta1" in line for line in begin)
+    assert not any("adam_beta1" in line for line in begin)
     log = (output_dir / "train.log").read_text()
     assert "adam_beta1" in log and all(line in log for line in said.splitlines())
     names = {p.name for p in output_dir.iterdir()}
