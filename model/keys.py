@@ -1,8 +1,8 @@
-"""How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
+"""Declare configuration keys, and types of command line arguments.
 
-`option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config). `between`, `unicode`, `given_path` and `json_file` are types of other command lines,
-which `why_not_written` and `why_no_file` tell before any work whether its result can be written.
+`option` makes a pydantic field with every fact about a key: train/config takes messages, --help, the schema for editors
+and the resume rules from it. `between`, `unicode`, `given_path` and `json_file` are types for argparse.
+`why_not_written` and `why_no_file` check before any work whether its result can be written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-# The configuration of every section: no unknown keys, and no value of another type made to fit.
+# The pydantic configuration of every section: no unknown keys, no conversion of types.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 # The resume rule of a key: whether a run that resumes from a checkpoint may have another value.
@@ -26,7 +26,7 @@ RESUME = {
     "structural": "cannot change on a resume",
 }
 
-NOT_GIVEN = "empty, as a variable of the shell is that is not set; give a path, such as . for this folder"
+NOT_GIVEN = "empty (an unset shell variable?); give a path, such as . for this folder"
 
 
 def option(
@@ -68,7 +68,7 @@ def between(low: float, high: float = math.inf, kind: Callable[[str], float] = i
 
 
 def unicode(text: str) -> str:
-    """An argparse type: text that a file in UTF-8 can hold, unlike a path of other bytes."""
+    """An argparse type: text that is valid UTF-8, which a path need not be."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -77,18 +77,17 @@ def unicode(text: str) -> str:
 
 
 def given_path(text: str) -> Path:
-    """An argparse type: a path, which "" is not, as a variable of the shell that is not set leaves it: that would be
-    the folder in which the command is given."""
+    """An argparse type: a path. Refuses "", which an unset shell variable gives and means the current folder."""
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)
 
 
 def json_file(text: str) -> Path:
-    """An argparse type: a .json that can be written."""
+    """An argparse type: the path of a .json file that can be written."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(
-            f"{text}: allowed is a file that ends in .json; a plot goes beside it, as .png"
+            f"{text}: allowed is a file that ends in .json; a plot is written beside it as .png"
         )
     if why := why_no_file(Path(text)):
         raise argparse.ArgumentTypeError(f"{text} {why}")
@@ -96,12 +95,12 @@ def json_file(text: str) -> Path:
 
 
 def why_no_file(path: Path) -> str:
-    """What keeps this user from writing a new file `path`, in a folder that there is or may be made; "" for nothing."""
+    """Return why this user cannot write the file `path`, in a folder that may have to be made, or ""."""
     return "is a folder; name a file" if path.is_dir() else why_not_written(path.parent)
 
 
 def why_not_written(folder: Path) -> str:
-    """What keeps this user from making `folder`, or from writing into it; "" where nothing does."""
+    """Return why this user cannot make `folder` or write into it, or ""."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent

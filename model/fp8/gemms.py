@@ -1,8 +1,8 @@
 """Count the FP8 GEMMs that ran by their operands, forward and backward.
 
-Neither the type of a module nor a switch that was on is evidence: with recipes current and block, for example,
-NVTE_BACKWARD_OVERRIDE makes Transformer Engine compute all gradients in bf16, and its modules still say `fp8`. Each
-weight has three GEMMs: the output's, the input's gradient and the weight's gradient.
+Neither the type of a module nor an enabled switch shows that FP8 runs. For example, NVTE_BACKWARD_OVERRIDE makes
+Transformer Engine compute all gradients in bf16 with the recipes current and block, and its modules still report `fp8`.
+Each weight has three GEMMs: the output, the gradient of the input and the gradient of the weight.
 
     with count_gemms(model, precision) as gemms:
         model(ids, labels=labels).loss.backward()
@@ -25,25 +25,28 @@ from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules, gemm_modules, matrices, of_transformer_engine
 from model.fp8.precision import Precision
 
-_counting: list[Gemms] = []  # the innermost counts
+_counting: list[Gemms] = []  # nested counts, of which only the innermost counts
 
 
 class Gemms:
-    """FP8 GEMMs that ran. forward: by the module in whose forward; backward: of all gradients. What a recomputation in
-    a backward repeats does not count."""
+    """Counts of the FP8 GEMMs that ran.
+
+    forward: by the module in whose forward they ran. backward: of all gradients. GEMMs that a recomputation in the
+    backward repeats do not count.
+    """
 
     def __init__(self, model: nn.Module, precision: Precision):
         self.report = fp8_modules(model, precision)
         modules = gemm_modules(model, precision)
         self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
-        # of which modules gradients are computed in FP8, too
+        # modules whose gradients are also computed in FP8
         self.backwards = [name for name in self.weights if precision.level(name) != "bf16_backward"]
-        # of an lm_head whose forward is not
+        # an lm_head of which only the gradients are FP8 products
         self.gradients_alone = 2 * sum(getattr(module, "fp8_gradients", False) for module in modules.values())
         self.recipe = precision.config.recipe if precision.fp8 else None
         self.forward: Counter[str] = Counter()
         self.backward = 0
-        self._module: str | None = None  # in whose forward we are
+        self._module: str | None = None  # whose forward runs
 
     def add(self, forward: Counter[str], backward: int = 0) -> None:
         self.forward.update(forward)
@@ -65,12 +68,14 @@ class Gemms:
 
     @property
     def ran(self) -> list[str]:
-        """The modules of which a forward GEMM ran FP8."""
+        """Return the modules with an FP8 GEMM in their forward."""
         return [name for name, count in self.forward.items() if count]
 
     def problem(self, passes: int = 1, backward: bool = True) -> str:
-        """What ran otherwise than planned in that many passes, with the next thing to do; empty where nothing did.
-        backward: whether each forward had one."""
+        """Return what ran otherwise than planned in `passes` passes and what to do, or "".
+
+        backward: whether each forward had a backward.
+        """
         if self.weights and not self.ran:
             return "FP8 was asked for and no module ran FP8; set precision.compute to bf16 if that is meant"
         planned = {name: weights * passes for name, weights in self.weights.items()}
@@ -91,14 +96,16 @@ class Gemms:
         return ""
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Return lines for the log."""
         return self.report.lines(self.recipe, len(self.ran))
 
 
 @contextmanager
 def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
-    """Count the FP8 GEMMs of `model` (also a single module) while what is inside runs: without torch.compile where
-    FP8 is torchao's. Where it is inside another one, that one does not count meanwhile."""
+    """Context that counts the FP8 GEMMs of `model` or a single module.
+
+    With torchao's FP8 it runs without torch.compile. In nested contexts only the innermost counts.
+    """
     gemms = Gemms(model, precision)
     with ExitStack() as stack:
         for name, module in gemm_modules(model, precision).items():
@@ -118,6 +125,6 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
-    """A CUDA graph launched again what was counted when it was captured."""
+    """Count the GEMMs of a replayed CUDA graph, which were counted when it was captured."""
     if _counting:
         _counting[-1].add(forward, backward)
