@@ -234,7 +234,7 @@ class Trainer:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon's
         state.consumed_samples = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         first_sample = state.consumed_samples
-        if phase := stream.stage_that_begins(first_sample, self.samples):
+        if phase := stream.phase_that_begins(first_sample, self.samples):
             logger.info(f"step {state.step + 1}: {phase}")
         loss_sum = torch.zeros((), device=engine.device)
         share_sum = torch.zeros((), device=engine.device)

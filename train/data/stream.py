@@ -276,7 +276,7 @@ class SampleStream:
         weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
-    def stage_that_begins(self, start: int, count: int) -> str | None:
+    def phase_that_begins(self, start: int, count: int) -> str | None:
         """Return a line for the log if a phase of the mixture begins in samples start..start+count-1."""
         starts = self._mixture.starts
         found = [phase for phase, first in enumerate(starts) if start <= first < start + count]

@@ -165,7 +165,7 @@ def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):
     one, other = open_stream(folders, plain, T, 1), open_stream(folders, staged((None, plain)), T, 1)
     assert one.sample_ids(0, 500) == other.sample_ids(0, 500) and one.fingerprint() == other.fingerprint()
     assert one.fingerprint()["sources"]["a"]["weight"] == 0.5
-    assert one.stage_that_begins(0, 1000) is None
+    assert one.phase_that_begins(0, 1000) is None
 
 
 def test_the_fingerprint_has_the_stages(folders):
@@ -186,7 +186,7 @@ def test_the_fingerprint_has_the_stages(folders):
      (100, 102, 3, 201)],  # two begin in a step: the one that it ends in
 )  # fmt: skip
 def test_the_log_says_when_a_stage_begins(folders, start, count, stage, sample):
-    found = open_stream(folders, WEIGHTS, T, seed=1).stage_that_begins(start, count)
+    found = open_stream(folders, WEIGHTS, T, seed=1).phase_that_begins(start, count)
     assert (None if found is None else numbers(found)[:3]) == (stage and [stage, 3, sample])
 
 
