@@ -10,13 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import sentencepiece
-from datatrove.data import Document
 
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
-from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.files import sha256_file
-from train.prepare.blocks import ReadDocuments, WriteShards
+from train.prepare.blocks import ReadDocuments
 from train.prepare.corpus import Source, list_sources
 from train.prepare.preparation import Preparation
 from train.prepare.tally import Tally
@@ -318,23 +316,13 @@ def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
     assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
 
 
-def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, tokenizer_dir):
-    """Else files of as many documents would have the same places in all shards. Without a seed nothing moves."""
-    (tmp_path / "new").mkdir()
-    what = SimpleNamespace(work=lambda name: tmp_path / name, encoder=lambda: TextEncoder(tokenizer_dir),
-                           eval_fraction=0.1, shard_tokens=1 << 20, shuffle_seed=None)  # fmt: skip
-
-    def shard(rank: int) -> list[str]:
-        documents = [Document(text=f"{n:02d}", id="", metadata={"split": "train"}) for n in range(20)]
-        WriteShards(what, Tally()).run(iter(documents), rank)
-        tokens = np.fromfile(tmp_path / f"new/train_{rank:05d}_00000.ds", dtype="<u2")
-        return [str(ids) for ids in np.split(tokens, np.flatnonzero(tokens == 1))[1:]]
-
-    plain = shard(0)
-    assert shard(1) == plain
-    what.shuffle_seed = 1
-    first, second = shard(0), shard(1)
-    assert shard(0) == first != second != plain != first and sorted(first) == sorted(second) == sorted(plain)
+def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, prepare):
+    """Else files of as many documents would have the same places in all shards."""
+    path = write_jsonl(tmp_path / "a.jsonl", [f"{n:02d}" for n in range(40)])
+    assert prepare(tmp_path / "out", path, eval_fraction=1, tasks=2, shuffle_seed=1) == 0
+    places = list(map(int, decoded(tmp_path / "out", "eval")))
+    first, second = ([n % 20 for n in places if n // 20 == half] for half in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(20)) and first != second
 
 
 @pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])

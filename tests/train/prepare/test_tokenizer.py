@@ -274,15 +274,6 @@ def test_documents_that_cannot_be_read_are_counted_together(tmp_path, corpus, re
     assert main([*words, *map(str, bad), "--max_dropped", "6"]) == 0
 
 
-def test_a_damaged_file_needs_an_option_of_its_own(tmp_path, corpus):
-    bad = tmp_path / "bad.jsonl.gz"
-    bad.write_bytes(gzip.compress(corpus.read_bytes())[:-20])
-    words = ["--vocab_size", "390", "--output", str(tmp_path / "out"), "--input", str(corpus), str(bad)]
-    assert main([*words, "--max_dropped", "9"]) == 2
-    assert not (tmp_path / "out/tokenizer.model").exists()
-    assert main([*words, "--max_damaged_files", "1"]) == 0
-
-
 def test_an_output_that_cannot_be_written_is_told_before_the_text_is_read(tmp_path, reported, monkeypatch):
     """Reading takes minutes. Root may write everywhere, so that the system is not asked."""
     (tmp_path / "file").touch()
