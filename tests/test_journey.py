@@ -24,7 +24,7 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics
-from train.guard.signals import NOT_AS_IT_IS, STOPPED
+from train.monitor.signals import NOT_AS_IT_IS, STOPPED
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreter, pytest.mark.timeout(1200)]
 

@@ -38,7 +38,7 @@ LAYERS = [
     ["train/data", "train/record"],
     ["train/config", "train/prepare", "train/inspect_data.py", "train/plot.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
-    ["train/guard"],
+    ["train/monitor"],
     ["train/checkpoint"],
     ["train/planning"],
     ["train/preflight", "train/evaluation", "train/plan.py"],

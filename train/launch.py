@@ -63,9 +63,9 @@ from train.checkpoint.resume import resume_option
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
 from train.files import again, may_pass, reason, remove_dead_buffers
-from train.guard import signals
-from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
 from train.launchers import first_host, port_of
+from train.monitor import signals
+from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices, memory_kills
 from train.record.log import configure_logging

@@ -59,7 +59,7 @@ from train.data.stream import SampleStream, open_held_out, open_stream, unigram_
 from train.engine.distributed import from_rank_0, make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import bytes_of, discarded_name
-from train.guard.watchdog import Watchdog
+from train.monitor.watchdog import Watchdog
 from train.planning.autotune import resolve_auto
 from train.planning.plan import Prediction
 from train.planning.setting import Setting

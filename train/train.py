@@ -31,7 +31,7 @@ from model import need
 
 need("training", "pydantic", "psutil", "torch", "deepspeed", "transformers")
 
-from train.guard import signals
+from train.monitor import signals
 
 if __name__ == "__main__":
     signals.install()  # the imports take seconds
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> int:
         # all that a run needs to its end: its sources may be edited meanwhile
         from train import export, trainer  # noqa: F401
         from train.engine.distributed import init_distributed
-        from train.guard.lock import held
-        from train.guard.watchdog import Watchdog
+        from train.monitor.lock import held
+        from train.monitor.watchdog import Watchdog
         from train.preflight.ranks import check_configured_alike
         from train.record.run_folder import RunFolder
 
@@ -173,7 +173,7 @@ def _run(args: TrainingArguments) -> None:
     import torch.distributed as dist
 
     from train import setup
-    from train.guard.watchdog import Watchdog
+    from train.monitor.watchdog import Watchdog
     from train.preflight.gradients import check_gradients
     from train.preflight.ranks import is_on
     from train.record.provenance import RunRecord

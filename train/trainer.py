@@ -37,12 +37,12 @@ from train.data.stream import MicroBatches
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import SkipDecision, free_memory, release
-from train.guard.fp8_alarms import find_fallbacks
-from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
-from train.guard.replicas import check_replicas, scope
-from train.guard.signals import Stopped, StopVote
-from train.guard.slow_ranks import SlowRanks
-from train.guard.watchdog import Watchdog
+from train.monitor.fp8_alarms import find_fallbacks
+from train.monitor.health import Health, ranks_without_finite_loss, samples_record, samples_text
+from train.monitor.replicas import check_replicas, scope
+from train.monitor.signals import Stopped, StopVote
+from train.monitor.slow_ranks import SlowRanks
+from train.monitor.watchdog import Watchdog
 from train.record.fp8_health import FP8_HEALTH, health_record
 from train.record.history import typical_speed
 from train.record.metrics import MetricsLogger, mfu, peak_tflops

@@ -3,5 +3,5 @@ and memory (timing), the check that two models are the same (same_model), proces
 prepared folders made by hand (folders), which tests use, too.
 
 May import: model, train.data.format, train.data.stream, train.config, train.launchers, train.files,
-train.guard.signals, train.record. cases, options, report and launch import torch only when they need it.
+train.monitor.signals, train.record. cases, options, report and launch import torch only when they need it.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from test_fp8.common.options import ROOT
-from train.guard.signals import at_parents_end
+from train.monitor.signals import at_parents_end
 
 
 @dataclass

@@ -24,7 +24,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.distributed import from_rank_0, init_distributed
 from train.engine.step import MicroStep, build_engine
-from train.guard.signals import StopVote
+from train.monitor.signals import StopVote
 from train.setup import build_model_and_precision
 
 WARM_UP_STEPS = 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.train.prepare.test_executors import check_a_kill, command, large
-from train.guard import signals
+from train.monitor import signals
 
 __all__ = [
     "check_a_kill",

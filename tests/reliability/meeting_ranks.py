@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.guard import signals
-from train.guard import slow_ranks as slow_ranks_module
-from train.guard import watchdog as watchdog_module
-from train.guard.slow_ranks import SlowRanks
-from train.guard.watchdog import Watchdog
+from train.monitor import signals
+from train.monitor import slow_ranks as slow_ranks_module
+from train.monitor import watchdog as watchdog_module
+from train.monitor.slow_ranks import SlowRanks
+from train.monitor.watchdog import Watchdog
 from train.record.log import configure_logging
 
 STEPS = 400

@@ -24,8 +24,8 @@ from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, SkipDecision, build_engine
-from train.guard import signals
-from train.guard.replicas import ReplicaError
+from train.monitor import signals
+from train.monitor.replicas import ReplicaError
 from train.trainer import TrainingError
 
 RIGHT_LOSS = mistral_base.causal_lm_loss

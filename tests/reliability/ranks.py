@@ -34,7 +34,7 @@ from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
 from tests.train.preflight.preflight_ranks import alike, gradients
 from train.engine.distributed import init_distributed
-from train.guard import signals
+from train.monitor import signals
 from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

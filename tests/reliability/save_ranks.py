@@ -51,7 +51,7 @@ from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.guard import watchdog as watchdog_module
+from train.monitor import watchdog as watchdog_module
 
 RANKS = 2
 KEEP = 2

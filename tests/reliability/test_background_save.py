@@ -20,7 +20,7 @@ from train.checkpoint import save, staging
 from train.checkpoint.files import RUN_STATE, committed, name_of, problems, read_manifest
 from train.checkpoint.save import SaveError
 from train.checkpoint.staging import HostBuffer, Snapshot
-from train.guard import signals
+from train.monitor import signals
 
 
 @pytest.fixture

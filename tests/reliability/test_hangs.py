@@ -24,9 +24,9 @@ from tests.train.runs import ROOT, run
 from train import train
 from train.data.stream import SampleStream
 from train.files import bytes_of
-from train.guard import signals, watchdog
-from train.guard.slow_ranks import SlowRankDetector, SlowRanks
-from train.guard.watchdog import FIRST_STEP_S, SLOWEST, Watchdog, blame
+from train.monitor import signals, watchdog
+from train.monitor.slow_ranks import SlowRankDetector, SlowRanks
+from train.monitor.watchdog import FIRST_STEP_S, SLOWEST, Watchdog, blame
 
 RANKS = "tests/reliability/meeting_ranks.py"
 SLOW = pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyP
 START = f"""import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-from train.guard import watchdog
+from train.monitor import watchdog
 watchdog.FIRST_STEP_S, watchdog.GATHER_S = 1.0, 60.0
 
 def hangs():

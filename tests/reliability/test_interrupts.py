@@ -16,8 +16,8 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.checkpoint.files import committed
-from train.guard import signals
 from train.launch import read_progress
+from train.monitor import signals
 from train.record.run_folder import RunFolder
 
 
@@ -73,7 +73,7 @@ def test_before_and_after_the_steps_the_first_ends(no_exit: None) -> None:
 RANKS = """
 import os, sys, time
 from contextlib import nullcontext
-from train.guard import signals
+from train.monitor import signals
 
 def mark(what):
     open(f"{what}-{os.environ['RANK']}", "w").close()

@@ -24,7 +24,7 @@ from train.config.load import build_arguments, resolve_arguments
 from train.data.order import next_position
 from train.data.stream import open_stream
 from train.engine.step import SkipDecision
-from train.guard.health import SpikeDetector
+from train.monitor.health import SpikeDetector
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}

@@ -23,8 +23,8 @@ from train import train, trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.checkpoint.save import SaveError
-from train.guard import signals
 from train.launch import check_start, parse
+from train.monitor import signals
 from train.preflight import check
 
 
@@ -106,7 +106,7 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(handlers: None) -
 @pytest.mark.process
 def test_a_signal_does_not_change_why_a_rank_ends() -> None:
     """While it lets rank 0 speak first, which is as long as the signal takes here."""
-    code = "from train.guard import signals; signals.install(); from train import train; import time; "
+    code = "from train.monitor import signals; signals.install(); from train import train; import time; "
     code += "train.time.sleep = lambda s, sleep=time.sleep: (print('waits', flush=True), sleep(250)); "
     code += "train.fail('it cannot be done', 2)"
     environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))

@@ -12,7 +12,7 @@ import pytest
 from tests.reliability.stopping import stop_when
 from tests.train.runs import metrics, run
 from train.checkpoint.files import committed, read_state
-from train.guard import fp8_alarms, signals
+from train.monitor import fp8_alarms, signals
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 from train.trainer import Trainer

@@ -22,7 +22,7 @@ from tests.train.runs import ROOT, metrics, run
 from train import setup, trainer
 from train.checkpoint import save
 from train.checkpoint.files import read_state
-from train.guard import signals
+from train.monitor import signals
 
 LAUNCHED = "training: {} ranks"
 A_STEP = "\nstep "

@@ -23,7 +23,7 @@ from train.data.stream import Batch
 from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep, without_prints
 from train.engine.zero import masters
-from train.guard.replicas import optimizer_tensors
+from train.monitor.replicas import optimizer_tensors
 
 
 @torch.no_grad()

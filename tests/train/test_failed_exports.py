@@ -12,7 +12,7 @@ import pytest
 from model.errors import UserError
 from tests.train.runs import curve, run
 from train import export
-from train.guard.signals import Interrupted
+from train.monitor.signals import Interrupted
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 

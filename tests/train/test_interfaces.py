@@ -21,7 +21,7 @@ from tests.fixtures import settings_of
 from tests.train.runs import PRECISIONS, metrics, run
 from train import train
 from train.config.schema import all_keys
-from train.guard import signals
+from train.monitor import signals
 
 SAMPLES = {"first_sample", "samples", "windows"}
 STEP = {

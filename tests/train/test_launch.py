@@ -28,8 +28,8 @@ from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, 
 from train import launch
 from train.config.arguments import ConfigurationError
 from train.config.load import load_arguments
-from train.guard.signals import SIGNALS
 from train.launch import Action, LaunchError, exit_status, grace_s, next_action, read_hostfile, read_progress
+from train.monitor.signals import SIGNALS
 from train.record.run_folder import RunFolder
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes

@@ -20,7 +20,7 @@ from tests.train.runs import ROOT
 from train import launch, train
 from train.config.load import load_arguments
 from train.files import sha256_file
-from train.guard import lock
+from train.monitor import lock
 from train.preflight import check, machine
 from train.record.run_folder import EXPORTED_FROM
 

@@ -18,7 +18,7 @@ from tests.train.test_schedule import tensors
 from train import setup
 from train.engine import step
 from train.engine.step import MicroStep
-from train.guard import signals
+from train.monitor import signals
 from train.trainer import Trainer
 
 GPU = torch.cuda.is_available()

@@ -22,7 +22,7 @@ from train.checkpoint import save
 from train.checkpoint.files import committed, name_of, problems
 from train.checkpoint.save import SaveError, Saver, write_tensors
 from train.engine.step import MicroStep
-from train.guard.replicas import ReplicaError
+from train.monitor.replicas import ReplicaError
 from train.trainer import TrainingError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")

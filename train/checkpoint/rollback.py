@@ -17,7 +17,7 @@ from train.checkpoint.files import RunState, note_rollback, read_state
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import half_rate_options, is_partitioned_differently
 from train.data.stream import SampleStream
-from train.guard.health import Health, Spike, samples_record, samples_text
+from train.monitor.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,6 @@ GPUs of this machine), `accelerate` (what accelerate's launcher was configured w
 train/train.py under another launcher. With all ranks, with the key "preflight": `ranks` (equal configuration, software
 and files; speed of GPUs and links), `gradients` (DeepSpeed's reduction).
 
-May import model, train.config, train.data, train.engine, train.guard, train.checkpoint, train.planning and what these
+May import model, train.config, train.data, train.engine, train.monitor, train.checkpoint, train.planning and what these
 may.
 """

@@ -30,7 +30,7 @@ from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
 from train.data.source import TokenSource, check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import existing
-from train.guard.lock import Lock
+from train.monitor.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
 from train.preflight.sizes import check_disk, check_memory, is_done

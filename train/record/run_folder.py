@@ -36,7 +36,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # exists after a stop on request, until the run is resumed
-        self.lock = path / "run.lock"  # exists while the run is going on (train/guard/lock.py)
+        self.lock = path / "run.lock"  # exists while the run is going on (train/monitor/lock.py)
         self.slurm_job = path / "slurm_job"  # which Slurm jobs began it, a line each, and what was there then
 
     def rank_log(self, rank: int) -> Path:

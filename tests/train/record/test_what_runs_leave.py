@@ -12,7 +12,7 @@ import torch
 
 from model.config import flops_per_token, load_config
 from tests.train.runs import curve, metrics, run
-from train.guard import watchdog
+from train.monitor import watchdog
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder

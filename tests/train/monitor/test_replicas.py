@@ -1,4 +1,4 @@
-"""train/guard/replicas.py: what must be alike on all ranks, a checksum of it, and who is odd."""
+"""train/monitor/replicas.py: what must be alike on all ranks, a checksum of it, and who is odd."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from train.guard import replicas
-from train.guard.replicas import checksum, difference, make_multipliers, replicated_tensors, scope
+from train.monitor import replicas
+from train.monitor.replicas import checksum, difference, make_multipliers, replicated_tensors, scope
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8])

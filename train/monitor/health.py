@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from train.data.stream import SampleStream
-from train.guard.fp8_alarms import FP8Alarms
+from train.monitor.fp8_alarms import FP8Alarms
 
 # With the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 1.3 in
 # the gradient norm and 5 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.

@@ -19,8 +19,8 @@ from tests import programs
 from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
-from train.guard import lock
-from train.guard.lock import BEAT_S, LEASE_S, LOOK_S, SETTLE_S, Lock, LockError, held
+from train.monitor import lock
+from train.monitor.lock import BEAT_S, LEASE_S, LOOK_S, SETTLE_S, Lock, LockError, held
 from train.preflight.check import CHECKED
 from train.record.run_folder import RunFolder
 
@@ -211,7 +211,7 @@ def test_it_is_rewritten_and_a_run_that_lost_it_ends(path: Path, monkeypatch: py
 HOLDER = """
 import sys, time
 from pathlib import Path
-from train.guard import lock
+from train.monitor import lock
 lock.BEAT_S, lock.LEASE_S, lock.LOOK_S, lock.SETTLE_S = 0.1, 1.5, 0.1, 0.2
 lock.machine = lambda: sys.argv[1]
 lock.Lock(Path("run.lock")).acquire()

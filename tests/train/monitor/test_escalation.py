@@ -23,8 +23,8 @@ from train.checkpoint.files import read_state
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, resolve_arguments
 from train.evaluation.models import plan_model
-from train.guard import fp8_alarms
-from train.guard.health import Health, Spike
+from train.monitor import fp8_alarms
+from train.monitor.health import Health, Spike
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from train.guard.signals import NOT_AS_IT_IS
+from train.monitor.signals import NOT_AS_IT_IS
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

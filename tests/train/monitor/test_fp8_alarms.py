@@ -17,8 +17,8 @@ from tests.conftest import small_config
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from train import trainer
 from train.checkpoint.files import read_state
-from train.guard import fp8_alarms
-from train.guard.fp8_alarms import FP8Alarms, find_fallbacks
+from train.monitor import fp8_alarms
+from train.monitor.fp8_alarms import FP8Alarms, find_fallbacks
 from train.trainer import Trainer
 
 WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
