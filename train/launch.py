@@ -552,7 +552,7 @@ class Supervisor:
                     else f"Slurm did not requeue it; {what}"
                 )
             logger.info(f"training: stopped on request at {self.progress().checkpoint}; {what}")
-        elif status not in (NOT_AS_IT_IS, INTERRUPTED) and not self.children.stop_requested:
+        elif status not in (0, NOT_AS_IT_IS, INTERRUPTED) and not self.children.stop_requested:
             logger.error(f"training: status {status}; not restarted (MAX_RESTARTS={self.max_restarts})")
         return status
 

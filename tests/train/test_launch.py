@@ -342,11 +342,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         signal.signal(number, handler)
 
 
-def test_a_job_is_restarted_from_its_own_checkpoint(machine: Machine) -> None:
+def test_a_job_is_restarted_from_its_own_checkpoint(machine: Machine, capsys: pytest.CaptureFixture) -> None:
     machine.plan(
         f"{progress(3)}; exit 137", f"{checkpoint(5)}; exit 1", f"{progress(6)}; kill -9 $$", "exit 0"
     )
     assert machine.run(*NEVER) == 0
+    assert capsys.readouterr().err == "", "a job that is done has no error"
     first, second, third, fourth = (tuple(start.split()) for start in machine.starts())
     assert first[-2:] == second[-2:] == NEVER, "there is no checkpoint to go on from yet"
     assert third[-4:] == NEVER + AUTO and fourth[-2:] == AUTO
