@@ -37,7 +37,7 @@ def test_what_a_run_leaves(
     begin = said[: said.index("step 1/6")].splitlines()
     assert not any("adam_beta1" in line for line in begin)
     log = (output_dir / "train.log").read_text()
-    assert "adam_beta1" in log and all(line in log for line in said.splitlines())
+    assert all(line in log for line in said.splitlines())
     names = {p.name for p in output_dir.iterdir()}
     files = {"train_config.json", "ds_config.json", "run.json", "train.log", "metrics.jsonl", "loss.png"}
     assert names == files | {"checkpoints", "hf"}
