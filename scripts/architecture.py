@@ -89,7 +89,7 @@ def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def drawing() -> str:
-    """The rooms and their imports as a Mermaid graph, and a table of what each is for."""
+    """The rooms and their imports as a Mermaid graph, and a table of what each package is for."""
     graph = arrows()
     shown = without_shortcuts({room: others for room, others in graph.items() if room != "train"})
     names = {room: f"r{number}" for number, room in enumerate(sorted(shown))}
@@ -97,8 +97,9 @@ def drawing() -> str:
     lines += [f'    {name}["{room}"]' for room, name in names.items()]
     for room in sorted(shown):
         lines += [f"    {names[room]} --> {names[other]}" for other in sorted(shown[room])]
-    lines += ["```", "", "| room | what it is for |", "|---|---|"]
-    lines += [f"| `{room}` | {purpose(room)} |" for room in sorted(shown)]
+    lines += ["```", "", "| package | what it is for |", "|---|---|"]
+    packages = (room for room in sorted(shown) if not room.endswith(".py"))
+    lines += [f"| `{package}` | {purpose(package)} |" for package in packages]
     return "\n".join(lines) + "\n"
 
 
