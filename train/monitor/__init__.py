@@ -1,4 +1,4 @@
-"""The room of what watches a run: each of its files is one thing that can go wrong.
+"""Monitors of a running training: each file watches for one kind of problem.
 
 May import model, train.engine and what that may; knows no checkpoints. `lock`: another run in the same folder;
 `signals`: asked to stop; `watchdog`: a rank that hangs; `slow_ranks`: one that is slow; `health`: steps that are not
