@@ -53,29 +53,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Exit status; signals has the others.
 CRASHED = 1
-# Of a run, as run.json has them; whatever else it ends by is a failure.
+# How run.json names the end of a run; every other exception is a failure.
 ENDINGS: dict[type[BaseException], str] = {signals.Stopped: "stopped", signals.Interrupted: "interrupted"}
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
-    NOT_AS_IT_IS (2): what was asked for cannot be done, as on a full or read-only disk, or the numbers went wrong;
-    CRASHED (1): all else, worth another start from the last checkpoint."""
+    """Run a training and return the exit status.
+
+    0 done; signals.STOPPED (75) stopped on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
+    NOT_AS_IT_IS (2): it cannot be done as configured, as on a full or read-only disk, or the numbers went wrong;
+    CRASHED (1): all else, worth a restart from the last checkpoint.
+    """
     arguments: TrainingArguments | None = None
     configure_logging()
     try:
-        arguments = arguments_of(argv)
+        arguments = read_arguments(argv)
         configure_logging(arguments.log_level, launchers.rank())
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             world, local = launchers.world_size(), launchers.local_world_size()
             for remark in check(arguments, world, local, cuda_devices()):
                 logger.info(remark)
-        # What the imports make stays: to search it for garbage takes a third of their time, and as much again whenever
-        # DeepSpeed asks for a collection.
+        # The objects of the imports stay. To search them for garbage takes a third of the import time, and as much
+        # again whenever DeepSpeed asks for a collection.
         gc.disable()
         import torch.distributed as dist
 
-        # all that a run needs to its end: its sources may be edited meanwhile
+        # everything that a run needs to its end: its sources may be edited meanwhile
         from train import export, trainer  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.monitor.lock import held
@@ -96,10 +99,10 @@ def main(argv: list[str]) -> int:
                     folder.enter_context(held(RunFolder(arguments.output_dir)))
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:
-        # as the system is, it may let another start succeed
+        # a restart may meet another state of the system
         passes = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", False)
         if passes and isinstance(error, UserError) and launchers.rank():
-            time.sleep(2)  # a save's, which all ranks have alike: rank 0 tells it, and ends first
+            time.sleep(2)  # of a save, the same on all ranks: rank 0 logs it, and ends first
             return leave(CRASHED)
         status = CRASHED if passes else signals.NOT_AS_IT_IS
         return fail(f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)", status)
@@ -115,12 +118,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def arguments_of(argv: list[str]) -> TrainingArguments:
-    """Those of a rank, which knows from here on which one it is. For `--help` it need not be one."""
+def read_arguments(argv: list[str]) -> TrainingArguments:
+    """Load the arguments, and read from the environment which rank this process is, which `--help` needs not."""
     try:
         arguments = load_arguments(argv)
     except (ValueError, OSError, UserError):
-        launchers.adopt()  # rank 0 tells it
+        launchers.adopt()  # so that rank 0 alone logs the error
         raise
     launchers.adopt()
     return arguments
@@ -145,7 +148,7 @@ def fail(message: str, status: int, traceback: bool = False) -> int:
 
 
 def leave(status: int) -> int:
-    """End this rank at once, which of several would wait for the others; one alone ends by returning `status`."""
+    """End this rank at once if there are several, as it would wait for the others; else return `status`."""
     if launchers.world_size() > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
