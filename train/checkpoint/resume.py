@@ -17,6 +17,8 @@ from train.checkpoint.files import (
     CheckpointError,
     RunState,
     belongs_to,
+    branch_at,
+    check_given,
     committed,
     origin,
     rolled_back,
@@ -75,6 +77,29 @@ class ChangesError(CheckpointError):
     def keys(self) -> list[str]:
         """Keys that allow_changes_on_resume has to name, or that cannot change."""
         return list(dict.fromkeys(change.key for change in self.changes))
+
+
+def is_new_run(args: TrainingArguments) -> bool:
+    """Whether the run resumes from no checkpoint."""
+    setting = args.resume_from_checkpoint
+    return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """Return the checkpoint the run will resume from, without reading it; None for a new run.
+
+    Raises CheckpointError: see `branch_at`, `check_given`.
+    """
+    own = RunFolder(args.output_dir).checkpoints
+    if is_new_run(args):
+        return None
+    if args.resume_from_checkpoint == "auto":
+        return committed(own)[-1]
+    path = Path(str(args.resume_from_checkpoint))
+    if newest := branch_at(own, path):
+        return newest
+    check_given(path, own, hashes=False)
+    return path
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:

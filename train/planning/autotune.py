@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.variants import why_no_graphs
-from train.checkpoint.files import committed, read_state
+from train.checkpoint.files import read_state
+from train.checkpoint.resume import checkpoint_to_resume
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.engine.distributed import from_rank_0
-from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,8 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     Args:
         args: resolved arguments.
 
-    Raises ValueError, PrecisionError: see `autotune`. CheckpointError: the checkpoint to resume from is damaged.
+    Raises ValueError, PrecisionError: see `autotune`. CheckpointError: the checkpoint to
+    resume from is damaged.
     """
     precision = args.precision
     if not precision.auto:
@@ -62,16 +62,6 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         speed=replace(args.speed, cuda_graphs=graphs),
         model=replace(args.model, attention_backend=choice.attention_backend),
     )
-
-
-def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """The checkpoint the run will resume from, by its name alone; None for a new run."""
-    if args.resume_from_checkpoint == "never":
-        return None
-    if args.resume_from_checkpoint != "auto":
-        return Path(args.resume_from_checkpoint)
-    saved = committed(RunFolder(args.output_dir).checkpoints)
-    return saved[-1] if saved else None
 
 
 def task_of(args: TrainingArguments, world_size: int) -> Task:

@@ -50,7 +50,9 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
     found: list[Exception] = []
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()
-        if given not in ("", "auto", "none") and not _same(given, value):
+        # 1 and 1.0 are the same
+        wanted = str(value).lower().removesuffix(".0")
+        if given.removesuffix(".0") not in ("", "auto", "none", wanted):
             text = f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make them equal; {EXAMPLE}"
             found.append(ConfigurationError(text, key=key))
     for name in NOT_SUPPORTED:
@@ -58,10 +60,3 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
             text = f"accelerate's {name} is not supported. Remove it, and set distributed_type MULTI_GPU; {EXAMPLE}"
             found.append(ConfigurationError(text, key=name))
     return found
-
-
-def _same(given: str, value: object) -> bool:
-    try:
-        return float(given) == float(str(value))
-    except ValueError:
-        return given == str(value).lower()

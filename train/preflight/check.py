@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from model import install_command
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
-from model.fp8.recipes import EIGHT_BITS, RECIPES
 from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
-from train.checkpoint.files import (
-    MANIFEST,
-    CheckpointError,
-    RunState,
-    branch_at,
-    check_given,
-    committed,
-    read_state,
-)
-from train.checkpoint.resume import allowed_changes
+from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state
+from train.checkpoint.resume import allowed_changes, checkpoint_to_resume, is_new_run
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
-from train.data.source import TokenSource, check_fit, check_no_leak, check_same_tokenizer, open_sources
+from train.data.source import check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import existing
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
@@ -50,19 +37,18 @@ class PreflightError(UserError):
 
     Args:
         problems: all of them.
-        title: the first line if there are several.
     """
 
     code = "preflight"
 
-    def __init__(self, problems: list[Exception], title: str = "{} problems keep this run from starting:"):
+    def __init__(self, problems: list[Exception]):
         texts = list(dict.fromkeys(str(problem) for problem in problems))
         first: Any = problems[0]
         if len(texts) == 1:
             super().__init__(texts[0], code=getattr(first, "code", None), key=getattr(first, "key", None))
         else:
-            lines = [text.replace("\n", "\n  ") for text in texts]
-            super().__init__("\n  ".join([title.format(len(lines)), *lines]))
+            listed = "\n".join([f"{len(texts)} problems keep this run from starting:", *texts])
+            super().__init__(listed.replace("\n", "\n  "))
         self.problems = problems
 
 
@@ -76,84 +62,43 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     """
     problems: list[Exception] = []
 
-    def attempt(step: Callable[[], T]) -> T | None:
+    def attempt(step: Callable[..., T], *values: Any) -> T | None:
         try:
-            return step()
+            return step(*values)
         except (ValueError, UserError, OSError) as error:
             problems.append(error)
             return None
 
     source = args.deepspeed if isinstance(args.deepspeed, str) else "deepspeed"
-    sizes: Any = attempt(partial(load_sizes, args.model.config))
-    resolved = attempt(partial(resolve_arguments, args, world_size))
-    ds_config = resolved and attempt(partial(resolve_ds_config, resolved, world_size, source))
-    train = attempt(partial(open_sources, args.data.sources, "train", args.max_seq_length))
+    sizes: Any = attempt(load_sizes, args.model.config)
+    resolved = attempt(resolve_arguments, args, world_size)
+    ds_config = resolved and attempt(resolve_ds_config, resolved, world_size, source)
+    train = attempt(open_sources, args.data.sources, "train", args.max_seq_length)
     if train and sizes is not None:
-        attempt(partial(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings))
+        attempt(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings)
     for folders in (args.data.sources, *({n: f} for n, f in (args.data.eval_sources or {}).items())):
-        attempt(partial(check_evaluation, folders, args.max_seq_length, train))
-    attempt(partial(check_output, args))
-    attempt(partial(check_installed, args.report_to))
-    attempt(partial(check_optimizer_states, resolved or args))
+        held_out = attempt(open_sources, folders, "eval", args.max_seq_length)
+        if train and held_out:
+            attempt(check_same_tokenizer, train[0], held_out[0])
+            attempt(check_no_leak, train, held_out)
+    attempt(check_output, args)
+    attempt(check_installed, args.report_to)
     if sizes is not None and is_new_run(args):
-        attempt(partial(check_weights, args, sizes))
+        attempt(check_weights, args, sizes)
     if resolved and ds_config:
-        attempt(partial(check_resume, resolved, ds_config, world_size))
+        attempt(check_resume, resolved, ds_config, world_size)
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
     warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
-        warnings.append(attempt(partial(check_disk, args, sizes, ds_config["zero_optimization"]["stage"])))
+        warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
         if devices:
             setting = Setting.of(resolved, ds_config, sizes, world_size)
-            smallest = min(devices[:local_ranks])
-            warnings.append(attempt(partial(check_memory, resolved, setting, smallest)))
+            warnings.append(attempt(check_memory, resolved, setting, min(devices[:local_ranks])))
     if problems:
         raise PreflightError(problems)
     return [warning for warning in warnings if warning]
-
-
-def check_evaluation(folders: dict[str, str], seq_length: int, train: list[TokenSource] | None) -> None:
-    """Check the eval split of folders. Raises DataError if it does not go with the training data."""
-    held_out = open_sources(folders, "eval", seq_length)
-    if train:
-        check_same_tokenizer(train[0], held_out[0])
-        check_no_leak(train, held_out)
-
-
-def is_new_run(args: TrainingArguments) -> bool:
-    """Whether the run resumes from no checkpoint."""
-    setting = args.resume_from_checkpoint
-    return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
-
-
-def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """Return the checkpoint the run will resume from, without reading it; None for a new run.
-
-    Raises CheckpointError: see `branch_at`, `check_given`.
-    """
-    own = RunFolder(args.output_dir).checkpoints
-    if is_new_run(args):
-        return None
-    if args.resume_from_checkpoint == "auto":
-        return committed(own)[-1]
-    path = Path(str(args.resume_from_checkpoint))
-    if newest := branch_at(own, path):
-        return newest
-    check_given(path, own, hashes=False)
-    return path
-
-
-def check_optimizer_states(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: precision.optimizer_states needs a package that is not installed."""
-    states, package = args.precision.optimizer_states, RECIPES["tensorwise"].package
-    if states in EIGHT_BITS and importlib.util.find_spec(package) is None:
-        raise ConfigurationError(
-            f"precision.optimizer_states {states} needs the package {package}, which is not installed. Install it "
-            f"with {install_command(package)}, or set it to bf16_remainder",
-            key="precision.optimizer_states",
-        )
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
@@ -171,8 +116,9 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
     except CheckpointError:
         return
     stage = ds_config["zero_optimization"]["stage"]
-    same = (saved.model_config, saved.data_fingerprint)
-    now = RunState(saved.step, 0, 0, world_size, stage, args.to_dict(), *same)
+    now = RunState(
+        saved.step, 0, 0, world_size, stage, args.to_dict(), saved.model_config, saved.data_fingerprint
+    )
     allowed_changes(now, saved, path, args.allow_changes_on_resume)
 
 

@@ -33,47 +33,27 @@ from train.data.stream import Batch, MicroBatches, SampleStream
 from train.engine import zero
 from train.engine.step import MicroStep
 from train.preflight.check import PreflightError
-from train.preflight.machine import out_of_memory
 
 logger = logging.getLogger(__name__)
 SAMPLE = 2**26  # elements: 256 MiB
 FLOAT32_ERROR = 1e-6  # of sums in another order
-TINY = 1e-30
 # A GEMM that adds into a buffer and a replayed graph round differently, and quantize again.
 OTHER_KERNELS = 0.1
-WORST = 3  # parameters to name
 ADVICE = "Do not train like this. Try another ZeRO stage, gradient_accumulation_steps 1 or another version of DeepSpeed"
 FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report it"
 
-
-@dataclass(frozen=True)
-class Sample:
-    """Every `stride`-th element of each flattened parameter. places: (first, count) in the sample, by name."""
-
-    stride: int
-    places: dict[str, tuple[int, int]]
-    length: int
-
-    @classmethod
-    def of(cls, engine: Any) -> Sample:
-        sizes = {zero.name_of(engine, p): zero.shape_of(p).numel() for p in trained(engine)}
-        stride = math.ceil(sum(sizes.values()) / SAMPLE) | 1  # odd, to visit all columns of a matrix
-        places, length = {}, 0
-        for name, size in sizes.items():
-            places[name] = (length, math.ceil(size / stride))
-            length += places[name][1]
-        return cls(stride, places, length)
-
-
-def trained(engine: Any) -> list[nn.Parameter]:
-    return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+# A sample of the gradients in float32, by name of the parameter.
+Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The reduced gradient against the plain one. error and allowed are relative."""
+    """The reduced gradients against the plain ones.
 
-    problems: list[str]
+    problem: what is wrong, or "". error: the largest relative difference of a parameter. allowed: its limit.
+    """
+
+    problem: str
     error: float
     allowed: float
 
@@ -88,8 +68,8 @@ def check_gradients(
 ) -> None:
     """Compare the gradients of the next step of the run. Collective.
 
-    Raises PreflightError: the optimizer would receive other gradients than those of the micro-batches, or memory ran
-    out, on this rank alone.
+    Raises PreflightError: the optimizer would receive other gradients than those of the micro-batches, or GPU memory
+    ran out, on this rank alone.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
@@ -101,38 +81,31 @@ def check_gradients(
     try:
         with unchanged(engine, precision):
             mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
-    except Exception as error:
-        if not (line := out_of_memory(error)):
-            raise
-        raise PreflightError(
-            [
-                MemoryError(
-                    f"preflight: memory ran out on rank {rank} ({socket.gethostname()}) while the gradients of a step "
-                    f"were checked: {line}\nThe check needs more memory than a step of the run. Use a smaller "
-                    "per_device_train_batch_size, or start without the checks of the ranks: --preflight false"
-                )
-            ]
-        ) from error
-    if mine is None:
+    except torch.OutOfMemoryError as error:
+        text = (
+            f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) in the check of the gradients, "
+            "which needs more than a step. Use a smaller per_device_train_batch_size, or skip the check: --preflight "
+            "false"
+        )
+        raise PreflightError([MemoryError(text)]) from error
+    if not mine:
         logger.warning(
             "preflight: the gradients of the first step are not finite, so they are not compared; the run "
             "will skip that step"
         )
         return
     every: list[Any] = [None] * world
-    dist.all_gather_object(every, (f"rank {rank} ({socket.gethostname()})", mine))
-    stage = engine.zero_optimization_stage()
-    what = f"{accumulation} micro-batches x {world} ranks at ZeRO {stage}"
-    for kind in range(len(mine)):
-        how = ", with speed.main_grad and speed.cuda_graphs" if kind else ""
-        found = [(where, comparisons[kind]) for where, comparisons in every]
-        if wrong := [f"{where}: {text}" for where, comparison in found for text in comparison.problems]:
-            title = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly:"
-            raise PreflightError([ValueError("\n  ".join([title, *wrong, FUSED_ADVICE if kind else ADVICE]))])
-        largest = max(comparison.error for _, comparison in found)
+    dist.all_gather_object(every, mine)
+    what = f"{accumulation} micro-batches x {world} ranks at ZeRO {engine.zero_optimization_stage()}"
+    for comparisons, advice in zip(zip(*every, strict=True), (ADVICE, FUSED_ADVICE), strict=False):
+        how = ", with speed.main_grad and speed.cuda_graphs" if advice == FUSED_ADVICE else ""
+        worst = max(comparisons, key=lambda each: (bool(each.problem), each.error))
+        if worst.problem:
+            text = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly: {worst.problem}. {advice}"
+            raise PreflightError([ValueError(text)])
         logger.info(
-            f"preflight: gradients of {what}{how} match a plain all-reduce within {largest:.1e} "
-            f"(allowed {mine[kind].allowed:.1e})"
+            f"preflight: gradients of {what}{how} match a plain all-reduce within {worst.error:.1e} "
+            f"(allowed {worst.allowed:.1e})"
         )
 
 
@@ -157,39 +130,57 @@ def restore_fp8(engine: Any, precision: Precision, saved: dict[str, torch.Tensor
 
 def compare_gradients(
     engine: Any, micro_step: MicroStep, precision: Precision, batches: list[Batch], max_grad_norm: float
-) -> list[Comparison] | None:
+) -> list[Comparison]:
     """Compute the gradients of a step and compare them. Collective. Changes FP8 state.
 
     Args:
         batches: this rank's micro-batches of the step.
 
     Returns:
-        None if the gradients are not finite, on all ranks. Otherwise a comparison, and a second one with fused
-        gradient accumulation and CUDA graphs if the run uses them.
+        [] if the gradients are not finite, on all ranks. Otherwise a comparison, and a second one with fused gradient
+        accumulation and CUDA graphs if the run uses them.
     """
-    sample, world = Sample.of(engine), dist.get_world_size()
+    plain, allowed = empty_sample(engine), allowed_error(engine, len(batches))
     fp8 = snapshot_fp8_state(engine.module, precision)
-    allowed = allowed_error(engine, len(batches))
     with (
-        LocalGradients(engine, sample) as local,
+        adding_local_gradients(engine, plain) as weight,
         nullcontext() if micro_step.plain else micro_step.through_autograd(),
     ):
-        reduced = take_step(engine, micro_step, batches, sample, local)
+        reduced = take_step(engine, micro_step, batches, weight)
     if reduced is None:
-        return None
-    plain = local.sum / (len(batches) * world)
-    squares = plain.square()
-    dist.all_reduce(plain)
-    dist.all_reduce(squares)
-    found = [compare(engine, sample, reduced, plain, squares, max_grad_norm, allowed)]
+        return []
+    for gradient in plain.values():
+        gradient /= len(batches) * dist.get_world_size()
+        dist.all_reduce(gradient)
+    found = [compare(engine, *reduced, plain, max_grad_norm, allowed)]
     if not micro_step.plain:
         restore_fp8(engine, precision, fp8)
-        reduced = take_step(engine, micro_step, batches, sample)
+        reduced = take_step(engine, micro_step, batches)
         if reduced is None:
-            return None
-        limit = max(allowed, OTHER_KERNELS)
-        found.append(compare(engine, sample, reduced, plain, squares, max_grad_norm, limit))
+            return []
+        found.append(compare(engine, *reduced, plain, max_grad_norm, max(allowed, OTHER_KERNELS)))
     return found
+
+
+def trained(engine: Any) -> list[nn.Parameter]:
+    return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+
+
+def sample_stride(engine: Any) -> int:
+    """Every how many elements of a flattened parameter one is compared. Odd, to visit all columns of a matrix."""
+    return math.ceil(sum(zero.shape_of(p).numel() for p in trained(engine)) / SAMPLE) | 1
+
+
+def empty_sample(engine: Any) -> Gradients:
+    """Return zeros for the compared elements of each parameter."""
+    stride, shapes = (
+        sample_stride(engine),
+        {zero.name_of(engine, p): zero.shape_of(p) for p in trained(engine)},
+    )
+    return {
+        name: torch.zeros(math.ceil(shape.numel() / stride), device=engine.device)
+        for name, shape in shapes.items()
+    }
 
 
 def allowed_error(engine: Any, micro_batches: int) -> float:
@@ -199,113 +190,96 @@ def allowed_error(engine: Any, micro_batches: int) -> float:
     return 3 * max(rounding, FLOAT32_ERROR) * math.sqrt(micro_batches + dist.get_world_size())
 
 
-class LocalGradients:
-    """Sums a sample of the gradients of this rank's micro-batches in float32, by hooks that run before DeepSpeed's.
+@contextmanager
+def adding_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
+    """Add the gradients of this rank's micro-batches to `totals`, by hooks that run before DeepSpeed's.
 
-    DeepSpeed's factor (accumulation, loss scale) is divided out. Set `weight` before each micro-batch.
+    DeepSpeed's factor (accumulation, loss scale) is divided out. Yields the weight of a micro-batch, to be set before
+    it runs.
     """
+    stride = sample_stride(engine)
+    weight, factor = (torch.ones((), device=engine.device) for _ in range(2))
 
-    def __init__(self, engine: Any, sample: Sample):
-        self.engine, self.sample = engine, sample
-        self.sum = torch.zeros(sample.length, device=engine.device)
-        self.weight = torch.ones((), device=engine.device)
-        self.factor = torch.ones((), device=engine.device)
+    def read_factor(module: nn.Module, inputs: Any, output: Any) -> None:
+        output.loss.register_hook(lambda gradient: factor.copy_(gradient.detach()) and None)
 
-    def __enter__(self) -> LocalGradients:
-        self.hooks = [self.engine.module.register_forward_hook(self._after_forward)]
-        for parameter in trained(self.engine):
-            add = partial(self._add, *self.sample.places[zero.name_of(self.engine, parameter)])
-            self.hooks.append(parameter.register_hook(add))
-        return self
+    def add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+        mine = gradient.detach().reshape(-1)[::stride].float()
+        total += mine * torch.where(factor == 0, 0.0, weight / factor)
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        output.loss.register_hook(lambda gradient: self.factor.copy_(gradient.detach()) and None)
-
-    def _add(self, first: int, count: int, gradient: torch.Tensor) -> None:
-        mine = gradient.detach().reshape(-1)[:: self.sample.stride].float()
-        scale = torch.where(self.factor == 0, 0.0, self.weight / self.factor)
-        self.sum[first : first + count] += mine * scale
+    hooks = [engine.module.register_forward_hook(read_factor)]
+    hooks += [p.register_hook(partial(add, totals[zero.name_of(engine, p)])) for p in trained(engine)]
+    yield weight
+    for hook in hooks:
+        hook.remove()
 
 
 def take_step(
-    engine: Any,
-    micro_step: MicroStep,
-    batches: list[Batch],
-    sample: Sample,
-    local: LocalGradients | None = None,
-) -> torch.Tensor | None:
-    """Take a step up to the optimizer; return the sample of the gradient that it receives, with its norm as the last
-    element, or None if DeepSpeed skips the step."""
-    values = torch.zeros(sample.length + 1, device=engine.device, dtype=torch.float64)
-    steps = 0
+    engine: Any, micro_step: MicroStep, batches: list[Batch], weight: torch.Tensor | None = None
+) -> tuple[Gradients, float] | None:
+    """Take a step up to the optimizer. Collective.
+
+    Args:
+        weight: of `adding_local_gradients`.
+
+    Returns:
+        the sample of the gradient that the optimizer receives, and the norm of the whole; None if DeepSpeed skips the
+        step.
+    """
+    reduced, stride = empty_sample(engine), sample_stride(engine)
+    squares: list[torch.Tensor] = []
 
     def take(master: zero.Master, gradient: torch.Tensor) -> None:
-        nonlocal steps
-        steps += 1
+        squares.append(torch.zeros((), device=engine.device, dtype=torch.float64))
         for name, piece in pieces_of_master(engine, master, {WEIGHT: gradient.reshape(-1)}):
             own = piece.tensors[WEIGHT][:].float()
-            values[-1] += own.norm().double().square()
-            first = -(-piece.start // sample.stride)
-            mine = own[first * sample.stride - piece.start :: sample.stride]
-            place = sample.places[name][0] + first
-            values[place : place + len(mine)] = mine.double()
+            squares[-1] += own.norm().double().square()
+            first = -(-piece.start // stride)
+            mine = own[first * stride - piece.start :: stride]
+            reduced[name][first : first + len(mine)] = mine
 
     with zero.without_optimizer_step(engine, take):
         for index, batch in enumerate(batches):
-            if local is not None and batch.documents is not None:
-                local.weight.copy_(batch.labelled())
+            if weight is not None and batch.documents is not None:
+                weight.copy_(batch.labelled())
             micro_step(batch.to(engine.device), index)
-    if not steps:
+    if not squares:
         return None
+    square = torch.stack(squares).sum()
     if engine.zero_optimization_stage():  # each rank has a part
-        dist.all_reduce(values)
-    values[-1].sqrt_()
-    return values.float()
+        for part in (square, *reduced.values()):
+            dist.all_reduce(part)
+    return reduced, math.sqrt(square)
 
 
 def compare(
-    engine: Any,
-    sample: Sample,
-    reduced: torch.Tensor,
-    plain: torch.Tensor,
-    squares: torch.Tensor,
-    max_grad_norm: float,
-    allowed: float,
+    engine: Any, reduced: Gradients, norm: float, plain: Gradients, max_grad_norm: float, allowed: float
 ) -> Comparison:
     """Compare the reduced gradient with the plain one.
 
     Args:
-        reduced: of `take_step`.
-        squares: of the ranks' own gradients, summed. Where they cancel, rounding goes by their size.
+        reduced, norm: of `take_step`.
     """
     reported = engine.get_global_grad_norm()
-    clipped = (
-        min(1.0, max_grad_norm / (float(reported) + 1e-6)) if max_grad_norm and reported is not None else 1.0
+    is_clipped = max_grad_norm and reported is not None
+    clipping = min(1.0, max_grad_norm / (float(reported) + 1e-6)) if is_clipped else 1.0
+    along, square = (
+        sum(float(other[name] @ gradient) for name, gradient in plain.items()) for other in (reduced, plain)
     )
-    values, problems = reduced[:-1] / clipped, []
-    factor = float(values @ plain) / float(plain @ plain)
-    errors = {}
-    for name, (first, count) in sample.places.items():
-        part = slice(first, first + count)
-        scale = max(float(plain[part].norm()), float(squares[part].sum().sqrt()), TINY)
-        errors[name] = float((values[part] - plain[part]).norm()) / scale
-    worst = sorted(errors, key=lambda name: -errors[name])[:WORST]
-    if not abs(factor - 1) <= allowed:
-        problems.append(f"the reduced gradient is {factor:.4g} times the plain one")
-    elif not errors[worst[0]] <= allowed:
-        named = ", ".join(f"{name} by {errors[name]:.3g}" for name in worst)
-        problems.append(
-            f"reduced gradients differ from the plain ones (relative): {named}; allowed is {allowed:.2g}"
+    factor = along / square / clipping
+    errors = {
+        name: float((reduced[name] / clipping - gradient).norm()) / (float(gradient.norm()) or 1.0)
+        for name, gradient in plain.items()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    problem = ""
+    if not (abs(factor - 1) <= allowed and errors[worst] <= allowed):
+        problem = (
+            f"the reduced gradient is {factor:.4g} times the plain one, and that of {worst} differs by "
+            f"{errors[worst]:.2g} (relative; allowed is {allowed:.2g})"
         )
-    if reported is not None and not math.isclose(
-        float(reduced[-1]), clipped * float(reported), rel_tol=max(0.01, allowed)
+    elif reported is not None and not math.isclose(
+        norm / clipping, float(reported), rel_tol=max(0.01, allowed)
     ):
-        problems.append(
-            f"the norm of the gradients is {float(reduced[-1]) / clipped:.5g}, DeepSpeed uses {float(reported):.5g}"
-        )
-    error = float((values - plain).norm()) / max(float(squares.sum().sqrt()), float(plain.norm()), TINY)
-    return Comparison(problems, error, allowed)
+        problem = f"the norm of the gradients is {norm / clipping:.5g}, DeepSpeed uses {float(reported):.5g}"
+    return Comparison(problem, errors[worst], allowed)

@@ -3,7 +3,6 @@ their GPUs and links. Findings name the rank and its host."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +11,6 @@ import socket
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,10 +23,8 @@ import torch.distributed as dist
 from model.config import load_config, numbers_of
 from model.errors import UserError
 from model.fp8.machine import describe
-from model.fp8.recipes import why_no_fp8
 from train import launchers
 from train.config.arguments import TrainingArguments
-from train.config.schedule import precisions_of
 from train.config.schema import flatten
 from train.data.stream import open_stream
 from train.files import existing
@@ -48,13 +44,12 @@ class Rank:
     """What one rank has and sees.
 
     equal: what must be the same on all ranks: versions of packages and sources, the data, that output_dir is shared.
-    machine: GPU and driver, which should be. gemm_tflops: speed of a bf16 GEMM; None on a CPU, like capability.
+    machine: GPU and driver, which should be. gemm_tflops: speed of a bf16 GEMM; None on a CPU.
     """
 
     host: str
     equal: dict[str, str]
     machine: dict[str, str]
-    capability: tuple[int, int] | None
     gemm_tflops: float | None
 
 
@@ -88,7 +83,7 @@ def check_alike(args: TrainingArguments) -> None:
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, this_rank(args, sees_file_of_rank_0(args)))
-    problems, warnings = compare_ranks(args, every)
+    problems, warnings = compare_ranks(every)
     if speeds := [rank.gemm_tflops for rank in every if rank.gemm_tflops]:
         logger.info(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
     if len(every) > 1:
@@ -96,24 +91,22 @@ def check_alike(args: TrainingArguments) -> None:
     for warning in warnings:
         logger.warning(f"preflight: {warning}")
     if problems:
-        errors: list[Exception] = [ValueError(f"preflight: {problem}") for problem in problems]
-        raise PreflightError(errors, "preflight: the ranks have {} problems:")
+        raise PreflightError([ValueError(f"preflight: {problem}") for problem in problems])
 
 
 def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
     machine, versions = describe()
-    equal = {name: str(version) for name, version in versions.items()}
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        equal["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    equal["the sources in model/ and train/"] = sources_sha256("model", "train")[:12]
-    equal["data.sources"] = data_facts(args)
-    equal["output_dir"] = "shared" if sees_file else "not shared (a file of rank 0 in it is not seen)"
+    equal = {name: str(version) for name, version in versions.items()} | {
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
+        "the sources in model/ and train/": sources_sha256("model", "train")[:12],
+        "data.sources": data_facts(args),
+        "output_dir": "shared" if sees_file else "not shared (a file of rank 0 in it is not seen)",
+    }
     return Rank(
         host=socket.gethostname(),
         equal=equal,
         machine={name: str(machine[name]) for name in ("gpu", "gpu_memory_gib", "driver") if name in machine},
-        capability=torch.cuda.get_device_capability() if on_gpu else None,
         gemm_tflops=gemm_tflops() if on_gpu else None,
     )
 
@@ -136,27 +129,23 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
 
     Raises OSError, on rank 0: it cannot be written.
     """
-    folder, main = RunFolder(args.output_dir).path, dist.get_rank() == 0
-    place = existing(folder) if main else None
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") if main else nullcontext() as file:
+    folder, is_main = RunFolder(args.output_dir).path, dist.get_rank() == 0
+    with (
+        tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".preflight-")
+        if is_main
+        else nullcontext() as file
+    ):
         name = [Path(file.name).name if file else None]
         dist.broadcast_object_list(name, src=0)
         deadline = time.monotonic() + SEEN_WITHIN_S
-        while not (seen := sees(folder, str(name[0]))) and time.monotonic() < deadline:
+        # lists the folder: NFS caches for half a minute that a name is not there
+        while not (seen := name[0] in os.listdir(existing(folder))) and time.monotonic() < deadline:
             time.sleep(0.2)
         dist.barrier()
     return seen
 
 
-def sees(folder: Path, name: str) -> bool:
-    """Whether `folder`, or the folder it will be made in, has the file. Lists the folder first: NFS caches for half a
-    minute that a name is not there."""
-    with contextlib.suppress(OSError):
-        os.listdir(existing(folder))
-    return (existing(folder) / name).is_file()
-
-
-def compare_ranks(args: TrainingArguments, ranks: list[Rank]) -> tuple[list[str], list[str]]:
+def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
     """Return what refuses the run, and warnings."""
     names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
     problems = unequal(
@@ -167,21 +156,14 @@ def compare_ranks(args: TrainingArguments, ranks: list[Rank]) -> tuple[list[str]
     warnings = unequal(
         [rank.machine for rank in ranks], names, "the slowest GPU sets the pace; use equal nodes"
     )
-    uses_fp8 = any(p.compute == "fp8" and not p.emulated for p in precisions_of(args.precision))
-    speeds = [rank.gemm_tflops for rank in ranks if rank.gemm_tflops]
-    for name, rank in zip(names, ranks, strict=True):
-        if (
-            uses_fp8
-            and rank.capability
-            and (why := why_no_fp8(rank.machine.get("gpu", "GPU"), rank.capability))
-        ):
-            problems.append(f"{name}: {why}, or exclude the node")
-        if rank.gemm_tflops and rank.gemm_tflops * SLOW < (usual := statistics.median(speeds)):
-            warnings.append(
-                f"{name}: its GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, the median is {usual:,.0f}, "
-                "and all ranks wait for it. Check clocks, temperature and other processes "
-                "(nvidia-smi -q -d PERFORMANCE), or exclude the node"
-            )
+    usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
+    warnings += [
+        f"{name}: its GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, the median is {usual:,.0f}, and all "
+        "ranks wait for it. Check clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE), or exclude "
+        "the node"
+        for name, rank in zip(names, ranks, strict=True)
+        if rank.gemm_tflops and rank.gemm_tflops * SLOW < usual
+    ]
     return problems, warnings
 
 
@@ -194,12 +176,12 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> 
     """
     found = []
     for name in sorted(set().union(*facts)):
-        values = [fact.get(name, "none") for fact in facts]
-        (most, count), *others = Counter(values).most_common()
-        for other, _ in others:
-            odd = ", ".join(where[rank] for rank, value in enumerate(values) if value == other)
-            text = f"{odd}: {name} is {other}, on {count} other ranks {most}"
-            found.append(f"{text}; {advice}" if advice else text)
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, fact in zip(where, facts, strict=True):
+            ranks_by_value.setdefault(fact.get(name, "none"), []).append(rank)
+        most = max(ranks_by_value, key=lambda value: len(ranks_by_value[value]))
+        usual = f"on {len(ranks_by_value.pop(most))} other ranks {most}" + f"; {advice}" * bool(advice)
+        found += [f"{', '.join(odd)}: {name} is {value}, {usual}" for value, odd in ranks_by_value.items()]
     return found
 
 

@@ -6,7 +6,6 @@ A run is refused only if it cannot fit; what is likely not to fit is a warning.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from typing import Any
 
 from model.config import GIB, num_parameters
@@ -48,11 +47,10 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     needed = memory.needed_gib(s.ranks)
     if needed <= available:
         return ""
-    largest = largest_micro_batch(s, available)
-    fits = f" A per_device_train_batch_size of {largest} is expected to fit." if largest else ""
     return (
         f"warning: {model} are expected to need {needed:,.1f} of a GPU's {available:,.1f} GiB "
-        f"({memory.described()}).{fits} {memory_advice(args)}"
+        f"({memory.described()}). The largest per_device_train_batch_size that is expected to fit is "
+        f"{largest_micro_batch(s, available)}. {memory_advice(args)}"
     )
 
 
@@ -65,44 +63,29 @@ def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
 
 def memory_advice(args: TrainingArguments) -> str:
     """Return the settings that reduce GPU memory."""
-    recompute = [] if args.gradient_checkpointing else ["gradient_checkpointing true"]
-    settings = [
-        "a smaller per_device_train_batch_size",
-        *recompute,
-        "precision.optimizer_states int8 (ZeRO 1)",
-        "more ranks with a higher ZeRO stage",
-        "a smaller model.config",
-    ]
-    return f"What needs less: {', '.join(settings)}. See docs/hardware.md"
+    recompute = "" if args.gradient_checkpointing else "gradient_checkpointing true, "
+    return (
+        f"What needs less: a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 (ZeRO 1), "
+        "more ranks with a higher ZeRO stage, a smaller model.config. See docs/hardware.md"
+    )
 
 
-@dataclass(frozen=True)
-class DiskNeed:
-    """Bytes a run adds to its folder: of one checkpoint, of the most checkpoints at a time, and of hf/."""
-
-    checkpoint: int
-    most_checkpoints: int
-    export: int
-
-    @property
-    def total(self) -> int:
-        return self.checkpoint * self.most_checkpoints + self.export
-
-
-def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
-    """Return the disk space of a run with resolved arguments. A save is written before the oldest checkpoint goes."""
-    resumes = (
-        args.resume_from_checkpoint != "never"
-    )  # otherwise existing checkpoints are moved aside and stay
-    there = committed(RunFolder(args.output_dir).checkpoints) if resumes else []
+def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int, int, str]:
+    """Return the bytes of a checkpoint, of all that a run with resolved arguments adds to its folder, and a description
+    of both. A save is written before the oldest checkpoint goes."""
+    compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
+    # "never" moves existing checkpoints aside, and they stay
+    there = [] if is_new else committed(RunFolder(args.output_dir).checkpoints)
     saves = -(-args.max_steps // args.save_steps) if args.save_steps and not args.save_minutes else 0
     most = min(args.save_total_limit + 1, saves or args.save_total_limit + 1)
-    compute = args.precision.compute
-    return DiskNeed(
-        checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim),
-        max(1, most - min(len(there), args.save_total_limit)),
-        num_parameters(sizes) * weight_bytes(compute),
+    count = max(1, most - min(len(there), args.save_total_limit))
+    checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
+    export = num_parameters(sizes) * weight_bytes(compute)
+    text = (
+        f"a checkpoint takes about {size_text(checkpoint)}, up to {count} more are kept at a time, hf/ takes "
+        f"{size_text(export)}"
     )
+    return checkpoint, checkpoint * count + export, text
 
 
 def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
@@ -113,43 +96,33 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     folder = RunFolder(args.output_dir)
     if args.save_strategy == "no" or is_done(args, folder):
         return ""
-    need, place = disk_need(args, sizes, zero_stage), existing(folder.checkpoints)
-    # a save removes what an interrupted save left, and the checkpoints beyond save_total_limit
-    removed = [path for path in step_folders(folder.checkpoints) if not (path / MANIFEST).is_file()]
-    if args.resume_from_checkpoint == "auto":
-        removed += committed(folder.checkpoints)[: -args.save_total_limit]
-    free = shutil.disk_usage(place).free
-    free += sum(file.stat().st_size for path in removed for file in path.iterdir())
-    facts = (
-        f"output_dir {args.output_dir}: {size_text(free)} are free in {place}, a checkpoint takes about "
-        f"{size_text(need.checkpoint)}"
+    checkpoint, total, text = disk_need(args, sizes, zero_stage)
+    # a save removes what an interrupted save left
+    left = [path for path in step_folders(folder.checkpoints) if not (path / MANIFEST).is_file()]
+    place = existing(folder.checkpoints)
+    free = shutil.disk_usage(place).free + sum(
+        file.stat().st_size for path in left for file in path.iterdir()
     )
-    if free < need.checkpoint:
+    facts = f"output_dir {args.output_dir}: {size_text(free)} are free in {place}; {text}"
+    if free < checkpoint:
         raise ConfigurationError(
             f"{facts}: the disk has no room for the first save; make room, lower save_total_limit, choose another "
             "output_dir, or set save_strategy no",
             code="disk",
             key="output_dir",
         )
-    if free < need.total:
-        return (
-            f"warning: {facts}: the disk will not hold the last save. The run keeps up to {need.most_checkpoints} more "
-            f"checkpoints at a time and hf/ ({size_text(need.export)}), {size_text(need.total)} in all. Make room, or "
-            "lower save_total_limit"
-        )
-    return ""
+    advice = f"The disk will not hold the last save, {size_text(total)} in all. Make room, or lower save_total_limit"
+    return f"warning: {facts}. {advice}" if free < total else ""
 
 
 def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     """Return a line with what the run will write, and where."""
     folder = RunFolder(args.output_dir)
+    _, _, text = disk_need(args, sizes, zero_stage)
     if args.save_strategy == "no":
-        return f"output: {folder.path.resolve()}; save_strategy is no: neither checkpoints nor hf/"
-    need, free = disk_need(args, sizes, zero_stage), shutil.disk_usage(existing(folder.checkpoints)).free
-    return (
-        f"output: {folder.path.resolve()}; a checkpoint takes about {size_text(need.checkpoint)}, up to "
-        f"{need.most_checkpoints} more at a time, hf/ {size_text(need.export)}; {size_text(free)} are free"
-    )
+        text = "save_strategy is no: neither checkpoints nor hf/"
+    free = shutil.disk_usage(existing(folder.checkpoints)).free
+    return f"output: {folder.path.resolve()}; {text}; {size_text(free)} are free"
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:

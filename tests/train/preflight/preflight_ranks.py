@@ -120,14 +120,12 @@ def gradients(
 
 GPU: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "driver": "2.3.4"},
-    "capability": (9, 0),
     "gemm_tflops": 700.0,
 }
 # What the second rank has instead: of ranks.Rank, and of its `equal`.
 FAULTS: dict[str, dict[str, Any]] = {
     "gemm": {"gemm_tflops": 500.0},
     "gpu": {"machine": {"gpu": "NVIDIA A100", "driver": "2.3.4"}},
-    "no_fp8": {"capability": (8, 0)},
     "torch": {"equal": {"torch": "1.0"}},
     "sources": {"equal": {"the sources in model/ and train/": "0123456789ab"}},
 }

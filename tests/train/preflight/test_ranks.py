@@ -11,7 +11,6 @@ import pytest
 from tests.fixtures import settings_of
 from tests.reliability.launching import run_cases
 from tests.train.runs import run
-from train.config.load import build_arguments
 from train.preflight import ranks
 from train.preflight.check import PreflightError
 from train.preflight.ranks import Rank, compare_ranks
@@ -24,7 +23,6 @@ FAULTS = {
     "other_folder": ("output_dir", True),
     "torch": ("torch", True),
     "sources": ("0123456789ab", True),
-    "no_fp8": ("8.0", True),
     "gpu": ("NVIDIA A100", False),
     "gemm": ("500", False),
 }
@@ -64,39 +62,14 @@ def test_the_ranks_are_checked_before_anything_is_built(
         run(settings)
 
 
-GOOD = Rank("a", {"torch": "2.13"}, {"gpu": "H100", "driver": "1"}, (9, 0), 700.0)
-ARGS = build_arguments(
-    {
-        "model": {"config": "tiny"},
-        "data": {"sources": {"a": "a"}},
-        "precision": {"backend": "transformer_engine"},
-        "max_steps": 1,
-    }
-)
+GOOD = Rank("a", {"torch": "2.13"}, {"gpu": "H100", "driver": "1"}, 700.0)
 
 
 @pytest.mark.parametrize(("tflops", "slow"), [(610.0, False), (605.0, True), (None, False)])
 def test_a_slow_gpu_is_warned_of(tflops: float | None, slow: bool) -> None:
-    problems, warnings = compare_ranks(ARGS, [GOOD, GOOD, replace(GOOD, host="b", gemm_tflops=tflops), GOOD])
+    problems, warnings = compare_ranks([GOOD, GOOD, replace(GOOD, host="b", gemm_tflops=tflops), GOOD])
     assert problems == [] and len(warnings) == slow
     assert not slow or warnings[0].startswith("rank 2 (b)")
-
-
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({"schedule": [{"until_step": 1}, {"compute": "fp8"}], "compute": "bf16"}, True),
-        ({"compute": "bf16"}, False),
-        ({"recipe": "tensorwise"}, True),
-    ],
-)
-def test_a_gpu_of_another_generation_is_refused_where_fp8_runs(
-    changes: dict, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(ARGS.precision), "emulated", False)
-    args = replace(ARGS, precision=replace(ARGS.precision, backend="auto", **changes))
-    problems, _ = compare_ranks(args, [replace(GOOD, capability=(10, 0))])
-    assert bool(problems) == refused
 
 
 def test_bus_bandwidth_counts_what_each_rank_sends(monkeypatch: pytest.MonkeyPatch) -> None:
