@@ -97,7 +97,6 @@ STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
 # Elements of packed states that a step decodes at a time; it needs about six times their 64 MiB in float32.
 STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
-EIGHT_BITS = ("int8", "fp8")  # torchao's
 
 
 def bytes_of_states(states: str, moments: str) -> float:

@@ -44,11 +44,6 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def held_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return what this rank holds of it between steps: its 1-D part with ZeRO 3, else all."""
-    return getattr(parameter, "ds_tensor", parameter).data
-
-
 def name_of(engine: Any, parameter: nn.Parameter) -> str:
     """Return the name of a parameter of `engine.module`."""
     return engine.param_names[parameter]
