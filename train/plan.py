@@ -30,8 +30,8 @@ from train.config.arguments import ConfigurationError, TrainingArguments, find_c
 from train.config.ds_config import resolve_ds_config
 from train.config.load import load_arguments, resolve_arguments
 from train.files import reason, write_durably
-from train.planning.plan import PlanError, lines, parse_tokens, plan
-from train.planning.setting import Setting
+from train.planning.plan import lines, parse_tokens, plan
+from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS
 
 MODEL_CONFIG = "train_config_fp8.json"  # for a model without a training configuration

@@ -2,9 +2,9 @@
 variant saves for its backward, and what a step has besides.
 
 Bytes of a token are counted by walking through the modules: Transformer Engine 2.20.2 (LayerNormLinear, LayerNormMLP,
-Linear, their `prepare_for_saving`), transformers' Mistral and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q
-and kv widths of all query and key heads, V vocabulary, e bytes of a 16- or 32-bit activation. tests/train/planning
-compares with the committed peaks in test_fp8/results/.
+Linear, their `prepare_for_saving`) and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q and kv widths of all
+query and key heads, V vocabulary. What is not FP8 has 2 bytes. tests/train/planning compares with the committed peaks
+in test_fp8/results/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
 from model.fp8.recipes import FULL_STATES, STATE_CHUNK
-from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, Setting
+from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
@@ -56,24 +56,15 @@ class Memory:
 def saved_by_layer(s: Setting, fp8: bool) -> float:
     """Bytes that a token leaves in a layer for its backward."""
     H, I, q, kv, _ = s.widths  # noqa: E741
-    e, lse = s.element, 4 * s.sizes.num_attention_heads
-    if not s.te:
-        # out of scaled_dot_product_attention, its inputs; gate, up, silu(gate), their product
-        attention = e * (2 * q + 2 * kv) + lse
-        if s.fp8 and s.compiled:  # the compiler computes norms and products again
-            return attention + 2 * e * H + 2 * e * I
-        if s.compiled:  # a norm: its input and output; silu(gate) is computed again
-            return attention + 4 * e * H + 3 * e * I
-        norm = (4 if e == 2 else 0) * H + 2 * e * H  # float32 input, normalized, output
-        return attention + 2 * norm + 4 * e * I
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
-    attention = e * (2 * q + 2 * kv) + lse + 2 * 4  # q, k, v, out; 1/rms of two norms
-    inputs = 2 * e * H  # of the two norms: the residual stream
+    # q, k, v, out; log-sum-exp; 1/rms of two norms
+    attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
+    inputs = 2 * 2 * H  # of the two norms: the residual stream
     # gate and up; silu(gate), but where it is computed again
-    swiglu = (2 if s.variant == "te_layer" or s.fused_swiglu else 3) * e * I
+    swiglu = (2 if s.variant == "te_layer" or s.fused_swiglu else 3) * 2 * I
     if not fp8:
         # outputs of the norms; out is o_proj's input too; SwiGLU's output
-        return attention + inputs + 2 * e * H + swiglu + e * I
+        return attention + inputs + 2 * 2 * H + swiglu + 2 * I
     if s.variant == "te_layer":
         # transposed copies for the weight gradients; LayerNormMLP keeps the rows of its norm's output as well
         of_swiglu = 2 * I if s.recipe == "block" else I
@@ -85,29 +76,27 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 def head_bytes(s: Setting) -> float:
     """Bytes of a token from the last layer to the begin of lm_head's backward, where logits weigh most."""
     H, _, _, _, V = s.widths
-    e = s.element
     if not s.fused_cross_entropy:
         # float32: log_softmax, its gradient and that of the loss; norm as in a layer
-        return 12 * V + (8 * H if not s.te else 3 * e * H)
+        return 12 * V + 6 * H
     # norm's input, lm_head's input and its gradient; logits, which become their gradient
     if s.fp8_head:
-        return e * V + 2 * V + 2 * e * H + H
-    if s.fp8_head_gradients:  # rows and columns of the logits' gradient
-        return e * V + 3 * e * H + BLOCK_SCALES * 2 * V
-    return e * V + 3 * e * H
+        return 4 * V + 5 * H
+    # rows and columns of the logits' gradient
+    return 2 * V + 6 * H + (BLOCK_SCALES * 2 * V if s.fp8_head_gradients else 0)
 
 
 def evaluation_bytes(s: Setting) -> float:
     """Bytes of a token of an evaluation, which keeps nothing for a backward: logits, these in float32, log_softmax."""
     H, _, _, _, V = s.widths
-    return (8 + (2 if s.element == 2 else 0)) * V + 2 * s.element * H
+    return 10 * V + 4 * H
 
 
 def backward_of_layer(s: Setting) -> float:
     """Bytes of a token that the backward of a layer's MLP has besides what was saved: gradients of its output and
     input, of SwiGLU's output and of gate and up, with their FP8 rows and columns. SwiGLU's output is freed before."""
     H, I, _, _, _ = s.widths  # noqa: E741
-    return (4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I) * s.element / 2
+    return 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
 
 
 # ---------------------------------------------------------------- what ZeRO adds
@@ -124,9 +113,9 @@ def _buckets(s: Setting) -> float:
     """Bytes that DeepSpeed has for communication while a micro-batch runs."""
     if s.zero_stage == 3:
         gathered = min(s.parameters, MOST_LIVE_PARAMETERS)
-        return s.element * (gathered + s.reduce_bucket)
+        return 2 * (gathered + s.reduce_bucket)
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
-        return s.element * s.reduce_bucket * (2 if s.overlap_comm else 1)
+        return 2 * s.reduce_bucket * (2 if s.overlap_comm else 1)
     return 0
 
 
@@ -134,8 +123,6 @@ def _in_the_step(s: Setting) -> float:
     """Bytes of the optimizer's step itself, when no activation is left."""
     H, I, q, _, _ = s.widths  # noqa: E741
     muon = MUON_BYTES * H * max(q, I) if s.optim == "muon" else 0
-    if s.compute == "fp32":
-        return muon
     if s.zero_stage == 0:
         return 4 * s.parameters + muon
     if s.zero_stage == 3:
@@ -155,7 +142,13 @@ def _in_the_step(s: Setting) -> float:
 
 
 def memory_of(s: Setting) -> Memory:
-    """The peak of the phase of precision.schedule that takes most."""
+    """The peak of the phase of precision.schedule that takes most. Raises PlanError: not `is_planned`."""
+    if not s.is_planned:
+        raise PlanError(
+            f"model.variant {s.variant} with precision.compute {s.compute} cannot be planned. Use te_layer or "
+            "te_linear, and fp8 or bf16",
+            key="model.variant",
+        )
     return max((_memory_of(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
 
 
@@ -173,20 +166,20 @@ def _memory_of(s: Setting) -> Memory:
     state = state_parts_gib(
         s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.optim
     )
-    copies = 2 * s.layer_matrices * s.fp8_layers if s.te else 0
+    copies = 2 * s.layer_matrices * s.fp8_layers
     if s.recompute:
-        inputs = layers * s.element * s.widths[0]
+        inputs = layers * 2 * s.widths[0]
         if not s.keeps_fp8_weights and s.fp8_layers:
             copies = 2 * s.layer_matrices
-    if s.te and s.fp8_head:
+    if s.fp8_head:
         copies += 2 * s.widths[0] * s.widths[4]
-    state["gradients"] += s.element * _gradients_kept(s) / GIB
+    state["gradients"] += 2 * _gradients_kept(s) / GIB
     copied = {"FP8 copies of weights": copies / GIB}
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
         # captures besides one, each of which keeps its gradients
-        running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * s.element * s.parameters / GIB
+        running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * 2 * s.parameters / GIB
     kept = inputs if s.recompute else of_layers
     # of the head's gradients, one after the other: the weight in FP8, then the input
     of_head = s.widths[0] * max(s.widths[4], s.tokens) / GIB if s.fp8_head_gradients else 0
@@ -206,9 +199,9 @@ def _memory_of(s: Setting) -> Memory:
     if s.cuda_graphs:
         # all of the states but a whole float32 weight, which is there from the start
         shared = s.ranks if s.zero_stage else 1
-        early = 0 if s.packs or s.compute == "fp32" else 4 * s.parameters / shared / GIB
+        early = 0 if s.packs else 4 * s.parameters / shared / GIB
         late = state["optimizer"] - early
-        shown = max(of_passes - late - s.element * _gradients_kept(s) / GIB, of_later)
+        shown = max(of_passes - late - 2 * _gradients_kept(s) / GIB, of_later)
         for parts in later.values():
             parts["CUDA graphs"] = of_passes - sum(after.values())
     moment, parts = max((passes | later).items(), key=lambda item: sum(item[1].values()))

@@ -7,22 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import flops_per_token
-from model.errors import UserError
 from train.files import size_text
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.recommend import Planned, recommend
-from train.planning.setting import Setting
+from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS, Estimate, Gpu, estimate
 from train.record.metrics import hopper_sxm
 
 GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-class PlanError(UserError):
-    """The request cannot be planned; the message says what is allowed."""
-
-    code = "plan"
 
 
 def parse_tokens(text: str) -> int:

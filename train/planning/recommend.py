@@ -8,7 +8,7 @@ from typing import Any
 
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2
 from train.planning.memory import Memory, largest_micro_batch, memory_of
-from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting, can_accumulate_in_float32
+from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
 LARGEST_MICRO_BATCH = 128
@@ -93,7 +93,7 @@ def candidate(
     return replace(
         s,
         zero_stage=zero_stage,
-        float32_gradients=can_accumulate_in_float32(zero_stage, s.compute),
+        float32_gradients=True,
         reduce_bucket=ZERO_3_BUCKET if zero_stage == 3 else REDUCE_BUCKET,
         overlap_comm=zero_stage == 3,
     )
@@ -101,20 +101,15 @@ def candidate(
 
 def optimizer_states(s: Setting) -> list[tuple[str, str]]:
     """Return the (precision.optimizer_states, type of the moments) to consider, the least packed first."""
-    if s.optim != "adamw" or s.compute not in ("fp8", "bf16"):
+    if s.optim != "adamw":
         return [FLOAT32_STATES]
     moments = "bf16" if s.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
     return [FLOAT32_STATES, ("bf16_remainder", moments), ("int8", "int8")]
 
 
 def zero_stages(s: Setting, states: tuple[str, str]) -> tuple[int, ...]:
-    """Return the ZeRO stages to consider. Packed states need ZeRO 1, Muon supports one stage, and torch.compile cannot
-    trace ZeRO 3."""
-    if s.optim == "muon" and s.compute == "fp32":
-        return (0,)
-    if s.optim == "muon" or states != FLOAT32_STATES:
-        return (1,)
-    return (1, 2) if s.compiled else (1, 2, 3)
+    """Return the ZeRO stages to consider. Packed states and Muon need ZeRO 1."""
+    return (1,) if s.optim == "muon" or states != FLOAT32_STATES else (1, 2, 3)
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any
 
-from model.config import head_dim, num_parameters
+from model.config import head_dim, layer_matrix_parameters, num_parameters
+from model.errors import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
@@ -25,15 +26,19 @@ def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
     return sizes.hidden_size, sizes.intermediate_size, q, kv, sizes.vocab_size
 
 
-def can_accumulate_in_float32(zero_stage: int, compute: str) -> bool:
-    """Whether data_types.grad_accum_dtype fp32 adds memory: 16-bit weights at a ZeRO stage that supports it."""
-    return compute in ("fp8", "bf16") and zero_stage >= 1 or compute == "fp16" and zero_stage >= 2
+class PlanError(UserError):
+    """The request cannot be planned; the message says what is allowed."""
+
+    code = "plan"
 
 
 @dataclass(frozen=True)
 class Setting:
     """One rank of a run. Buckets are in elements. The fields that `precision_fields` returns are those of the first
-    phase of precision.schedule; `phases` has all."""
+    phase of precision.schedule; `phases` has all.
+
+    Memory and speed are known for te_layer and te_linear in FP8 and bf16 (`is_planned`).
+    """
 
     sizes: Any
     variant: str
@@ -43,7 +48,6 @@ class Setting:
     fp8_head: bool
     fp8_head_gradients: bool  # with the head's forward in bf16
     health: bool  # FP8 health checks, which have a CUDA graph of their own
-    compiled: bool
     fused_cross_entropy: bool
     fused_swiglu: bool  # te_linear recomputes silu(gate) in its backward (model/fused/swiglu.py)
     main_grad_asked: bool  # speed.main_grad, see `main_grad`
@@ -82,11 +86,11 @@ class Setting:
         """
         shares = phase_shares(args, max_steps or args.max_steps)
         schedule = tuple(
-            (share, precision_fields(args.model.variant, section, sizes))
+            (share, precision_fields(section, sizes))
             for share, section in zip(shares, precisions_of(args.precision), strict=True)
             if share
         )
-        precision, speed, te = args.precision, args.speed, VARIANTS[args.model.variant].te
+        precision, speed = args.precision, args.speed
         zero = ds_config["zero_optimization"]
         in_float32 = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         eval_batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
@@ -94,11 +98,10 @@ class Setting:
             **schedule[0][1],
             sizes=sizes,
             variant=args.model.variant,
-            compiled=args.model.variant == "torchao" if args.model.compile is None else args.model.compile,
-            fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
+            fused_cross_entropy=speed.fused_cross_entropy,
             fused_swiglu=args.model.variant == "te_linear" and speed.fused_swiglu,
             main_grad_asked=speed.main_grad,
-            cuda_graphs=te and speed.cuda_graphs and zero["stage"] < 3,
+            cuda_graphs=speed.cuda_graphs and zero["stage"] < 3,
             recompute=args.gradient_checkpointing,
             optim=args.optim,
             micro_batch=args.per_device_train_batch_size,
@@ -107,7 +110,7 @@ class Setting:
             accumulation=args.gradient_accumulation_steps or 1,
             ranks=ranks,
             zero_stage=zero["stage"],
-            float32_gradients=in_float32 and can_accumulate_in_float32(zero["stage"], precision.compute),
+            float32_gradients=in_float32 and zero["stage"] >= 1,
             optimizer_states=precision.optimizer_states,
             moments=precision.moment_type,
             adam_beta2=args.adam_beta2,
@@ -123,8 +126,9 @@ class Setting:
         return [(share, replace(self, schedule=(), **own)) for share, own in self.schedule] or [(1.0, self)]
 
     @property
-    def te(self) -> bool:
-        return VARIANTS[self.variant].te
+    def is_planned(self) -> bool:
+        computes = {phase.compute for _, phase in self.phases}
+        return VARIANTS[self.variant].te and computes <= {"fp8", "bf16"}
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -134,7 +138,7 @@ class Setting:
     @property
     def main_grad(self) -> bool:
         """Whether GEMMs add weight gradients into float32 buffers."""
-        return self.te and self.main_grad_asked and self.bf16_optimizer
+        return self.main_grad_asked and self.bf16_optimizer
 
     @property
     def fp8(self) -> bool:
@@ -148,17 +152,12 @@ class Setting:
     @property
     def packs(self) -> bool:
         """Whether AdamW's states are packed."""
-        return self.compute != "fp32" and self.optimizer_bytes < FULL_STATES
-
-    @property
-    def element(self) -> int:
-        """Bytes of a weight, and of an activation that is not FP8."""
-        return 4 if self.compute == "fp32" else 2
+        return self.bf16_optimizer and self.optimizer_bytes < FULL_STATES
 
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of AdamW's states per parameter."""
-        if self.compute == "fp32" or not self.bf16_optimizer:
+        if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return bytes_of_states(self.optimizer_states, self.moments)
 
@@ -188,13 +187,12 @@ class Setting:
     @property
     def layer_matrices(self) -> int:
         """Weights of the GEMMs of a layer."""
-        H, I, q, kv, _ = self.widths  # noqa: E741
-        return H * (2 * q + 2 * kv) + 3 * H * I
+        return layer_matrix_parameters(self.sizes) // self.sizes.num_hidden_layers
 
     @property
     def keeps_fp8_weights(self) -> bool:
         """Whether FP8 copies of all weights are kept over the micro-batches of a step (`MicroStep`)."""
-        return self.fp8 and self.te and self.accumulation > 1 and self.zero_stage < 3
+        return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
     def described(self) -> str:
         """The setting as text."""
@@ -217,9 +215,9 @@ class Setting:
         return ", ".join(parts)
 
 
-def precision_fields(variant: str, precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
+def precision_fields(precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
     """The fields of a Setting that may differ between phases of precision.schedule."""
-    fp8, te = precision.compute == "fp8", VARIANTS[variant].te
+    fp8 = precision.compute == "fp8"
 
     def in_bf16(*names: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
@@ -231,8 +229,6 @@ def precision_fields(variant: str, precision: PrecisionConfig, sizes: Any) -> di
         "recipe": precision.recipe,
         "fp8_layers": (layers - kept) if fp8 else 0,
         "fp8_head": fp8 and not in_bf16("lm_head"),
-        "fp8_head_gradients": te
-        and precision.head_gradients
-        and fits_fp8(sizes.hidden_size, sizes.vocab_size),
-        "health": te and fp8 and precision.health_steps > 0,
+        "fp8_head_gradients": precision.head_gradients and fits_fp8(sizes.hidden_size, sizes.vocab_size),
+        "health": fp8 and precision.health_steps > 0,
     }

@@ -54,9 +54,6 @@ CORRECTION = {
     "te_layer bf16": (0.954, 0.916, 1.002),
     "te_linear fp8": (0.972, 0.987, 1.033),
     "te_linear bf16": (1.020, 0.927, 1.024),
-    "hf": (1.175, 1.172, 1.146),
-    "hf compiled": (0.917, 0.929, 0.991),
-    "torchao": (1.107, 1.141, 1.082),
 }
 # Host time to launch a micro-batch, ms per layer.
 LAUNCH_MS = {
@@ -64,9 +61,6 @@ LAUNCH_MS = {
     "te_layer bf16": 3.1,
     "te_linear fp8": 6.7,
     "te_linear bf16": 5.3,
-    "hf": 3.2,
-    "hf compiled": 3.3,
-    "torchao": 5.2,
 }
 
 
@@ -112,9 +106,7 @@ def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
 
 
 def _kind(s: Setting) -> str:
-    if s.te:
-        return f"{s.variant} {'fp8' if s.fp8 else 'bf16'}"
-    return "torchao" if s.fp8 else "hf compiled" if s.compiled else "hf"
+    return f"{s.variant} {s.compute}"
 
 
 def _correction(s: Setting) -> float:
@@ -137,12 +129,10 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
         FP8_FLOPS if fp8 else BF16_FLOPS for fp8 in (s.fp8_head, s.fp8_head or s.fp8_head_gradients)
     )
     head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
-    if s.compute == "fp32":
-        of_layers, head = 16 * of_layers, 16 * head  # no tensor cores
     recomputed = 4 / 3 if s.recompute else 1
-    of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 and s.te else 1)
+    of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 else 1)
     copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES)) * s.parameters
-    if s.te and s.fp8 and not s.keeps_fp8_weights:
+    if s.fp8 and not s.keeps_fp8_weights:
         copied += QUANTIZE_BYTES * s.parameters
     launch_s = 0.0 if s.cuda_graphs else LAUNCH_MS[_kind(s)] / 1e3 * layers * recomputed
     return max(s.tokens * (of_layers + head) + copied / (COPIED_BYTES * faster), launch_s)
@@ -178,14 +168,10 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     if s.ranks > GPUS_OF_A_NODE:
         link = min(link, GPUS_OF_A_NODE * network_gbit_s / 8 * 1e9)
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of one byte a parameter
-    e = s.element
-    g = (
-        4 if s.reduces_in_float32 else e
-    )  # gradients are reduced in the weights' type unless configured otherwise
+    gradient = 4 if s.reduces_in_float32 else 2  # bytes
     if s.zero_stage == 3:
-        # transformers' own recomputation gathers the weights once more
-        return s.accumulation * passes * (g + e * (3 if s.recompute and not s.te else 2))
+        return s.accumulation * passes * (gradient + 4)
     if s.zero_stage == 2:
         # each bucket is all-reduced, although a rank keeps only its share
-        return s.accumulation * passes * 2 * g + passes * e
-    return passes * (2 * g + (e if s.zero_stage else 0))
+        return s.accumulation * passes * 2 * gradient + passes * 2
+    return passes * (2 * gradient + (2 if s.zero_stage else 0))

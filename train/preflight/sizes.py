@@ -32,7 +32,7 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
 
     Raises ConfigurationError: the run cannot fit.
     """
-    available, least, memory = device_bytes / GIB, least_memory_gib(s), memory_of(s)
+    available, least = device_bytes / GIB, least_memory_gib(s)
     model = (
         f"GPU memory: {s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} on {s.ranks} "
         f"{'ranks' if s.ranks > 1 else 'rank'}"
@@ -44,11 +44,11 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
             code="gpu_memory",
             key="model.config",
         )
-    needed = memory.needed_gib(s.ranks)
-    if needed <= available:
+    memory = memory_of(s) if s.is_planned else None
+    if memory is None or memory.needed_gib(s.ranks) <= available:
         return ""
     return (
-        f"warning: {model} are expected to need {needed:,.1f} of a GPU's {available:,.1f} GiB "
+        f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} of a GPU's {available:,.1f} GiB "
         f"({memory.described()}). The largest per_device_train_batch_size that is expected to fit is "
         f"{largest_micro_batch(s, available)}. {memory_advice(args)}"
     )

@@ -188,12 +188,6 @@ def test_optimizer_states_are_packed_where_it_pays(keys: dict, ranks: int, gpu: 
     assert best and best.setting.optimizer_states == states
 
 
-def test_compiled_models_do_not_get_zero_3() -> None:
-    s = setting(model__variant="hf", model__compile=True, precision__compute="bf16")
-    best = recommend(replace(s, sizes=load_sizes("mistral_7b")), H100, 8, s.step_tokens, 400)
-    assert best and best.setting.zero_stage < 3
-
-
 def test_what_is_configured_is_recommended_where_nothing_is_faster() -> None:
     s = replace(setting(), seq_length=32, micro_batch=387, accumulation=1)
     best = recommend(s, H200, 1, s.step_tokens, 400)
@@ -220,6 +214,8 @@ def test_tokens(text: str, tokens: int) -> None:
         ["train_config_fp8", "--learnin_rate", "1"],
         ["train_config_fp8", "--gpus", "3", "--train_batch_size_tokens", "1048576"],
         ["mistral_7b", "--gpus", "1"],
+        ["tiny", "--precision.compute", "fp32"],
+        ["tiny", "--model.variant", "hf", "--precision.compute", "bf16"],
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str]) -> None:
