@@ -61,28 +61,29 @@ class SpeedConfig:
     """The "speed" section. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
-        "te_layer: one kernel splits q, k and v and rotates q and k; te_linear: one rotates each of q and k",
+        "te_layer: split q, k and v and rotate q and k in one kernel. te_linear: rotate q and k in one kernel "
+        "each.",
         True,
     )
     fused_swiglu: bool = option(
-        "te_layer, delayed scaling: SwiGLU and its gradient are cast to FP8 by kernels of this project that compute "
-        "them; te_linear: SwiGLU in one kernel, its gradients in another",
+        "te_layer with delayed scaling: compute SwiGLU and its gradient and cast them to FP8 in kernels of "
+        "this project. te_linear: compute SwiGLU in one kernel and its gradients in another.",
         True,
     )
     fused_embedding: bool = option(
-        "te_*: the gradient of the embedding is added up by a kernel of this project, in float32, rounded once",
+        "te_*: accumulate the embedding gradient in float32 in a kernel of this project, and round it once.",
         True,
     )
     fused_cross_entropy: bool = option(
-        "te_*: the loss in one kernel that overwrites the bf16 logits with their gradient", True
+        "te_*: compute the loss in one kernel that overwrites the bf16 logits with their gradient.", True
     )
     main_grad: bool = option(
-        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer; where there is one "
-        "(ZeRO 1 with data_types.grad_accum_dtype fp32)",
+        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer. This needs ZeRO 1 with "
+        "data_types.grad_accum_dtype fp32; otherwise it has no effect.",
         True,
     )
     cuda_graphs: bool = option(
-        "te_*: forward and backward are captured once and replayed (ZeRO 0 to 2)", False, resume="free"
+        "te_*: capture forward and backward once and replay them (ZeRO 0 to 2).", False, resume="free"
     )
 
     @classmethod
