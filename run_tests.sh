@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The tests: sets up what is missing, checks format, lint, types and the links of the documentation, runs pytest.
+# Install missing packages, check format, lint, types and documentation links, and run the tests.
 #
-#   ./run_tests.sh [pytest arguments]          what a person runs: one whole proof of each kind
-#   ./run_tests.sh --all [pytest arguments]    all that a machine without a GPU can run
-#   ./run_tests.sh --reliability [arguments]   the tests of faults, with many trials of each
-#   ./run_tests.sh --downstream [arguments]    other people's packages, installed for it, with what is exported
-#   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
+#   ./run_tests.sh [pytest arguments]          the default tests: each behavior once
+#   ./run_tests.sh --all [pytest arguments]    all tests that need no GPU
+#   ./run_tests.sh --reliability [arguments]   many trials of injected faults
+#   ./run_tests.sh --downstream [arguments]    exported folders in other packages, which are installed for it
+#   ./run_tests.sh --gpu [pytest arguments]    tests that need a Hopper GPU; a skipped test fails the run
 #
-# With several GPUs, --gpu also runs what needs them. Without arguments it writes what ran to
-# test_fp8/results/gpu_tests.json (one GPU: gpu_tests_one_gpu.json); commit that.
+# With several GPUs, --gpu also runs the multi-GPU tests. Without arguments it writes a report to
+# test_fp8/results/gpu_tests.json (one GPU: gpu_tests_one_gpu.json); commit that file.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$ROOT"
@@ -38,24 +38,24 @@ has_module() { "$PY" -c "import importlib.util, sys; sys.exit(importlib.util.fin
 if [[ "$mode" == gpu ]]; then
   setup_env
   has_module pytest || die "pytest is missing: $PY -m pip install -r requirements-dev.txt"
-  has_module datatrove || die "the tests prepare data: $PY -m pip install -r requirements-prep.txt"
-  has_module torchao || die "the tests of torchao need it: $PY -m pip install -c requirements.txt torchao"
+  has_module datatrove || die "datatrove is missing: $PY -m pip install -r requirements-prep.txt"
+  has_module torchao || die "torchao is missing: $PY -m pip install -c requirements.txt torchao"
   gpus="$("$PY" -c 'import torch; print(torch.cuda.device_count())')"
-  ((gpus > 0)) || die "--gpu needs a CUDA device and torch sees none"
-  if has_module ruff && has_module mypy; then lint; else say "no ruff or mypy here: lint and types are not checked"; fi
+  ((gpus > 0)) || die "--gpu needs a CUDA device, but torch finds none"
+  if has_module ruff && has_module mypy; then lint; else say "ruff or mypy is missing: skipping lint and types"; fi
   if ((gpus > 1)); then marks="gpu or multi_gpu"; else marks="gpu and not multi_gpu"; fi
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-  # Files without such a test are not imported: what they need, a GPU node may lack.
+  # Only import files with GPU tests: a GPU node may lack the packages that other files need.
   files="$(grep -rlE 'pytest\.mark\.(multi_)?gpu\b' tests --include='test_*.py' | tr '\n' ' ')"
-  # What ran is written down where all of it was asked for.
+  # Write a report only for a complete run.
   if (($# == 0)); then set -- --results=test_fp8/results; fi
-  # A test waits for Python's imports more than for the GPU: a worker for each 40 GiB of memory.
+  # Tests spend more time on Python imports than on the GPU: use one worker per 40 GiB of GPU memory.
   if has_module xdist; then
     workers="$("$PY" -c 'import torch; f = torch.cuda.get_device_properties
 print(sum(f(i).total_memory // (40 * 2**30) for i in range(torch.cuda.device_count())))')"
     set -- -n "$((workers > 1 ? workers : 0))" "$@"
   fi
-  # The root is given: an argument with a path elsewhere would move it there, away from pyproject.toml's settings.
+  # Set the root explicitly: a path argument elsewhere would move it away from the settings in pyproject.toml.
   exec "$PY" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" -p scripts.pytest_gpu_run \
     -o "testpaths=$files" -m "$marks" -rs "$@"
 fi
@@ -77,8 +77,8 @@ case "$mode" in
     ;;
   *) marks+=" and not reliability and not downstream" ;;
 esac
-# Three workers share the cores, as ranks wait for each other and for the disk; more torch threads than that only get in
-# each other's way.
+# Three workers share the cores, since ranks often wait for each other and for the disk. More torch threads would
+# compete for the cores.
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
 status=0

@@ -1,43 +1,43 @@
 #!/usr/bin/env bash
-# The main job: sets up what is missing, prepares the embedded corpus if it is used and not there, trains, and
-# generates a few lines from the result.
+# Train a model: install missing packages, prepare the embedded corpus if the configuration uses it, train, and generate
+# a few lines with the result.
 #
-#   ./run_training.sh                                            a tiny model on the embedded corpus, two GPUs at most
+#   ./run_training.sh                                            a tiny model on the embedded corpus, at most two GPUs
 #   ./run_training.sh train_args/train_config_fp8.json           all GPUs of this machine
-#   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    any key of CONFIG; relative paths: from here
+#   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    override any key of CONFIG
 #
-# Without CONFIG all relative paths, as of output/ and data/, are in the repository, wherever it is called from.
-# Run again, it goes on from the newest checkpoint; --resume_from_checkpoint never starts anew. Without a GPU it
-# trains with two processes on the CPU reference of the FP8 modules: slowly, but the same job.
+# With CONFIG, relative paths start at the current folder. Without CONFIG, they start at the repository's root.
+# The same command resumes from the newest checkpoint; to start from scratch, pass --resume_from_checkpoint never.
+# Without a GPU, two processes train with the CPU reference of the FP8 modules. This is slow, but it is the same job.
 #
-# Several nodes, in a Slurm job (on a shared file system; one launcher a node is started by srun):
+# Several nodes in a Slurm job (on a shared file system; srun starts one launcher per node):
 #
 #   #SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --exclusive
 #   #SBATCH --requeue --signal=B:USR1@300
 #   ./run_training.sh train_args/train_config_fp8.json
 #
-# or `sbatch --nodes=4 ... run_training.sh CONFIG` from the repository's root. Without Slurm, the same on each node:
+# or `sbatch --nodes=4 ... run_training.sh CONFIG` from the repository's root. Without Slurm, run the command on each node:
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
-#   HOSTFILE=hosts ./run_training.sh CONFIG            lines of "name slots=8", as DeepSpeed has them; the first has rank 0
+#   HOSTFILE=hosts ./run_training.sh CONFIG            DeepSpeed's format, lines "name slots=8"; the first host has rank 0
 #
-# On Ctrl-C the run finishes its step, saves and stops, with status 75; on the second, or while no training is under way,
-# it ends at once, with status 130. SIGTERM, SIGUSR1 and SIGHUP stop it in the same way: with status 75 here, requeued in a
-# Slurm job (the line with --signal asks Slurm for that signal 300 seconds before the time limit), where it goes on by
-# itself. When a process dies, the training is started again from the last checkpoint, as often as MAX_RESTARTS says and
-# as long as each start comes further than the one before; one that does not is repeated once, after 30 seconds.
+# Ctrl-C: the run finishes its step, saves and stops with status 75. A second Ctrl-C, or one outside training, ends it at
+# once with status 130. SIGTERM, SIGUSR1 and SIGHUP also save and stop it. The status is then 75; a Slurm job is requeued
+# and resumes. (The line with --signal asks Slurm to send the signal 300 seconds before the time limit.)
+# If a process crashes, the training restarts from the last checkpoint, at most MAX_RESTARTS times and while each start
+# makes progress. A start without progress is repeated once, after 30 seconds.
 #
-# Exit status: 0 done; 75 stopped on request, the same command goes on; 130 ended by Ctrl-C, without a save; 2 it cannot
-# be done as it is configured, as on a full or read-only disk, or the numbers went wrong; else it crashed.
+# Exit status: 0 done; 75 stopped on request, the same command resumes; 130 ended by Ctrl-C without a save; 2 the
+# configuration or the disk must be fixed first, or the training diverged; anything else is a crash.
 #
-# Settings: NPROC (processes a node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: the
-# Slurm job is not requeued), DEMO_PROMPT, and those of scripts/setup_env.sh. In a Slurm job with Pyxis: CONTAINER_IMAGE
-# (for srun --container-image; the ranks run there, this script and what it prepares here), CONTAINER_MOUNTS (FROM:TO,...
-# beside the repository and the working folder), CONTAINER_PYTHON (default python3).
+# Settings: NPROC (processes per node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: do
+# not requeue the Slurm job), DEMO_PROMPT, and the settings of scripts/setup_env.sh. In a Slurm job with Pyxis:
+# CONTAINER_IMAGE (for srun --container-image; only the ranks run in the container), CONTAINER_MOUNTS (FROM:TO,... in
+# addition to the repository and the working folder), CONTAINER_PYTHON (default python3).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-# Slurm runs a copy of a batch script from its spool folder; the repository is where sbatch was called.
+# Slurm runs a copy of the batch script from its spool folder. The repository is the folder where sbatch was called.
 if [[ ! -f "$ROOT/train/train.py" && -n "${SLURM_SUBMIT_DIR:-}" ]]; then ROOT="$SLURM_SUBMIT_DIR"; fi
 if [[ ! -f "$ROOT/scripts/setup_env.sh" ]]; then
   echo "run_training.sh: $ROOT is not the repository's root; call it (or sbatch) from there" >&2
@@ -56,5 +56,5 @@ case "${1:-}" in
     ;;
 esac
 setup_env
-# in this process: the signals of Slurm's --signal=B: are for it
+# exec, because Slurm's --signal=B: signals this process
 exec "$PY" -u "$ROOT/train/launch.py" --supervise "$@"

@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Generate text from a trained Mistral in FP8.
+"""Generate text with a trained Mistral model in FP8.
 
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --num_samples 3
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompts IN.jsonl --output OUT.jsonl
     python fp8_inference_demo/fp8_inference.py --model FOLDER --interactive
-    python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # a prompt a line; blank lines are none
+    python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # one prompt per line; skips blank lines
 
-FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), the output folder of a run,
-or org/name, a model of the Hugging Face Hub. Text goes to standard output as it comes, everything else to standard
-error. A terminal also gets the prompt, and control characters are escaped there (\\x1b); a pipe or a file gets the
-continuation alone, unchanged.
+FOLDER is a Hugging Face Mistral folder, in bf16 or FP8 (train/export.py --format hf-fp8), the output folder of a run,
+or org/name, a model on the Hugging Face Hub. The text is streamed to standard output; all messages go to standard
+error. On a terminal, the prompt is printed too, and control characters are escaped (\\x1b). A pipe or a file receives
+only the unchanged continuation.
 
---prompts: a line is {"prompt": "..."} with any other fields; the same line with "choices" goes to --output: for each
-sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens.
+--prompts: each line is a JSON object {"prompt": "..."}, with any other fields. --output receives the same object with
+"choices": the text, the finish_reason ("stop": EOS or a stop string; "length") and the tokens of each sample.
 
---interactive: the model continues the text so far, all that was typed and answered; a line typed begins a new line.
-Ctrl-C ends the answer, Ctrl-D or an empty line the session.
+--interactive: the model continues the whole conversation, and each typed line starts a new line of it. Ctrl-C stops
+the answer. Ctrl-D or an empty line ends the session.
 
-Exit status: 0 done; 1 a line of standard input got no answer; 2 for what has to be changed first; 130 Ctrl-C.
+Exit status: 0 done; 1 a line of standard input could not be answered; 2 the input must be fixed first; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from model.keys import between, why_no_file
 
 
 def find_model_folder(given: Path) -> Path:
-    """Return the Hugging Face folder that `given` is, or that the run `given` exported.
+    """Return the folder with config.json: `given`, or the hf/ folder of the run `given`.
 
-    Raises InferenceError: it is neither.
+    Raises InferenceError if there is none.
     """
     if not given.is_dir():
         message = (
-            f"--model {given}: no such folder; give a Hugging Face folder, a run's output_dir or a hub id"
+            f"--model {given}: folder not found. Pass a Hugging Face folder, a run's output_dir or a Hub id."
         )
         raise InferenceError(message, code="not_found", key=str(given))
     for folder in (given, given / "hf"):
@@ -58,39 +58,39 @@ def find_model_folder(given: Path) -> Path:
     if given.name.startswith("step-") or (given / "checkpoints").is_dir():
         command = shlex.join(["python", "train/export.py", str(given), f"{given}-hf"])
         raise InferenceError(
-            f"--model {given}: checkpoints that are not exported; run {command}, then give {given}-hf",
+            f"--model {given}: this checkpoint is not exported. Run {command}, then pass --model {given}-hf.",
             code="not_exported",
             key=str(given),
         )
     raise InferenceError(
-        f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir",
+        f"--model {given}: no config.json or hf/config.json. Pass a Hugging Face folder or a run's output_dir.",
         code="no_config_json",
         key=str(given),
     )
 
 
 def temperature(text: str) -> float:
-    """An argparse type: 0, or what float32 can divide by."""
+    """Parse --temperature: 0, or a value that float32 can divide by."""
     if not (value := float(text)) or 1e-6 <= value <= 100:
         return value
-    raise argparse.ArgumentTypeError(f"{text}: allowed is 0 (the likeliest token) or 1e-6 to 100")
+    raise argparse.ArgumentTypeError(f"{text}: use 0 (the most likely token) or a value from 1e-6 to 100")
 
 
 def utf8(text: str) -> str:
-    """An argparse type: text that UTF-8 can hold."""
+    """Parse an option as text that can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not UTF-8; convert it, or use --prompt_file"
+            f"{text!r} is not UTF-8. Convert it, or use --prompt_file."
         ) from error
     return text
 
 
 def stop_string(text: str) -> str:
-    """The argparse type of --stop."""
+    """Parse --stop: a text of at least one character."""
     if not text:
-        raise argparse.ArgumentTypeError("allowed is a text of one character or more")
+        raise argparse.ArgumentTypeError("the stop string is empty; give at least one character")
     return utf8(text)
 
 
@@ -107,68 +107,78 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         parser,
         "--model",
-        "Hugging Face Mistral folder, a run's output_dir, or org/name on the Hub",
+        "Hugging Face Mistral folder, output_dir of a run, or org/name on the Hub",
         type=Path,
         required=True,
     )
     task = parser.add_argument_group(
-        "what to do; without any of these: --interactive on a terminal, else a prompt a line"
+        "task (default: --interactive on a terminal, otherwise one prompt per line of standard input)"
     )
     task = task.add_mutually_exclusive_group()
     add(task, "--prompt", "text to continue", type=utf8)
     add(task, "--prompt_file", "UTF-8 file with the text to continue", type=Path)
-    add(task, "--prompts", "file with a prompt a line; needs --output", type=Path, metavar="FILE.jsonl")
-    task.add_argument("--interactive", action="store_true", help="type prompts; with history")
+    add(task, "--prompts", "JSON Lines file of prompts; needs --output", type=Path, metavar="FILE.jsonl")
+    task.add_argument("--interactive", action="store_true", help="continue a conversation that you type")
     add(parser, "--output", "new file for the completions of --prompts", type=Path)
 
     text = parser.add_argument_group("text")
-    add(text, "--max_new_tokens", "tokens to generate at most", type=between(1), default=128)
-    add(text, "--temperature", "0: always the likeliest token", type=temperature, default=0.8)
-    add(text, "--top_k", "only the likeliest tokens; 0: all", type=between(0), default=50)
-    add(text, "--top_p", "only the likeliest up to this sum", type=between(1e-6, 1, float), default=1.0)
+    add(text, "--max_new_tokens", "maximum number of tokens to generate", type=between(1), default=128)
+    add(text, "--temperature", "0: always the most likely token", type=temperature, default=0.8)
+    add(text, "--top_k", "sample from this many most likely tokens; 0: all", type=between(0), default=50)
     add(
-        text, "--min_p", "only those with this part of the best one's", type=between(0, 1, float), default=0.0
+        text,
+        "--top_p",
+        "sample from the most likely tokens up to this total probability",
+        type=between(1e-6, 1, float),
+        default=1.0,
+    )
+    add(
+        text,
+        "--min_p",
+        "drop tokens below this fraction of the highest probability",
+        type=between(0, 1, float),
+        default=0.0,
     )
     add(
         text,
         "--repetition_penalty",
-        "above 1: what was said becomes unlikelier",
+        "values above 1 make tokens that already occurred less likely",
         type=between(0.01, 100, float),
         default=1.0,
     )
-    add(text, "--seed", "of the drawing", type=between(0), default=0)
-    add(text, "--num_samples", "completions of each prompt", type=between(1), default=1)
+    add(text, "--seed", "random seed of the sampling", type=between(0), default=0)
+    add(text, "--num_samples", "completions per prompt", type=between(1), default=1)
     add(
         text,
         "--stop",
-        "text that ends a completion, and is not part of it; may be given several times",
+        "text that ends a completion and is not part of it; can be repeated",
         type=stop_string,
         action="append",
         default=[],
         metavar="STRING",
     )
-    text.add_argument("--ignore_eos", action="store_true", help="go on to max_new_tokens")
+    text.add_argument("--ignore_eos", action="store_true", help="continue after EOS up to --max_new_tokens")
 
     engine = parser.add_argument_group("engine")
-    add(engine, "--precision", "of the matrices", choices=("fp8", "bf16", "fp32"), default="fp8")
+    add(engine, "--precision", "precision of the matrices", choices=("fp8", "bf16", "fp32"), default="fp8")
     add(
         engine,
         "--batch_size",
-        "samples at a time, at most; default: 16",
+        "maximum number of samples per batch; default: 16",
         type=between(1),
     )
     add(
         engine,
         "--max_length",
-        "tokens of the context, prompt and completion; default: what the prompts need, at most the sequence length of "
-        "the training, or the model's positions if the folder does not record that",
+        "context length in tokens, prompt plus completion; default: the length that the prompts need, up to the "
+        "sequence length of the training, or up to max_position_embeddings if the folder does not record it",
         type=between(2),
     )
     arguments = parser.parse_args(argv)
     tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts)
     if all(task is None for task in tasks):
         if sys.stdin is None:
-            parser.error("there is no standard input to read prompts from; give --prompt")
+            parser.error("standard input is closed; pass --prompt")
         arguments.interactive |= sys.stdin.isatty()
     if problem := option_problem(arguments):
         parser.error(problem)
@@ -176,27 +186,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def option_problem(arguments: argparse.Namespace) -> str:
-    """Return what is wrong with options together, or ""."""
+    """Return which options do not fit together, or ""."""
     if arguments.prompts and not arguments.output:
-        return "--prompts: needs --output FILE.jsonl"
+        return "--prompts needs --output FILE.jsonl"
     if arguments.output and not arguments.prompts:
-        return "--output: goes with --prompts; other text goes to standard output"
+        return "--output is only for --prompts; other completions go to standard output"
     if arguments.output and (why := why_no_file(arguments.output)):
         return f"--output {arguments.output} {why}"
     if arguments.num_samples > 1 and not arguments.temperature:
-        return "--num_samples: with --temperature 0 all samples are equal; give a temperature"
+        return "--num_samples: with --temperature 0 all samples are equal; set a temperature above 0"
     if arguments.num_samples > 1 and arguments.interactive:
-        return "--num_samples: a conversation has one; leave it out, or give a --prompt"
+        return "--num_samples: --interactive generates one answer; remove --num_samples, or pass --prompt"
     return ""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked for and return the exit status. Raises UserError, ValueError, OSError."""
+    """Run the chosen task and return the exit status.
+
+    Raises UserError, ValueError or OSError for problems that the user can fix.
+    """
     from fp8_inference_demo.text import read_text
 
     prompt = arguments.prompt
     name = "--prompt" if arguments.prompt_file is None else f"--prompt_file {arguments.prompt_file}"
-    if arguments.prompt_file is not None:  # before the imports, which take seconds
+    if arguments.prompt_file is not None:  # before the slow imports, which take seconds
         prompt = read_text(arguments.prompt_file, name)
     folder = find_model_folder(Path(local_folder(str(arguments.model))))
     import torch
@@ -217,21 +230,21 @@ def run(arguments: argparse.Namespace) -> int:
             failed = answer_lines(session)
     except (MemoryError, RuntimeError) as error:
         known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not known and "allocate memory" not in str(error):  # torch's words on a CPU
+        if not known and "allocate memory" not in str(error):  # torch's message on a CPU
             raise
-        what = str(error).split("\n")[0] or "no memory left"
-        message = f"{what}; give a smaller --batch_size or --max_length"
+        what = str(error).split("\n")[0] or "out of memory"
+        message = f"{what}; use a smaller --batch_size or --max_length"
         raise InferenceError(message, code="out_of_memory", key="--batch_size") from error
     return int(failed > 0)
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 shows what it can
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for a terminal that is not UTF-8
         sys.stdout.reconfigure(errors="replace")
     try:
         return run(arguments)
-    except BrokenPipeError:  # who read standard output has enough
+    except BrokenPipeError:  # the reader of standard output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UserError, ValueError, OSError) as error:

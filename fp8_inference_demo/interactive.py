@@ -1,4 +1,4 @@
-"""Prompts from standard input: a conversation with history (--interactive), or a prompt a line."""
+"""Read prompts from standard input: as a conversation (--interactive), or one independent prompt per line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PROMPT = "> "
 
 
 def piped_prompts() -> Iterator[str | InferenceError]:
-    """The lines of standard input that are not blank, as they come; in the place of one that is not UTF-8 the error
-    that names it."""
+    """Yield the non-blank lines of standard input, and an error in place of each line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
@@ -31,16 +30,18 @@ def piped_prompts() -> Iterator[str | InferenceError]:
 
 
 def typed_prompts() -> Iterator[str | InferenceError]:
-    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line. From a
-    pipe: `piped_prompts`."""
+    """Yield typed lines, with line editing and history, until Ctrl-D or an empty line. Ctrl-C drops a line.
+
+    If standard input is not a terminal, yield `piped_prompts`.
+    """
     if not sys.stdin.isatty():
         yield from piped_prompts()
         return
     import readline  # noqa: F401  input() edits lines with it
 
-    if isinstance(sys.stdin, io.TextIOWrapper):  # where it is strict, it would raise
+    if isinstance(sys.stdin, io.TextIOWrapper):  # do not raise on bytes that are not UTF-8
         sys.stdin.reconfigure(errors="replace")
-    print("an empty line or Ctrl-D ends, Ctrl-C ends an answer", file=sys.stderr, flush=True)
+    print("Ctrl-C stops an answer; an empty line or Ctrl-D ends the session", file=sys.stderr, flush=True)
     while True:
         try:
             line = _typed_line()
@@ -67,15 +68,16 @@ def _typed_line() -> str:
 
 
 class Interruption:
-    """Whether Ctrl-C has been pressed during an answer."""
+    """Records Ctrl-C during an answer."""
 
     def __init__(self) -> None:
         self.pressed = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block the first Ctrl-C is noted, so that the answer ends behind a whole token; another one interrupts
-        as ever."""
+        """Record the first Ctrl-C in the block, so that the answer ends after a whole token. A second one raises
+        KeyboardInterrupt.
+        """
         self.pressed = False
         before = signal.signal(signal.SIGINT, self._note)
         try:
@@ -90,7 +92,7 @@ class Interruption:
 
 
 def cut_left(ids: list[int], most: int, bos: int | None) -> list[int]:
-    """The last `most` ids, the first of them the BOS that begins `ids`, if one does."""
+    """Return the last `most` ids. If `ids` start with BOS, the result starts with BOS too."""
     if len(ids) <= most:
         return ids
     head = ids[:1] if ids[0] == bos else []
@@ -98,7 +100,7 @@ def cut_left(ids: list[int], most: int, bos: int | None) -> list[int]:
 
 
 def answer_lines(session: Session) -> int:
-    """Answer standard input's lines, each for itself; how many could not be answered."""
+    """Answer each line of standard input independently. Return how many could not be answered."""
     session.load(None, session.arguments.num_samples)
     failed = 0
     for number, line in enumerate(piped_prompts()):
@@ -117,9 +119,11 @@ def answer_lines(session: Session) -> int:
 
 
 def converse(session: Session) -> int:
-    """Answer what is typed; how many lines of a pipe could not be answered. The model continues a text: all that was
-    typed and answered so far, a line typed beginning a line of its own. Where that outgrows the context, its beginning
-    is left out."""
+    """Continue a conversation. Return how many lines of a pipe could not be answered.
+
+    The model continues one text: all prompts and answers so far. Each prompt starts a new line. If the text is too long
+    for the context, its beginning is dropped.
+    """
     session.load(None, 1)
     length = session.engine.max_length
     most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
@@ -133,7 +137,7 @@ def converse(session: Session) -> int:
         whole = session.encode(text, f"prompt {number + 1}")
         ids = cut_left(whole, most, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
-            print(f"note: {len(whole) - len(ids)} tokens of the beginning are left out", file=sys.stderr)
+            print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
         with interruption.watched():
             answers = session.answer(
                 f"prompt {number + 1}", number, ids, interrupted=lambda: interruption.pressed

@@ -1,8 +1,8 @@
-"""--prompts FILE.jsonl --output FILE.jsonl: complete a file of prompts, which is checked as a whole before the model is
-loaded.
+"""Complete a file of prompts (--prompts FILE.jsonl --output FILE.jsonl).
 
-A line of the prompts is a JSON object with a "prompt"; its other fields are kept. A line of the output is the same
-object with "choices", a list of {"text", "finish_reason", "tokens"}, one a sample, in the order of the prompts.
+Each line of the input is a JSON object with a "prompt"; other fields are kept. Each line of the output is the same
+object with "choices", a list of {"text", "finish_reason", "tokens"}, one per sample. The order is that of the prompts.
+The whole input is checked before the model is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADDED = "choices"
 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name for messages, object) of each line that is not blank. Raises InferenceError: a line is no prompt."""
+    """Yield (name for messages, object) for each non-blank line. Raises InferenceError for an invalid line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -34,38 +34,44 @@ def read_prompts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_prompt(line: bytes, name: str) -> dict[str, Any]:
-    """Return the object of a line. Raises InferenceError."""
+    """Parse one line. Raises InferenceError if it is not a prompt."""
     text = decoded(line, name)
     try:
         record = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is infinite
+        json.dumps(
+            record, ensure_ascii=False, allow_nan=False
+        ).encode()  # refuse 1e999, which parses as infinity
     except UnicodeEncodeError as error:
-        message = f"{name} has half of a surrogate pair, which is no character"
+        message = f"{name} has half of a surrogate pair, which is not a character; remove it"
         raise InferenceError(message, code="surrogate", key=name) from error
     except (ValueError, RecursionError) as error:
-        message = f'{name} is not JSON ({error}); allowed is {{"prompt": "..."}}'
+        message = f'{name} is not JSON ({error}); expected {{"prompt": "..."}}'
         raise InferenceError(message, code="not_json", key=name) from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        message = f'{name}: allowed is an object with a text "prompt": {{"prompt": "..."}}'
+        message = f'{name} has no text "prompt"; expected {{"prompt": "..."}}'
         raise InferenceError(message, code="no_prompt", key=name)
     if ADDED in record:
-        message = f"{name} has the field {ADDED!r}, which the output adds; rename it"
+        message = f"{name} has the field {ADDED!r}, which is reserved for the output; rename it"
         raise InferenceError(message, code="reserved_field", key=name)
     return record
 
 
 def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def complete_file(session: Session, prompts: Path, path: Path) -> None:
-    """Write the completions of a file of prompts to the new file `path`.
+    """Write the completions of the prompts to the new file `path`.
 
-    Raises InferenceError, before anything is loaded: a prompt that will not do, a file that exists. EngineError: logits
-    that are not finite; torch.OutOfMemoryError: too little memory. What is written by then stays.
+    If a batch fails, the lines written before it remain in the file.
+
+    Raises:
+        InferenceError: a prompt is invalid or `path` exists. Raised before the model is loaded.
+        EngineError: the logits are not finite.
+        torch.OutOfMemoryError: the device has too little memory.
     """
     if path.exists():
-        message = f"--output {path} exists; remove it, or give another file"
+        message = f"--output {path} exists; remove it, or choose another file"
         raise InferenceError(message, code="exists", key="--output")
     rows: list[tuple[dict[str, Any], Request]] = []
     for index, (name, record) in enumerate(read_prompts(prompts)):
@@ -73,7 +79,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
         session.check_length(ids, name)
         rows += [(record, request) for request in session.requests(name, index, ids)]
     if not rows:
-        message = f'--prompts {prompts}: no prompts in it; a line is {{"prompt": "..."}}'
+        message = f'--prompts {prompts} has no prompts; expected lines like {{"prompt": "..."}}'
         raise InferenceError(message, code="no_prompts", key="--prompts")
     session.load(max(len(request.ids) for _, request in rows), len(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +94,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
             for (record, _), completion in zip(batch, completions, strict=True):
                 choices = record.setdefault(ADDED, [])
                 choices.append(make_choice(completion))
-                if len(choices) == samples:  # a batch may end amid the samples of a prompt
+                if len(choices) == samples:  # a batch may end between the samples of one prompt
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     progress.update()
             file.flush()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Who imports whom, read from the sources: the drawing in docs/architecture.md, and the rules of tests/test_layout.py.
+"""Read the import graph from the sources, for the diagram in docs/architecture.md and for tests/test_layout.py.
 
-    python scripts/architecture.py    writes the drawing and the table of rooms anew
+    python scripts/architecture.py    updates the diagram and the table of packages
 
-A room is a folder of sources; on train/'s floor every file is one of its own.
+A "room" is a node of the graph: a folder of sources, or a single file directly in train/.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ BEGIN, END = "<!-- drawn by scripts/architecture.py -->\n", "<!-- end of the dra
 
 @cache
 def sources() -> list[Path]:
-    """Every source file of the rooms, relative to the repository."""
+    """Return every source file, relative to the repository."""
     return sorted(p.relative_to(ROOT) for top in TOP for p in (ROOT / top).rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
-    """train/trainer.py -> train/trainer.py, train/data/stream.py -> train/data, model/build.py -> model."""
+    """Return the room of a file: train/data/stream.py -> train/data, but train/trainer.py -> train/trainer.py."""
     parent = path.parent.as_posix()
     return path.as_posix() if parent == "train" and path.name != "__init__.py" else parent
 
 
 @cache
 def imported_modules(path: Path) -> set[str]:
-    """Dotted names that a source file imports, wherever in it, also by importlib.import_module("...")."""
+    """Return the dotted names that a file imports, also inside functions and by importlib.import_module("...")."""
     names: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """The source files of this repository among them."""
+    """Return the source files of this repository that a file imports."""
     found = set()
     for name in imported_modules(path):
         file = Path(name.replace(".", "/") + ".py")
@@ -60,7 +60,7 @@ def imported_files(path: Path) -> set[Path]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """room -> the other rooms that its files import."""
+    """Return the import graph: room -> the other rooms that its files import."""
     found: dict[str, set[str]] = {}
     for path in sources():
         room = room_of(path)
@@ -70,7 +70,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Every room that `start` imports, directly or through others."""
+    """Return every room that `start` imports, directly or indirectly."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -81,7 +81,7 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """`graph`, which has no circle, without the arrows that longer ways imply."""
+    """Return the transitive reduction of an acyclic graph: without arrows that longer paths imply."""
     return {
         room: {o for o in others if not any(o in reached(graph, other) for other in others - {o})}
         for room, others in graph.items()
@@ -89,7 +89,7 @@ def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def drawing() -> str:
-    """The rooms and their imports as a Mermaid graph, and a table of what each package is for."""
+    """Return the rooms and their imports as a Mermaid graph, followed by a table of the packages."""
     graph = arrows()
     shown = without_shortcuts({room: others for room, others in graph.items() if room != "train"})
     names = {room: f"r{number}" for number, room in enumerate(sorted(shown))}
@@ -104,16 +104,16 @@ def drawing() -> str:
 
 
 def purpose(room: str) -> str:
-    """The first sentence of the room's docstring."""
+    """Return the first sentence of the room's docstring."""
     path = ROOT / room if room.endswith(".py") else ROOT / room / "__init__.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else None
     first = (text or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    # not at the dots of a command that takes several
+    # do not split at the "..." of a command line
     return re.split(r"(?<!\.)\. ", first)[0].rstrip(".:") + "." if first else ""
 
 
 def page_with(drawn: str) -> str:
-    """docs/architecture.md with this drawing."""
+    """Return docs/architecture.md with this drawing."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + drawn + END + rest.partition(END)[2]
 

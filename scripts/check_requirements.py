@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Print what of a requirements file pip must install in this environment, one specification a line.
+"""Print the requirements that pip must install in this environment, one per line.
 
-Standard library only, since it runs before anything is installed. A line of the file reads
-`name[extras]==version  # from X, optional: why`, the comment and its parts being optional themselves:
+Uses only the standard library, because it runs before any package is installed. A line of a requirements file is
+`name[extras]==version  # from X, optional: why`. The comment and each of its parts can be omitted.
 
-- with --exact (our own virtual environment) every installed package must have its pinned version;
-- without (an environment somebody else made) a version not below `from` is accepted, and standard error names it;
-- an `optional` package may be missing, which standard error names without --exact; with --optional it may not.
+- With --exact (for .venv), every installed package must have its pinned version.
+- Without --exact (for the user's environment), any version from `from` on is accepted and reported on standard error.
+- An `optional` package may be missing, unless --optional is given. Without --exact, standard error reports it.
 
-With --keep nothing is printed unless an installed package would be replaced: then standard error lists all that would
-be installed, and the exit status is 3.
+With --keep, nothing is printed unless an installed package would be replaced. In that case, standard error lists all
+packages that would be installed, and the exit status is 3.
 """
 
 import argparse
@@ -27,9 +27,13 @@ LINE = re.compile(
 
 
 def parse(text: str) -> list[re.Match]:
-    """The groups of LINE for each requirement of a file's text: `spec` as pip reads it, name, version, floor (the
-    lowest version known to work), optional (it may be missing), why (what then needs it). ValueError names a line that
-    is not `name==version`."""
+    """Parse the text of a requirements file into matches of LINE.
+
+    Groups: spec (for pip), name, version, floor (the lowest version known to work), optional (the package may be
+    missing) and why (the feature that needs it).
+
+    Raises ValueError for a line that is not `name==version`.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(("#", "-c ")):
@@ -42,13 +46,13 @@ def parse(text: str) -> list[re.Match]:
 
 
 def numbers(version: str) -> list[int]:
-    """The release part of a version for comparing: "2.11.0+cu130" -> [2, 11, 0]."""
+    """Return the release part of a version for comparison: "2.11.0+cu130" -> [2, 11, 0]."""
     release = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in release.group().split(".")] if release else []
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution without its local part ("+cpu"), None if there is none."""
+    """Return the version of an installed distribution without its local part ("+cpu"), or None."""
     try:
         return metadata.version(name).split("+")[0]
     except metadata.PackageNotFoundError:
@@ -58,7 +62,7 @@ def installed_version(name: str) -> str | None:
 def to_install(
     requirements: list[re.Match], exact: bool, optional: bool = False
 ) -> tuple[list[re.Match], list[str]]:
-    """(requirements that pip must install, remarks about what stays as it is)."""
+    """Return the requirements that pip must install, and remarks about accepted or missing packages."""
     wanted, remarks = [], []
     for requirement in requirements:
         name, version, floor = requirement.group("name", "version", "floor")
@@ -68,9 +72,9 @@ def to_install(
         if have is None and requirement["optional"] and not optional:
             needed = f", for {requirement['why']}" if requirement["why"] else ""
             if not exact:
-                remarks.append(f"{name} is not installed (optional{needed}; tested with {version})")
+                remarks.append(f"{name} is not installed (optional{needed}; tested version: {version})")
         elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
-            remarks.append(f"{name} {have} stays (tested with {version})")
+            remarks.append(f"{name} {have} is kept (tested version: {version})")
         else:
             wanted.append(requirement)
     return wanted, remarks
@@ -79,7 +83,7 @@ def to_install(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="requirements files")
-    parser.add_argument("--exact", action="store_true", help="only the pinned versions will do")
+    parser.add_argument("--exact", action="store_true", help="accept only the pinned versions")
     parser.add_argument("--optional", action="store_true", help="also install missing optional packages")
     parser.add_argument("--keep", action="store_true", help="fail if an installed package would be replaced")
     arguments = parser.parse_args()
@@ -101,7 +105,7 @@ def main() -> int:
         for requirement in wanted:
             print(requirement["spec"])
     for remark in remarks:
-        with contextlib.suppress(OSError):  # a console that is gone
+        with contextlib.suppress(OSError):  # continue if the console is gone
             os.write(2, f"  {remark}\n".encode())
     return 3 if arguments.keep else 0
 

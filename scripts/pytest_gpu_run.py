@@ -1,9 +1,9 @@
-"""A pytest plugin for ./run_tests.sh --gpu: a skipped test is a failure there, and what ran is written down.
+"""Pytest plugin for ./run_tests.sh --gpu: counts a skipped test as a failure and writes a report.
 
-Whoever asks for the GPU tests has the GPU; a skip would leave something unproven without anybody noticing. With
---results FOLDER a report goes there, gpu_tests.json, on a machine with one GPU gpu_tests_one_gpu.json: commit, date,
-machine and versions, and what passed, failed and was skipped. It is committed, so that everybody sees how old the
-proof is.
+A machine that runs the GPU tests has a GPU, so a skip would hide a missing check. With --results FOLDER, the plugin
+writes FOLDER/gpu_tests.json (on a machine with one GPU: gpu_tests_one_gpu.json) with the commit, the date, the machine,
+the versions, and the passed, failed and skipped tests. The report is committed, so that readers see when the GPU tests
+last passed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-MOST_OF_A_REPORT = 2000  # characters of a failure, its end
+MOST_OF_A_REPORT = 2000  # characters shown from the end of a failure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, help="folder for a report of what ran")
+    parser.addoption("--results", type=Path, help="folder for the report")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # a worker of pytest-xdist saw its share alone
+    # a worker of pytest-xdist sees only its share of the tests
     worker = hasattr(config, "workerinput")
     run = GPURun(None if worker else config.getoption("--results"), config)
     config.pluginmanager.register(run)
@@ -40,10 +40,10 @@ class GPURun:
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.skipped: list[str] = []
-        self.began: dict[str, float] = {}  # of the tests that run
+        self.began: dict[str, float] = {}  # start times of the running tests
 
     def terminated(self, *_: object) -> None:
-        """By SIGTERM, where the time of a machine ends: which tests did not end."""
+        """Handle SIGTERM, sent when the time on the machine ends: print the tests that are still running."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
@@ -67,7 +67,7 @@ class GPURun:
     def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
-            # at once: the time of a machine may end before pytest's summary
+            # print it at once: the time on the machine may end before pytest's summary
             if terminal := self.config.pluginmanager.get_plugin("terminalreporter"):
                 terminal.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext[-MOST_OF_A_REPORT:]}")
         elif report.skipped and not hasattr(report, "wasxfail"):
@@ -76,7 +76,7 @@ class GPURun:
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         if self.folder:
-            # what ran is worth more than the seconds that writing it down takes
+            # writing the report takes only seconds; do not lose it to a SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         yield
         if self.skipped and session.exitstatus == pytest.ExitCode.OK:

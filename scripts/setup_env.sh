@@ -1,24 +1,25 @@
 # shellcheck shell=bash
 # Sourced by run_training.sh and run_tests.sh, which set ROOT (the repository root) and then call
 #
-#   setup_env [dev]    (dev: also what the tests need, and missing optional packages)
+#   setup_env [dev]    (dev: also install the packages of the tests, and missing optional packages)
 #
-# It sets PY (the Python to use) and HAS_GPU (0 or 1), and puts PY's folder first on PATH. PY is that of the active
-# environment (venv or conda), else a Python that has everything, else that of ROOT/.venv, which the first run makes.
-# In an active environment other than ROOT/.venv, missing packages are installed and no installed one is replaced.
+# It sets PY (the Python to use) and HAS_GPU (0 or 1), and puts PY's folder first on PATH. PY is the Python of the active
+# environment (venv or conda). Without one, it is a Python that has all packages, or else that of ROOT/.venv, which the
+# first run creates. In an active environment other than ROOT/.venv, only missing packages are installed; installed
+# packages are not replaced.
 #
-# Settings: SETUP_REPLACE=1 (packages of an active environment may be replaced); PYTHON (path of the Python to make
-# .venv with); TORCH_INDEX_URL (index for torch on a machine without a GPU; default: torch's index of CPU builds if it
-# answers and pip has no other index, since pip's default wheel for Linux brings 5 GB of CUDA packages); PIP_* (see
-# pip); TORCH_EXTENSIONS_DIR (folder of what DeepSpeed compiles; default: torch_extensions in the environment).
+# Settings: SETUP_REPLACE=1 (allow replacing packages of the active environment); PYTHON (path of the Python that creates
+# .venv); TORCH_INDEX_URL (index for torch on a machine without a GPU; default: torch's index of CPU builds if it
+# answers and pip has no other index, because pip's default wheel for Linux brings 5 GB of CUDA packages); PIP_* (see
+# pip); TORCH_EXTENSIONS_DIR (folder for DeepSpeed's compiled extensions; default: torch_extensions in the environment).
 
 MIN_PYTHON="3.11"
-# Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
+# Tested versions. Transformer Engine 2.20.2 was measured with torch 2.11 on H200.
 TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
 CPU_BUILDS="https://download.pytorch.org/whl/cpu"
-ANSWER_S=8 # how long the index of CPU builds may take to answer
-NEWS_S=6   # the longest time that a program of the set-up runs without a word
+ANSWER_S=8 # seconds that the index of CPU builds may take to answer
+NEWS_S=6   # seconds between progress lines
 DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
@@ -27,7 +28,7 @@ if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
   exit 1
 fi
 
-say() { printf '%s\n' "$*" || true; } # a console that is gone ends nothing
+say() { printf '%s\n' "$*" || true; } # continue if the console is gone
 
 die() {
   printf 'set-up: %s\n' "$*" >&2
@@ -38,14 +39,14 @@ python_is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-# The Python of the active environment, or nothing. conda's base is nobody's project environment.
+# Prints the Python of the active environment, or nothing. Ignores conda's base, which is not a project environment.
 active_python() {
   if [[ -n "${VIRTUAL_ENV:-}" ]]; then
     printf '%s\n' "$VIRTUAL_ENV/bin/python"
   elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-}" != "base" ]]; then
     printf '%s\n' "$CONDA_PREFIX/bin/python"
   elif python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
-    command -v python3 # a virtual environment that is first on PATH without having been activated
+    command -v python3 # a virtual environment that is first on PATH but not activated
   fi
 }
 
@@ -58,7 +59,7 @@ find_python() {
     fi
   done
   candidate="$(python3 --version 2>/dev/null || true)"
-  die "Python >= $MIN_PYTHON is needed (found: ${candidate:-none}). Install it, or name one: PYTHON=/path/to/python3.12 $0"
+  die "Python >= $MIN_PYTHON is needed (found: ${candidate:-none}). Install it, or set PYTHON: PYTHON=/path/to/python3.12 $0"
 }
 
 has_torch() {
@@ -69,7 +70,7 @@ has_cuda_torch() {
   "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
 }
 
-# Specifications that pip has to install for the given files; remarks go to standard error.
+# Prints the specifications that pip must install for the given files; remarks go to standard error.
 missing_requirements() {
   "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} ${OPTIONAL:+"$OPTIONAL"} "$@" ||
     die "the requirements could not be read; see the line above"
@@ -79,35 +80,35 @@ need_compiler() {
   local compiler
   for compiler in ${CXX:+"$CXX"} c++ g++ clang++; do
     if command -v "$compiler" >/dev/null 2>&1; then
-      export CXX="$compiler" # torch's builder takes c++ unless it is told
+      export CXX="$compiler" # torch's builder uses c++ by default
       return
     fi
   done
-  die "a C++ compiler is needed (DeepSpeed builds its CPU communication with it): apt-get install g++, or set CXX"
+  die "no C++ compiler found; DeepSpeed needs one to build its CPU communication: apt-get install g++, or set CXX"
 }
 
 need_python_headers() {
   local include
   include="$("$PY" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
   [[ -f "$include/Python.h" ]] ||
-    die "Python's headers are missing ($include/Python.h), DeepSpeed's build needs them: apt-get install python3-dev"
+    die "$include/Python.h is missing; DeepSpeed's build needs Python's headers: apt-get install python3-dev"
 }
 
-# torch's builder of extensions does not quote the folder of torch's libraries.
+# torch's extension builder does not quote the path of torch's libraries.
 need_path_without_space() {
   [[ "$1" != *[[:space:]]* ]] ||
-    die "$1 has white space in its path, at which torch cuts it where extensions are compiled. Activate an environment" \
-      "in a path without (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and run again"
+    die "$1 has white space in its path, which breaks torch's builds of extensions. Activate an environment" \
+      "in a path without white space (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and run again"
 }
 
 need_disk() {
   local need_gib="$1" free_kib
   free_kib="$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')"
   ((free_kib >= need_gib * 1024 * 1024)) ||
-    die "$need_gib GiB of free disk are needed in $ROOT for the packages, $((free_kib / 1024 / 1024)) are there"
+    die "the packages need $need_gib GiB of free disk in $ROOT, but only $((free_kib / 1024 / 1024)) GiB are free"
 }
 
-# Copies its input into the file $1, if given; every NEWS_S seconds it prints the time so far and the last line.
+# Copies its input to the file $1, if given, and prints the elapsed time and the last line every NEWS_S seconds.
 news() {
   local line part="" last="" status began="$SECONDS" told="$SECONDS"
   while true; do
@@ -127,24 +128,24 @@ news() {
   done
 }
 
-# With KEEP, pip fails rather than replace an installed package: the versions on its standard input are constraints.
+# With KEEP, the installed versions are passed to pip as constraints, so that it fails rather than replaces a package.
 pip_install() {
   "$PY" -m pip --version >/dev/null 2>&1 ||
-    die "$PY has no pip. Install it, or use another environment. Wanted: $*"
-  # warnings and errors do not go through `news`
+    die "$PY has no pip. Install it, or use another environment. Packages to install: $*"
+  # standard error does not pass through `news`, so that warnings and errors are shown
   { [[ -z "${KEEP:-}" ]] || "$PY" -m pip list --format=freeze --disable-pip-version-check; } |
     "$PY" -m pip install --use-pep517 --disable-pip-version-check -c /dev/stdin "$@" | news ||
     die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror${KEEP:+. $KEEP}"
 }
 
-# Whether pip is told where to find packages: then torch comes from there, too.
+# Succeeds if pip has a configured index. torch then comes from that index too.
 pip_is_configured() {
   local configuration
   configuration="$("$PY" -m pip config list 2>/dev/null)" || true
   [[ "$configuration" =~ \.(index-url|extra-index-url|find-links|no-index)= ]]
 }
 
-# The alarm also ends a look-up of the name, which has no time limit of its own.
+# The alarm also limits the DNS lookup, which has no time limit of its own.
 answers() {
   "$PY" -c '
 import signal, sys, urllib.request
@@ -164,11 +165,11 @@ install_torch() {
     if answers "$CPU_BUILDS/torch/"; then
       index="$CPU_BUILDS"
     else
-      say "set-up: $CPU_BUILDS does not answer; pip's default build of torch may bring 5 GB of CUDA packages along"
+      say "set-up: $CPU_BUILDS does not answer; using pip's default build of torch, which may bring 5 GB of CUDA packages"
     fi
   fi
   say "set-up: installing torch $TORCH_CPU${index:+ from $index}"
-  # of equal versions pip takes the one with a local part: 2.13.0+cpu
+  # among equal versions pip prefers the one with a local part: 2.13.0+cpu
   pip_install "torch==$TORCH_CPU" ${index:+--extra-index-url "$index"}
 }
 
@@ -176,14 +177,15 @@ make_venv() {
   need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
   local site=()
   if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
-  say "set-up: making .venv with $("$PY" --version)"
+  say "set-up: creating .venv with $("$PY" --version)"
   { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
     rm -rf "$ROOT/.venv"
-    die "$PY could not make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
+    die "$PY could not create a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
   }
 }
 
-# Sets PY, EXACT (--exact: .venv gets the pinned versions) and KEEP (why no package may be replaced). Makes .venv.
+# Sets PY, EXACT ("--exact" if PY is .venv's, which gets the pinned versions) and KEEP (why packages may not be replaced).
+# Creates .venv if needed.
 choose_environment() {
   local files=("$@") prefix
   EXACT="" KEEP=""
@@ -194,21 +196,21 @@ choose_environment() {
       die "the active environment has $("$PY" --version 2>&1 || true); Python >= $MIN_PYTHON is needed"
     need_path_without_space "$prefix" ""
     if [[ "${SETUP_REPLACE:-}" == 1 ]]; then return; fi
-    KEEP="What is installed in $prefix, which is active, stays: deactivate it to use $ROOT/.venv, or set SETUP_REPLACE=1"
+    KEEP="Packages of the active environment $prefix are not replaced: deactivate it to use $ROOT/.venv, or set SETUP_REPLACE=1"
     "$PY" "$ROOT/scripts/check_requirements.py" --keep "${files[@]}" ||
-      die "the installed versions above are not those that are needed. $KEEP"
+      die "the active environment has other versions than needed; see the list above. $KEEP"
     return
   fi
   if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
     PY="$(find_python)"
     if has_torch "$PY" && [[ -z "$(missing_requirements "${files[@]}" 2>/dev/null)" ]]; then
-      return # an image or a node that comes with everything
+      return # an image or a node with all packages
     fi
   fi
   need_path_without_space "$ROOT/.venv" ", or clone the repository into such a path"
   [[ -x "$ROOT/.venv/bin/python" ]] || make_venv
   PY="$ROOT/.venv/bin/python"
-  python_is_new_enough "$PY" || die ".venv is broken or has a Python below $MIN_PYTHON; remove the folder and run again"
+  python_is_new_enough "$PY" || die ".venv is broken or its Python is older than $MIN_PYTHON; remove .venv and run again"
   if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT="--exact"; fi
 }
 
@@ -221,8 +223,8 @@ install_requirements() {
     say "set-up: installing ${specs[*]}"
     if [[ "$file" == */requirements-gpu.txt ]]; then
       command -v nvcc >/dev/null 2>&1 ||
-        die "Transformer Engine's torch extension is compiled here and nvcc is missing: install CUDA or load its module"
-      # Compiled against the torch that is there, not against one in a build sandbox.
+        die "nvcc is missing; it compiles Transformer Engine's torch extension: install CUDA or load its module"
+      # Compile against the installed torch, not against one in a build sandbox.
       pip_install setuptools wheel pybind11
       pip_install --no-build-isolation -c "$ROOT/constraints-gpu.txt" "${specs[@]}"
     else
@@ -231,7 +233,7 @@ install_requirements() {
   done
 }
 
-# Transformer Engine must load torch's cuDNN: with the system's it fails, or runs an attention that is 5 times slower.
+# Makes Transformer Engine load torch's cuDNN. With the system's cuDNN it fails or runs an attention that is 5 times slower.
 use_torchs_cudnn() {
   local home
   home="$("$PY" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null || true)"
@@ -240,15 +242,15 @@ use_torchs_cudnn() {
   export LD_LIBRARY_PATH="$home/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-# Compiles DeepSpeed's communication between CPU ranks, which takes a minute. Each environment has a folder of its own,
-# since torch compiles again whenever another environment asks.
+# Compiles DeepSpeed's communication between CPU ranks, which takes a minute. Each environment has its own folder, because
+# torch compiles again for every other environment.
 build_communication() {
   local prefix log
   prefix="$(dirname "$(dirname "$PY")")"
-  [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # a system's: the first start builds it
+  [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # a system Python: the first run builds it
   export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
   if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
-  say "set-up: building DeepSpeed's CPU communication, once; it takes about a minute"
+  say "set-up: building DeepSpeed's CPU communication; this happens once and takes about a minute"
   mkdir -p "$TORCH_EXTENSIONS_DIR"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
   rm -f "$log"
@@ -267,7 +269,7 @@ setup_env() {
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
-  # Several nodes or terminals may start in one folder: one makes the environment, the others wait.
+  # Several nodes or terminals may start in one folder: one creates the environment, the others wait.
   local lock="" kind=-x
   if command -v flock >/dev/null 2>&1; then
     { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""
@@ -278,8 +280,8 @@ setup_env() {
     if ((status == 1)); then
       say "set-up: another set-up is under way in $ROOT; waiting for it"
       flock "$kind" "$lock"
-    elif ((status)); then # as of Lustre that is mounted without locks; flock has said it
-      say "set-up: the file system of $ROOT has no locks, by which two set-ups wait for each other: start one at a time"
+    elif ((status)); then # e.g. Lustre mounted without locks; flock has printed the error
+      say "set-up: the file system of $ROOT has no locks, so set-ups cannot wait for each other: start one at a time"
     fi
   fi
   choose_environment "${files[@]}"
@@ -289,7 +291,7 @@ setup_env() {
   export PATH PY HAS_GPU EXACT
   install_torch
   install_requirements "${files[@]}"
-  command -v ninja >/dev/null 2>&1 || die "ninja is missing although its package is installed; put its folder on PATH"
+  command -v ninja >/dev/null 2>&1 || die "the package ninja is installed, but its command is not on PATH; add its folder"
   if ((HAS_GPU)); then
     use_torchs_cudnn
   else

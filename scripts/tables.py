@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Tables of docs/ that follow from the code and test_fp8/results/: every key of the configuration, and what a model
-needs of GPUs, disk and time.
+"""Generate the tables of docs/ from the code and test_fp8/results/.
 
-    python scripts/tables.py    writes docs/configuration.md and docs/hardware.md anew
+python scripts/tables.py    updates docs/configuration.md (all keys) and docs/hardware.md (memory, disk and time)
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ PARTS = {
     "precision": "`precision`: FP8 or not, and how",
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
-# `resume` of a key (model/keys.py), as short as a table needs it.
+# Short forms of a key's `resume` rule (model/keys.py) for the table.
 ON_A_RESUME = {
     "free": "free",
     "allowed": "if allowed",
     "structural": "no",
 }
-# Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, with a micro-batch as training has.
+# Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, at the micro-batch of the training.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
     "te_layer_bf16": "bf16",
@@ -58,12 +57,12 @@ ROWS = {
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
 
 
 def configuration() -> str:
-    """A table a part, of every key."""
+    """Return one table of keys for each part of the configuration."""
     parts: dict[str, list[list[str]]] = {}
     title = ""
     for key, node in all_keys().items():
@@ -90,7 +89,7 @@ def _described(key: str, node: Node) -> list[str]:
 
 
 def hardware() -> str:
-    """What each model of model/configs needs: GPU memory, disk; and the time of those that were measured."""
+    """Return the GPU memory, disk and work of each model in model/configs, and the time of the measured ones."""
     models = {path.stem: load_sizes(path.stem) for path in CONFIGS.glob("*.json")}
     models = dict(sorted(models.items(), key=lambda item: num_parameters(item[1])))
 
@@ -178,11 +177,11 @@ PAGES = {ROOT / "docs/configuration.md": configuration, ROOT / "docs/hardware.md
 
 
 def page_with(page: Path, written: str) -> str:
-    """The page with this between its marks. Raises ValueError: it has none."""
+    """Return the page with `written` between its markers. Raises ValueError if the markers are missing."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page}: a line {BEGIN.strip()} and behind it {END.strip()} are expected")
+        raise ValueError(f"{page}: expected a line {BEGIN.strip()} followed by a line {END.strip()}")
     return before + BEGIN + written + END + after
 
 

@@ -297,7 +297,7 @@ def test_an_environment_in_a_path_with_a_space_is_refused_before_anything_is_ins
         folder = tmp_path / venv if venv else tmp_path / clone / "root/.venv"
         assert run.returncode == 1 and run.stdout == ""
         assert run.stderr.startswith(f"set-up: {folder} has white space in its path")
-        assert "Activate an environment in a path without" in run.stderr
+        assert "Activate an environment in a path without white space" in run.stderr
         assert ("or clone the repository" in run.stderr) == (venv is None)
     assert not (tmp_path / clone / "root/.venv").exists()
 
