@@ -1,4 +1,4 @@
-"""The engine's operations in Triton, for a Hopper GPU; reference.py has the same in torch.
+"""The engine's operations in Triton, for a Hopper GPU; fp8_inference_demo/reference.py has the same in torch.
 
 one_row.py: decoding of one row, whose time is that of reading the weights; they are widened as they come.
 rows.py, gemm.py: several rows, whose products are the tensor cores', FP8 by FP8. A row is written as codes and a
