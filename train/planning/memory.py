@@ -15,7 +15,7 @@ from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
 from model.fp8.recipes import FULL_STATES, STATE_CHUNK
-from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting
+from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, widths_of
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
@@ -55,17 +55,17 @@ class Memory:
 
 def saved_by_layer(s: Setting, fp8: bool) -> float:
     """Bytes that a token leaves in a layer for its backward."""
-    H, I, q, kv, _ = s.widths  # noqa: E741
+    H, I, q, kv, _ = widths_of(s.sizes)  # noqa: E741
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
     # q, k, v, out; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
     inputs = 2 * 2 * H  # of the two norms: the residual stream
     # gate and up; silu(gate), but where it is computed again
-    swiglu = (2 if s.variant == "te_layer" or s.fused_swiglu else 3) * 2 * I
+    swiglu = (2 if s.args.model.variant == "te_layer" or s.args.speed.fused_swiglu else 3) * 2 * I
     if not fp8:
         # outputs of the norms; out is o_proj's input too; SwiGLU's output
         return attention + inputs + 2 * 2 * H + swiglu + 2 * I
-    if s.variant == "te_layer":
+    if s.args.model.variant == "te_layer":
         # transposed copies for the weight gradients; LayerNormMLP keeps the rows of its norm's output as well
         of_swiglu = 2 * I if s.recipe == "block" else I
         return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + swiglu
@@ -75,8 +75,8 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 
 def head_bytes(s: Setting) -> float:
     """Bytes of a token from the last layer to the begin of lm_head's backward, where logits weigh most."""
-    H, _, _, _, V = s.widths
-    if not s.fused_cross_entropy:
+    H, _, _, _, V = widths_of(s.sizes)
+    if not s.args.speed.fused_cross_entropy:
         # float32: log_softmax, its gradient and that of the loss; norm as in a layer
         return 12 * V + 6 * H
     # norm's input, lm_head's input and its gradient; logits, which become their gradient
@@ -86,27 +86,7 @@ def head_bytes(s: Setting) -> float:
     return 2 * V + 6 * H + (BLOCK_SCALES * 2 * V if s.fp8_head_gradients else 0)
 
 
-def evaluation_bytes(s: Setting) -> float:
-    """Bytes of a token of an evaluation, which keeps nothing for a backward: logits, these in float32, log_softmax."""
-    H, _, _, _, V = s.widths
-    return 10 * V + 4 * H
-
-
-def backward_of_layer(s: Setting) -> float:
-    """Bytes of a token that the backward of a layer's MLP has besides what was saved: gradients of its output and
-    input, of SwiGLU's output and of gate and up, with their FP8 rows and columns. SwiGLU's output is freed before."""
-    H, I, _, _, _ = s.widths  # noqa: E741
-    return 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
-
-
 # ---------------------------------------------------------------- what ZeRO adds
-
-
-def _gradients_kept(s: Setting) -> float:
-    """Parameters whose 16-bit gradient stays beside the float32 one that it was added to."""
-    if not s.bf16_optimizer:
-        return 0
-    return s.sizes.vocab_size * s.sizes.hidden_size if s.main_grad else s.parameters
 
 
 def _buckets(s: Setting) -> float:
@@ -121,8 +101,8 @@ def _buckets(s: Setting) -> float:
 
 def _in_the_step(s: Setting) -> float:
     """Bytes of the optimizer's step itself, when no activation is left."""
-    H, I, q, _, _ = s.widths  # noqa: E741
-    muon = MUON_BYTES * H * max(q, I) if s.optim == "muon" else 0
+    H, I, q, _, _ = widths_of(s.sizes)  # noqa: E741
+    muon = MUON_BYTES * H * max(q, I) if s.args.optim == "muon" else 0
     if s.zero_stage == 0:
         return 4 * s.parameters + muon
     if s.zero_stage == 3:
@@ -145,8 +125,8 @@ def memory_of(s: Setting) -> Memory:
     """The peak of the phase of precision.schedule that takes most. Raises PlanError: not `is_planned`."""
     if not s.is_planned:
         raise PlanError(
-            f"model.variant {s.variant} with precision.compute {s.compute} cannot be planned. Use te_layer or "
-            "te_linear, and fp8 or bf16",
+            f"model.variant {s.args.model.variant} with precision.compute {s.compute} cannot be planned. Use te_layer "
+            "or te_linear, and fp8 or bf16",
             key="model.variant",
         )
     return max((_memory_of(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
@@ -159,39 +139,42 @@ def _memory_of(s: Setting) -> Memory:
     CUDA graphs are captured before the optimizer has its moments and there are gradients in 16 bits, and what they hold
     later is not what torch calls allocated.
     """
+    H, I, _, _, V = widths_of(s.sizes)  # noqa: E741
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
     one_layer = max(fp8_layer if s.fp8_layers else 0, other_layer if s.fp8_layers < layers else 0)
     state = state_parts_gib(
-        s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.optim
+        s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.args.optim
     )
-    copies = 2 * s.layer_matrices * s.fp8_layers
-    if s.recompute:
-        inputs = layers * 2 * s.widths[0]
-        if not s.keeps_fp8_weights and s.fp8_layers:
-            copies = 2 * s.layer_matrices
-    if s.fp8_head:
-        copies += 2 * s.widths[0] * s.widths[4]
-    state["gradients"] += 2 * _gradients_kept(s) / GIB
-    copied = {"FP8 copies of weights": copies / GIB}
+    # parameters whose 16-bit gradient stays beside the float32 one that it was added to
+    twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
+    state["gradients"] += 2 * twice / GIB
+    copied_layers = s.fp8_layers if s.keeps_fp8_weights or not s.recompute else min(s.fp8_layers, 1)
+    copied = {"FP8 copies of weights": 2 * (s.layer_matrices * copied_layers + H * V * s.fp8_head) / GIB}
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
         # captures besides one, each of which keeps its gradients
         running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * 2 * s.parameters / GIB
-    kept = inputs if s.recompute else of_layers
+    kept = layers * 2 * H if s.recompute else of_layers
     # of the head's gradients, one after the other: the weight in FP8, then the input
-    of_head = s.widths[0] * max(s.widths[4], s.tokens) / GIB if s.fp8_head_gradients else 0
+    of_head = H * max(V, s.tokens) / GIB if s.fp8_head_gradients else 0
     head = {"activations": per_token * kept, "logits": per_token * head_bytes(s) + of_head}
+    # gradients of the MLP's output and input, of SwiGLU's output and of gate and up, with their FP8 rows and columns;
+    # SwiGLU's output is freed before
+    of_mlp = 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
     backward = {
         "activations": per_token * (kept + (one_layer if s.recompute else 0)),
-        "backward of a layer": per_token * backward_of_layer(s),
+        "backward of a layer": per_token * of_mlp,
     }
+    # an evaluation keeps nothing for a backward: logits, these in float32, log_softmax
+    eval_tokens = s.seq_length * (s.micro_batch if s.eval_batch is None else s.eval_batch)
+    logits = eval_tokens / GIB * (10 * V + 4 * H)
     after = always | copied if s.keeps_fp8_weights else always
     passes = {"begin of the backward": running | head, "backward of the last layer": running | backward}
     later = {
-        "evaluation": after | {"logits": s.eval_tokens / GIB * evaluation_bytes(s)},
+        "evaluation": after | {"logits": logits},
         "optimizer": after | {"gradients of the step": _in_the_step(s) / GIB},
     }
     of_passes, of_later = (max(sum(p.values()) for p in moments.values()) for moments in (passes, later))
@@ -201,7 +184,7 @@ def _memory_of(s: Setting) -> Memory:
         shared = s.ranks if s.zero_stage else 1
         early = 0 if s.packs else 4 * s.parameters / shared / GIB
         late = state["optimizer"] - early
-        shown = max(of_passes - late - 2 * _gradients_kept(s) / GIB, of_later)
+        shown = max(of_passes - late - 2 * twice / GIB, of_later)
         for parts in later.values():
             parts["CUDA graphs"] = of_passes - sum(after.values())
     moment, parts = max((passes | later).items(), key=lambda item: sum(item[1].values()))
@@ -213,11 +196,14 @@ def _memory_of(s: Setting) -> Memory:
 
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
     """The largest micro-batch that fits into a GPU, samples; 0 if not even the smallest does."""
-
-    def exceeds(units: int) -> bool:
-        return memory_of(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks) > device_gib
-
-    return bisect_left(range(1, MOST_MICRO_BATCH), True, key=exceeds) * s.micro_batch_unit
+    largest = bisect_left(
+        range(1, MOST_MICRO_BATCH),
+        True,
+        key=lambda units: (
+            memory_of(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks) > device_gib
+        ),
+    )
+    return largest * s.micro_batch_unit
 
 
 def least_memory_gib(s: Setting) -> float:
@@ -225,7 +211,7 @@ def least_memory_gib(s: Setting) -> float:
     ZeRO 0 as if the optimizer were shared, which DeepSpeed does in 16 bits."""
     stage = max(s.zero_stage, 1)
     return sum(
-        state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes, s.optim).values()
+        state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim).values()
     )
 
 
@@ -243,8 +229,7 @@ def checkpoint_bytes(
     states (train/engine/states.py), beside which the bf16 weights are saved once more.
     """
     once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
-    of_optimizer: float = FULL_STATES
-    if compute != "fp32" and optimizer_bytes < FULL_STATES:
-        of_optimizer = optimizer_bytes + weight_bytes(compute)
+    is_packed = compute != "fp32" and optimizer_bytes < FULL_STATES
+    of_optimizer = optimizer_bytes + weight_bytes(compute) if is_packed else FULL_STATES
     less = 4 * layer_matrix_parameters(sizes) if optim == "muon" else 0
     return int(num_parameters(sizes) * (of_optimizer + (0 if once else weight_bytes(compute)))) - less

@@ -39,18 +39,14 @@ class Plan:
     configured: Planned
     recommended: Planned
     by_gpus: dict[int, Planned | None]
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        s = self.configured.setting
-        return checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.optim)
+    checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         s = self.configured.setting
         return {
             "model": self.model,
             "parameters": s.parameters,
-            "variant": s.variant,
+            "variant": s.args.model.variant,
             "phases": [
                 {"share": share, "compute": phase.compute, "recipe": phase.recipe if phase.fp8 else None}
                 for share, phase in s.phases
@@ -78,12 +74,8 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
                 [*enough, "a GPU with more memory", "a smaller model.config, or a smaller max_seq_length"]
             )
         )
-    return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus)
-
-
-COLUMNS = (
-    "GPUs ZeRO states recompute micro-batch accumulation tokens/step GiB/GPU tokens/s within days GPU-hours"
-).split()
+    checkpoint = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.args.optim)
+    return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus, checkpoint)
 
 
 def lines(p: Plan) -> list[str]:
@@ -103,11 +95,11 @@ def lines(p: Plan) -> list[str]:
     else:
         out += [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
     rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    table = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     out += ["", "Recommended for other numbers of GPUs (the model does not fit on others):", ""]
     return out + [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
-        for row in (COLUMNS, *rows)
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table
     ]
 
 
@@ -124,22 +116,22 @@ def _details(p: Planned, tokens: int) -> list[str]:
     ]
 
 
-def _row(p: Planned, tokens: int) -> list[str]:
+def _row(p: Planned, tokens: int) -> dict[str, str]:
     s, days = p.setting, p.days(tokens)
-    return [
-        str(s.ranks),
-        str(s.zero_stage),
-        s.optimizer_states,
-        "yes" if s.recompute else "no",
-        str(s.micro_batch),
-        str(s.accumulation),
-        f"{s.step_tokens:,}",
-        f"{p.memory.peak_gib:,.1f}",
-        f"{p.estimate.tokens_per_second:,.0f}",
-        f"{100 * p.estimate.within:.0f} %",
-        f"{days:,.1f}",
-        f"{days * 24 * s.ranks:,.0f}",
-    ]
+    return {
+        "GPUs": str(s.ranks),
+        "ZeRO": str(s.zero_stage),
+        "states": s.optimizer_states,
+        "recompute": "yes" if s.recompute else "no",
+        "micro-batch": str(s.micro_batch),
+        "accumulation": str(s.accumulation),
+        "tokens/step": f"{s.step_tokens:,}",
+        "GiB/GPU": f"{p.memory.peak_gib:,.1f}",
+        "tokens/s": f"{p.estimate.tokens_per_second:,.0f}",
+        "within": f"{100 * p.estimate.within:.0f} %",
+        "days": f"{days:,.1f}",
+        "GPU-hours": f"{days * 24 * s.ranks:,.0f}",
+    }
 
 
 @dataclass(frozen=True)
@@ -164,16 +156,17 @@ class Prediction:
         return f"plan: {self.memory.measured_as_gib:,.2f} GiB a GPU at the peak ({self.memory.described()}){speed}"
 
     def to_json(self) -> dict[str, Any]:
-        speed = asdict(self.estimate) if self.estimate else {}
-        return {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts, **speed}
+        memory = {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts}
+        return memory | (asdict(self.estimate) if self.estimate else {})
 
     def compare(self, peak_gib: float, tokens_per_second: float | None) -> str:
         """A line with predicted and measured values. peak_gib: torch.cuda.max_memory_allocated()."""
-        planned = self.memory.measured_as_gib
-        text = f"plan and measured: {planned:,.2f} and {peak_gib:,.2f} GiB at the peak ({planned / peak_gib - 1:+.1%})"
-        if self.estimate and tokens_per_second:
-            speed = self.estimate.tokens_per_second
-            text += (
-                f", {speed:,.0f} and {tokens_per_second:,.0f} tokens/s ({speed / tokens_per_second - 1:+.1%})"
-            )
-        return text
+        planned, estimate = self.memory.measured_as_gib, self.estimate
+        speed = (
+            f", {estimate.tokens_per_second:,.0f} and {tokens_per_second:,.0f} tokens/s "
+            f"({estimate.tokens_per_second / tokens_per_second - 1:+.1%})"
+            if estimate and tokens_per_second
+            else ""
+        )
+        memory = f"{planned:,.2f} and {peak_gib:,.2f} GiB at the peak ({planned / peak_gib - 1:+.1%})"
+        return f"plan and measured: {memory}{speed}"

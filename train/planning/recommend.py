@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2
@@ -39,12 +40,8 @@ class Planned:
     def fits(self) -> bool:
         return self.needed_gib <= self.gpu.memory_gib
 
-    @property
-    def speed(self) -> float:
-        return self.estimate.tokens_per_second
-
     def days(self, tokens: int) -> float:
-        return tokens / self.speed / 86400
+        return tokens / self.estimate.tokens_per_second / 86400
 
     def to_json(self, tokens: int) -> dict[str, Any]:
         s = self.setting
@@ -67,49 +64,17 @@ class Planned:
         }
 
 
-def candidate(
-    s: Setting,
-    ranks: int,
-    micro_batch: int,
-    zero_stage: int,
-    recompute: bool,
-    batch_tokens: int,
-    states: tuple[str, str],
-) -> Setting:
-    """Return `s` with these values, the accumulation nearest to batch_tokens a step, and the DeepSpeed settings of
-    train_args/ds_config_zero*.json for another stage."""
-    s = replace(
-        s,
-        ranks=ranks,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
-        optimizer_states=states[0],
-        moments=states[1],
-        cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
-    )
-    if zero_stage == s.zero_stage:
-        return s
-    return replace(
-        s,
-        zero_stage=zero_stage,
-        float32_gradients=True,
-        reduce_bucket=ZERO_3_BUCKET if zero_stage == 3 else REDUCE_BUCKET,
-        overlap_comm=zero_stage == 3,
-    )
-
-
 def optimizer_states(s: Setting) -> list[tuple[str, str]]:
     """Return the (precision.optimizer_states, type of the moments) to consider, the least packed first."""
-    if s.optim != "adamw":
+    if s.args.optim != "adamw":
         return [FLOAT32_STATES]
-    moments = "bf16" if s.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
+    moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
     return [FLOAT32_STATES, ("bf16_remainder", moments), ("int8", "int8")]
 
 
 def zero_stages(s: Setting, states: tuple[str, str]) -> tuple[int, ...]:
     """Return the ZeRO stages to consider. Packed states and Muon need ZeRO 1."""
-    return (1,) if s.optim == "muon" or states != FLOAT32_STATES else (1, 2, 3)
+    return (1,) if s.args.optim == "muon" or states != FLOAT32_STATES else (1, 2, 3)
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
@@ -126,15 +91,16 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
     chosen: Planned | None = None
     for states in optimizer_states(s):
         fitting = list(_fitting(s, gpu, ranks, batch_tokens, network_gbit_s, states))
-        fastest = max((p.speed for p in fitting), default=0)
-        if fastest > (chosen.speed * (1 + CLEARLY_FASTER) if chosen else 0):
-            good = [p for p in fitting if p.speed >= (1 - NEARLY_AS_FAST) * fastest]
+        fastest = max((p.estimate.tokens_per_second for p in fitting), default=0)
+        if fastest > (chosen.estimate.tokens_per_second * (1 + CLEARLY_FASTER) if chosen else 0):
+            good = [p for p in fitting if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
             chosen = min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib))
     itself = Planned.of(s, gpu, network_gbit_s)
     if (
         ranks == s.ranks
         and itself.fits
-        and itself.speed >= (1 - NEARLY_AS_FAST) * (chosen.speed if chosen else 0)
+        and itself.estimate.tokens_per_second
+        >= (1 - NEARLY_AS_FAST) * (chosen.estimate.tokens_per_second if chosen else 0)
     ):
         return itself
     return chosen
@@ -143,12 +109,30 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
 def _fitting(
     s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float, states: tuple[str, str]
 ) -> Iterator[Planned]:
+    """Yield what fits with these optimizer states. Another ZeRO stage has the DeepSpeed settings of
+    train_args/ds_config_zero*.json, the accumulation is the one nearest to batch_tokens."""
     samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
     sizes = range(s.micro_batch_unit, min(samples, LARGEST_MICRO_BATCH) + 1, s.micro_batch_unit)
-    for stage in zero_stages(s, states):
-        for recompute in (False, True):
-            for micro_batch in (size for size in sizes if samples % size == 0):
-                setting = candidate(s, ranks, micro_batch, stage, recompute, batch_tokens, states)
-                if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
-                    break
-                yield Planned.of(setting, gpu, network_gbit_s)
+    for stage, recompute in product(zero_stages(s, states), (False, True)):
+        bucket = ZERO_3_BUCKET if stage == 3 else REDUCE_BUCKET
+        other: dict[str, Any] = {
+            "float32_gradients": True,
+            "reduce_bucket": bucket,
+            "overlap_comm": stage == 3,
+        }
+        for micro_batch in (size for size in sizes if samples % size == 0):
+            setting = replace(
+                s,
+                ranks=ranks,
+                zero_stage=stage,
+                micro_batch=micro_batch,
+                recompute=recompute,
+                accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
+                optimizer_states=states[0],
+                moments=states[1],
+                cuda_graphs=s.cuda_graphs and stage < 3 and not recompute,
+                **({} if stage == s.zero_stage else other),
+            )
+            if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
+                break
+            yield Planned.of(setting, gpu, network_gbit_s)

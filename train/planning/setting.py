@@ -40,20 +40,16 @@ class Setting:
     Memory and speed are known for te_layer and te_linear in FP8 and bf16 (`is_planned`).
     """
 
+    args: TrainingArguments  # whose values the other fields override
     sizes: Any
-    variant: str
     compute: str
     recipe: str
     fp8_layers: int  # layers whose GEMMs are FP8
     fp8_head: bool
     fp8_head_gradients: bool  # with the head's forward in bf16
     health: bool  # FP8 health checks, which have a CUDA graph of their own
-    fused_cross_entropy: bool
-    fused_swiglu: bool  # te_linear recomputes silu(gate) in its backward (model/fused/swiglu.py)
-    main_grad_asked: bool  # speed.main_grad, see `main_grad`
     cuda_graphs: bool
     recompute: bool
-    optim: str
     micro_batch: int
     eval_batch: int | None  # samples of an evaluation batch; None: as micro_batch, 0: no evaluation
     seq_length: int
@@ -63,7 +59,6 @@ class Setting:
     float32_gradients: bool  # micro-batches accumulate in float32, weights have 16 bits
     optimizer_states: str
     moments: str  # type of AdamW's moments, a key of MOMENT_BYTES
-    adam_beta2: float
     reduces_in_float32: bool  # precision.gradient_communication
     reduce_bucket: int
     overlap_comm: bool
@@ -90,20 +85,15 @@ class Setting:
             for share, section in zip(shares, precisions_of(args.precision), strict=True)
             if share
         )
-        precision, speed = args.precision, args.speed
-        zero = ds_config["zero_optimization"]
+        precision, zero = args.precision, ds_config["zero_optimization"]
         in_float32 = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         eval_batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
         return cls(
             **schedule[0][1],
+            args=args,
             sizes=sizes,
-            variant=args.model.variant,
-            fused_cross_entropy=speed.fused_cross_entropy,
-            fused_swiglu=args.model.variant == "te_linear" and speed.fused_swiglu,
-            main_grad_asked=speed.main_grad,
-            cuda_graphs=speed.cuda_graphs and zero["stage"] < 3,
+            cuda_graphs=args.speed.cuda_graphs and zero["stage"] < 3,
             recompute=args.gradient_checkpointing,
-            optim=args.optim,
             micro_batch=args.per_device_train_batch_size,
             eval_batch=None if eval_batch == args.per_device_train_batch_size else eval_batch,
             seq_length=args.max_seq_length,
@@ -113,7 +103,6 @@ class Setting:
             float32_gradients=in_float32 and zero["stage"] >= 1,
             optimizer_states=precision.optimizer_states,
             moments=precision.moment_type,
-            adam_beta2=args.adam_beta2,
             reduces_in_float32=ds_config.get("communication_data_type") == "fp32",
             reduce_bucket=int(zero.get("reduce_bucket_size", REDUCE_BUCKET)),
             overlap_comm=bool(zero.get("overlap_comm", zero["stage"] == 3)),
@@ -128,7 +117,7 @@ class Setting:
     @property
     def is_planned(self) -> bool:
         computes = {phase.compute for _, phase in self.phases}
-        return VARIANTS[self.variant].te and computes <= {"fp8", "bf16"}
+        return VARIANTS[self.args.model.variant].te and computes <= {"fp8", "bf16"}
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -138,7 +127,7 @@ class Setting:
     @property
     def main_grad(self) -> bool:
         """Whether GEMMs add weight gradients into float32 buffers."""
-        return self.main_grad_asked and self.bf16_optimizer
+        return self.args.speed.main_grad and self.bf16_optimizer
 
     @property
     def fp8(self) -> bool:
@@ -171,18 +160,9 @@ class Setting:
         return self.micro_batch * self.seq_length
 
     @property
-    def eval_tokens(self) -> int:
-        """Tokens of an evaluation batch."""
-        return (self.micro_batch if self.eval_batch is None else self.eval_batch) * self.seq_length
-
-    @property
     def step_tokens(self) -> int:
         """Tokens of a step over all ranks."""
         return self.tokens * self.accumulation * self.ranks
-
-    @property
-    def widths(self) -> tuple[int, int, int, int, int]:
-        return widths_of(self.sizes)
 
     @property
     def layer_matrices(self) -> int:
@@ -202,9 +182,9 @@ class Setting:
             for share, phase in self.phases
         ]
         parts = [
-            f"{self.variant} {', then '.join(precisions)}",
+            f"{self.args.model.variant} {', then '.join(precisions)}",
             *["CUDA graphs"] * self.cuda_graphs,
-            *["Muon"] * (self.optim == "muon"),
+            *["Muon"] * (self.args.optim == "muon"),
             f"ZeRO {self.zero_stage}",
             *[f"optimizer_states {self.optimizer_states}"] * self.packs,
             *["recomputation"] * self.recompute,

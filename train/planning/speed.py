@@ -50,17 +50,17 @@ LINK_SHARE = 0.5  # share of a link's bandwidth that a collective gets: an assum
 # Measured over modelled time of a step by kind of model, for hare_0.4b, hare_1.1b and hare_2.0b.
 SIZES = (88.6e6, 1.123e9, 1.749e9)
 CORRECTION = {
-    "te_layer fp8": (0.926, 0.940, 1.019),
-    "te_layer bf16": (0.954, 0.916, 1.002),
-    "te_linear fp8": (0.972, 0.987, 1.033),
-    "te_linear bf16": (1.020, 0.927, 1.024),
+    ("te_layer", "fp8"): (0.926, 0.940, 1.019),
+    ("te_layer", "bf16"): (0.954, 0.916, 1.002),
+    ("te_linear", "fp8"): (0.972, 0.987, 1.033),
+    ("te_linear", "bf16"): (1.020, 0.927, 1.024),
 }
 # Host time to launch a micro-batch, ms per layer.
 LAUNCH_MS = {
-    "te_layer fp8": 3.6,
-    "te_layer bf16": 3.1,
-    "te_linear fp8": 6.7,
-    "te_linear bf16": 5.3,
+    ("te_layer", "fp8"): 3.6,
+    ("te_layer", "bf16"): 3.1,
+    ("te_linear", "fp8"): 6.7,
+    ("te_linear", "bf16"): 5.3,
 }
 
 
@@ -102,20 +102,14 @@ def _uncertainty(s: Setting, gpu: Gpu) -> tuple[str, float]:
 
 def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
-    return computing * _correction(s) + _communication_s(s, gpu, network_gbit_s)
-
-
-def _kind(s: Setting) -> str:
-    return f"{s.variant} {s.compute}"
-
-
-def _correction(s: Setting) -> float:
-    return float(np.interp(math.log(s.parameters), np.log(SIZES), CORRECTION[_kind(s)]))
+    corrections = CORRECTION[s.args.model.variant, s.compute]
+    correction = float(np.interp(math.log(s.parameters), np.log(SIZES), corrections))
+    return computing * correction + _communication_s(s, gpu, network_gbit_s)
 
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     """Forward and backward of a micro-batch on one GPU."""
-    H, _, q, _, V = s.widths
+    H, _, q, _, V = widths_of(s.sizes)
     layers = s.sizes.num_hidden_layers
     faster = math.sqrt(
         gpu.memory_tb_s / MEASURED_ON.memory_tb_s
@@ -131,10 +125,11 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
     recomputed = 4 / 3 if s.recompute else 1
     of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 else 1)
-    copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES)) * s.parameters
-    if s.fp8 and not s.keeps_fp8_weights:
-        copied += QUANTIZE_BYTES * s.parameters
-    launch_s = 0.0 if s.cuda_graphs else LAUNCH_MS[_kind(s)] / 1e3 * layers * recomputed
+    quantized = QUANTIZE_BYTES if s.fp8 and not s.keeps_fp8_weights else 0
+    copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES) + quantized) * s.parameters
+    launch_s = (
+        0.0 if s.cuda_graphs else LAUNCH_MS[s.args.model.variant, s.compute] / 1e3 * layers * recomputed
+    )
     return max(s.tokens * (of_layers + head) + copied / (COPIED_BYTES * faster), launch_s)
 
 
@@ -142,7 +137,7 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
     """AdamW or Muon with clipping, shared between the ranks with ZeRO."""
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
-    if s.optim == "muon":
+    if s.args.optim == "muon":
         matrices, flops = newton_schulz(s.sizes)
         seconds += matrices * MUON_MATRIX_S + flops * MUON_FLOP_S
     return seconds / (s.ranks if s.zero_stage else 1)
