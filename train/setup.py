@@ -1,9 +1,9 @@
-"""What a run is built from, in the order in which train.py and the Trainer call it.
+"""Build the parts of a run. train.py and the Trainer call these functions in this order:
 
 open_data -> find_start -> describe_run -> (Trainer: build_model_and_precision -> run_startup_check ->
 build_engine_and_resume) -> open_run_folder, or rehearse with dry_run
 
-Collective: every rank calls all of it at the same points.
+All functions are collective: every rank must call them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# the optimizer imports it at its first use; here, without garbage collection (train.py, `main`), it takes less
+# The optimizer imports it at its first use. Importing it here is faster: garbage collection is off (train.py, `main`).
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
@@ -79,7 +79,7 @@ def log_lines(*lines: str) -> None:
 
 
 def seed_generators(args: TrainingArguments) -> None:
-    """Seed the random generators of this rank; with full_determinism use kernels that give the same bits each time."""
+    """Seed the random generators of this rank. With full_determinism, also select deterministic kernels."""
     own = args.seed + dist.get_rank()
     random.seed(own)
     np.random.seed(own % 2**32)
@@ -89,8 +89,11 @@ def seed_generators(args: TrainingArguments) -> None:
 
 
 def check_ranks_and_choose_precision(args: TrainingArguments, watchdog: Watchdog) -> TrainingArguments:
-    """Run the preflight checks of the ranks, seed the random generators, and resolve precision.auto. Raises
-    PreflightError."""
+    """Run the preflight checks, seed the random generators, and return the arguments with precision.auto resolved.
+
+    Raises:
+        PreflightError: The ranks differ.
+    """
     logger.info(f"output: {os.path.abspath(RunFolder(args.output_dir).path)}")
     if is_on(args):
         watchdog.phase("comparing the ranks and measuring their links")
@@ -103,13 +106,15 @@ def check_ranks_and_choose_precision(args: TrainingArguments, watchdog: Watchdog
 
 
 def ds_config_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, which is the same in every phase."""
+    """Return the DeepSpeed configuration. It is the same in every phase."""
     return resolve_ds_config(args, dist.get_world_size())
 
 
 def bytes_to_read(*places: Path | str | None) -> int:
-    """Return the bytes of the files in these folders. Rank 0 alone counts: every rank would ask a shared file system
-    for each file of a checkpoint."""
+    """Return the total size in bytes of the files in these folders.
+
+    Only rank 0 reads the sizes, to keep the load on a shared file system low.
+    """
     return from_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
 
 
@@ -121,13 +126,16 @@ class RunData:
     """The data of a run."""
 
     train: SampleStream
-    held_out: dict[str, SampleStream]  # by the name of the loss
-    unigram_loss: float  # of a unigram model on the samples of eval_loss, nats per token
+    held_out: dict[str, SampleStream]  # evaluation data by name of the loss
+    unigram_loss: float  # loss of a unigram model on the samples of eval_loss, nats per token
 
 
 def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
-    """Open the data, and with data.verify verify them; each rank takes its share of the shards. Raises DataError,
-    ValueError: they are damaged, or do not fit the model."""
+    """Open the data. With data.verify, each rank verifies its share of the shards.
+
+    Raises:
+        DataError, ValueError: The data are damaged or do not fit the model.
+    """
     data, config = args.data, load_config(args.model.config)
     train = open_stream(
         data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
@@ -140,7 +148,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
         watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
         shards = sum(stream.verify(rank, world) for stream in streams)
         logger.info(
-            f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}"
+            f"data.verify: hashes and token ids of {shards} shards are correct (share of rank 0 of {world})"
         )
     return RunData(train, held_out, unigram_loss)
 
@@ -151,11 +159,11 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
 def find_start(
     args: TrainingArguments, stream: SampleStream, watchdog: Watchdog
 ) -> tuple[RunState, Path | None]:
-    """Return where the run starts, and the checkpoint to resume from.
+    """Return the position at which the run starts, and the checkpoint to resume from (None: a new run).
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of a run that this one does not continue.
-        ConfigurationError: the checkpoint is past max_steps, or the phases do not follow each other from there on.
+        CheckpointError: The checkpoint is damaged or belongs to a run that this one does not continue.
+        ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no step.
     """
     state = RunState(
         step=0,
@@ -185,14 +193,16 @@ def find_start(
 def build_model_and_precision(
     args: TrainingArguments, checkpoint: Path | None = None, fallbacks: dict[str, str] | None = None
 ) -> tuple[nn.Module, Precision]:
-    """Build the model on this rank's device, with the attention that the arguments name. It has not run yet.
+    """Build the model on this rank's device with the configured attention backend.
 
     Args:
-        args: of one phase.
-        checkpoint: to resume from; without one the weights are those of model.init_from.
-        fallbacks: module -> recipe (see Precision).
+        args: The arguments of one phase.
+        checkpoint: The checkpoint to resume from. None: the weights come from model.init_from.
+        fallbacks: Module name -> recipe (see `Precision`).
 
-    Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
+    Raises:
+        ValueError: model.config does not name a model, or see `build_model`.
+        BackendError: Transformer Engine or the attention backend is not available.
     """
     config, precision = load_config(args.model.config), Precision(args.precision, levels=fallbacks)
     choose_attention(
@@ -216,17 +226,20 @@ def build_model_and_precision(
 class StartupReport:
     """Results of the startup check."""
 
-    fp8: str  # in short: how many modules of how many, and how
-    attention: str  # of this rank
+    fp8: str  # summary: number of FP8 modules, number of modules, recipe
+    attention: str  # attention backend of this rank
     attention_by_rank: dict[str, list[int]]
-    lines: list[str]  # as the log has them
+    lines: list[str]  # as logged
 
 
 def check_later_phases(
     args: TrainingArguments, model: nn.Module, device: torch.device, fallbacks: dict[str, str]
 ) -> None:
-    """Raises PrecisionError: a phase of precision.schedule cannot run on this machine, or the recipes that
-    precision.on_trouble may need."""
+    """Check that this machine supports all phases of precision.schedule and the fallbacks of precision.on_trouble.
+
+    Raises:
+        PrecisionError: A phase or a fallback is not supported.
+    """
     sections = precisions_of(args.precision)
     if len(sections) == 1 and sections[0].on_trouble != "escalate":
         return
@@ -237,7 +250,7 @@ def check_later_phases(
                 check_precision(model, precision)
                 if section.on_trouble == "escalate":
                     precision.require(
-                        "block", "escalate takes modules there; set precision.on_trouble to warn"
+                        "block", "escalate needs it as a fallback; set precision.on_trouble to warn"
                     )
         except PrecisionError as error:
             phase = (
@@ -247,15 +260,19 @@ def check_later_phases(
 
 
 def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Precision) -> StartupReport:
-    """Check and log which FP8 GEMMs and which attention run. Raises StartupCheckError: others than configured."""
+    """Check and log which FP8 GEMMs and which attention backend run.
+
+    Raises:
+        StartupCheckError: They differ from the configuration.
+    """
     lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
     modules = f"modules: {backend_in_use(model, precision)}"
     if precision.emulated:
-        modules += "; it has the numbers of FP8 on a GPU, not the speed"
+        modules += "; it computes the same numbers as FP8 on a GPU, but not at its speed"
     log_lines(modules, *lines)
     attention = attention_in_use(model, precision)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, attention)  # so that one odd node shows
+    dist.all_gather_object(every, attention)  # shows a node that differs from the others
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
     logger.info("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
     if not precision.fp8:
@@ -278,11 +295,13 @@ def build_engine_and_resume(
     state: RunState,
     checkpoint: Path | None,
 ) -> tuple[Any, MicroStep]:
-    """Build DeepSpeed's engine and load the checkpoint into it. A new run, and a checkpoint without FP8 state of this
-    precision, take their FP8 scales from the first micro-batch.
+    """Build the DeepSpeed engine and load the checkpoint into it.
+
+    In a new run, or if the checkpoint has no FP8 state for this precision, the FP8 scales are calibrated on the first
+    micro-batch.
 
     Args:
-        args: of one phase.
+        args: The arguments of one phase.
     """
     saved = None if checkpoint is None else read_state(checkpoint)
     if saved is None or not fits_fp8_state(saved, precision):
@@ -323,21 +342,21 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}",
         f"model: {args.model.variant}, {num_parameters(config) / 1e6:,.1f} M parameters, "
-        f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
-        f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
+        f"{flops / 1e9:.3f} GFLOP per token at {args.max_seq_length} tokens",
+        f"data: {stream.describe()}; the evaluation loss of a unigram model of these tokens is "
         f"{data.unigram_loss:.4f}",
-        f"{left} steps of {tokens_per_step:,} tokens are left of {args.max_steps}; with them {total:,} tokens, "
-        f"{total / stream.num_tokens:.2f} times the training data",
+        f"{left} of {args.max_steps} steps are left, {tokens_per_step:,} tokens each; the run will see "
+        f"{total:,} tokens, {total / stream.num_tokens:.2f} times the training data",
     ]
     if args.data.document_mask:
         shards = [shard for source in stream.sources for shard in source.shards]
         length = stream.num_tokens / sum(shard.documents for shard in shards)
         lines.append(
-            f"data.document_mask: attention stays within documents, {length:,.0f} tokens on average, and their last "
-            "tokens predict nothing; FLOPs and mfu count attention over whole samples, which is too much"
+            f"data.document_mask: attention is restricted to documents, {length:,.0f} tokens on average, and their "
+            "last tokens have no label; FLOPs and mfu are too high, since they count attention over whole samples"
         )
     if args.save_strategy == "no":
-        lines.append("save_strategy is no: nothing of the trained model will be saved")
+        lines.append("save_strategy is no: the trained model will not be saved")
     assert isinstance(args.deepspeed, dict)
     if described := describe_msamp(args.deepspeed):
         lines.append(described)
@@ -347,8 +366,11 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
 
 
 def predict(args: TrainingArguments, state: RunState) -> Prediction | None:
-    """Return, on rank 0, the predicted memory and speed of the first phase, and log it; None without a GPU, with an
-    optimizer that planning does not know, or after an error: a run does not need it."""
+    """Return and log the predicted memory and speed of the first phase, on rank 0.
+
+    Returns None on other ranks, without a GPU, or after an error (for example an optimizer that planning does not
+    support), since the run does not need the prediction.
+    """
     if dist.get_rank() != 0 or not torch.cuda.is_available():
         return None
     try:
@@ -364,39 +386,47 @@ def predict(args: TrainingArguments, state: RunState) -> Prediction | None:
 
 
 def compare_with_prediction(prediction: Prediction, speeds: list[float], record: dict[str, Any]) -> None:
-    """Log measured memory and speed beside the prediction, and add them to its `record` in run.json. An error in it
-    ends no run."""
+    """Compare measured memory and speed with the prediction, in the log and in `record` (run.json).
+
+    An error only logs a warning.
+    """
     try:
         speed, peak = typical_speed(speeds), torch.cuda.max_memory_allocated() / GIB
         record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
         logger.info(prediction.compare(peak, speed))
     except Exception as error:
-        logger.warning(f"nothing measured beside the plan: {type(error).__name__}: {error}")
+        logger.warning(f"no comparison with the prediction: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------- the run folder
 
 
 def rehearse(args: TrainingArguments, data: RunData, state: RunState) -> None:
-    """With dry_run, in place of the first step: read the first samples of training and evaluation, and log what would
-    follow. Raises DataError."""
+    """Complete a dry run: read the first training and evaluation samples, and log the step that would follow.
+
+    Raises:
+        DataError: The samples cannot be read.
+    """
     micro, size = args.per_device_train_batch_size, args.train_batch_size_tokens or 0
     first = next_position(state.consumed_samples, size // args.max_seq_length, state.skipped_samples)
     data.train.batch(first + dist.get_rank() * micro, micro)
     for stream in data.held_out.values():
         stream.batch(0, 1)
-    then = f"the run would go on with step {state.step + 1} of {args.max_steps}"
+    then = f"the run would continue with step {state.step + 1} of {args.max_steps}"
     if state.step >= args.max_steps:
-        then = f"the run has its {args.max_steps} steps already"
+        then = f"the run is already at step {state.step}, and max_steps is {args.max_steps}"
     plan = disk_plan(args, load_sizes(args.model.config), state.zero_stage)
     log_lines(plan, f"dry_run: {then}, from sample {first:,}; nothing was written")
 
 
 def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path | None) -> MetricsLogger:
-    """Open the run folder for writing; from here on nothing refuses the run. What belongs to later steps than the
-    checkpoint is moved aside, and the changes of this resume are written to metrics.jsonl.
+    """Open the run folder for writing, after all checks have passed.
 
-    Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger.
+    Moves checkpoints and exports of steps after `checkpoint` to another folder, and records the configuration changes
+    of a resume in metrics.jsonl.
+
+    Raises:
+        OSError, ValueError: output_dir cannot be written, or see `MetricsLogger`.
     """
     main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if main:
@@ -427,7 +457,7 @@ def describe_start(
     state: RunState,
     checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """Return what run.json says of this start besides its time; {} on other ranks than 0."""
+    """Return the entry of this start in run.json, without its time. {} on ranks other than 0."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     if dist.get_rank() != 0:
@@ -451,5 +481,5 @@ def describe_start(
         "fp8": report.fp8,
         "attention": report.attention_by_rank,
         "proof": report.lines,
-        "escalations": state.escalations,  # grows while the run trains
+        "escalations": state.escalations,  # the list grows during training
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral: arguments -> data -> a Trainer for each precision -> export.
+"""Train a Mistral model: load the arguments, open the data, train, export.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
@@ -34,7 +34,7 @@ need("training", "pydantic", "psutil", "torch", "deepspeed", "transformers")
 from train.monitor import signals
 
 if __name__ == "__main__":
-    signals.install()  # the imports take seconds
+    signals.install()  # before the imports, which take seconds
 
 from model.errors import UserError
 from train import launchers
@@ -51,18 +51,23 @@ if TYPE_CHECKING:
     from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-# Exit status; signals has the others.
+# Exit status; train/monitor/signals.py defines the others.
 CRASHED = 1
-# How run.json names the end of a run; every other exception is a failure.
+# How run.json names the end of a run. Every other exception is a failure.
 ENDINGS: dict[type[BaseException], str] = {signals.Stopped: "stopped", signals.Interrupted: "interrupted"}
 
 
 def main(argv: list[str]) -> int:
-    """Run a training and return the exit status.
+    """Run a training.
 
-    0 done; signals.STOPPED (75) stopped on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
-    NOT_AS_IT_IS (2): it cannot be done as configured, as on a full or read-only disk, or the numbers went wrong;
-    CRASHED (1): all else, worth a restart from the last checkpoint.
+    Returns:
+        The exit status.
+        0: done.
+        75 (signals.STOPPED): stopped on request, with a checkpoint.
+        130 (signals.INTERRUPTED): stopped by Ctrl-C, without a checkpoint.
+        2 (signals.NOT_AS_IT_IS): the user has to change something first, for example the configuration, a full or
+            read-only disk, or a run whose numbers went wrong.
+        1 (CRASHED): any other error, which a restart from the last checkpoint may fix.
     """
     arguments: TrainingArguments | None = None
     configure_logging()
@@ -73,12 +78,12 @@ def main(argv: list[str]) -> int:
             world, local = launchers.world_size(), launchers.local_world_size()
             for remark in check(arguments, world, local, cuda_devices()):
                 logger.info(remark)
-        # The objects of the imports stay. To search them for garbage takes a third of the import time, and as much
-        # again whenever DeepSpeed asks for a collection.
+        # Objects created by the imports are never freed. Searching them for garbage takes a third of the import time,
+        # and the same time again at each collection that DeepSpeed requests.
         gc.disable()
         import torch.distributed as dist
 
-        # everything that a run needs to its end: its sources may be edited meanwhile
+        # Import everything the run needs up to its end, because the sources may be edited meanwhile.
         from train import export, trainer  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.monitor.lock import held
@@ -99,10 +104,10 @@ def main(argv: list[str]) -> int:
                     folder.enter_context(held(RunFolder(arguments.output_dir)))
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:
-        # a restart may meet another state of the system
+        # some errors may not occur again after a restart
         passes = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", False)
         if passes and isinstance(error, UserError) and launchers.rank():
-            time.sleep(2)  # of a save, the same on all ranks: rank 0 logs it, and ends first
+            time.sleep(2)  # a failed save is the same on all ranks: rank 0 logs it and ends first
             return leave(CRASHED)
         status = CRASHED if passes else signals.NOT_AS_IT_IS
         return fail(f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)", status)
@@ -119,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_arguments(argv: list[str]) -> TrainingArguments:
-    """Load the arguments, and read from the environment which rank this process is, which `--help` needs not."""
+    """Load the arguments, then read this process's rank from the environment. `--help` works without a rank."""
     try:
         arguments = load_arguments(argv)
     except (ValueError, OSError, UserError):
@@ -130,15 +135,18 @@ def read_arguments(argv: list[str]) -> TrainingArguments:
 
 
 def fail(message: str, status: int, traceback: bool = False) -> int:
-    """Log why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
-    ends those. Rank 0 logs first, so that what every rank finds is shown once.
+    """Log an error and end this rank without waiting for other ranks, which may hang in a collective.
+
+    The launcher then ends the other ranks. Rank 0 logs first, so that an error of all ranks is shown once.
 
     Args:
-        traceback: show the one of the current exception on the console, as FP8_TRACEBACK=1 does.
+        message: The error.
+        status: The exit status.
+        traceback: Show the traceback of the current exception on the console, as FP8_TRACEBACK=1 does.
     """
     rank = launchers.rank()
     if rank:
-        # no step is left that a stop would have to wait for, and it does not change why this rank ends
+        # SIGTERM ends this rank at once: no step follows, and the exit status stays that of the error
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
     host = f" ({socket.gethostname()})" if launchers.several_nodes() else ""
@@ -148,7 +156,7 @@ def fail(message: str, status: int, traceback: bool = False) -> int:
 
 
 def leave(status: int) -> int:
-    """End this rank at once if there are several, as it would wait for the others; else return `status`."""
+    """Return `status` in a single-process run. With several ranks, exit at once: a normal exit waits for the others."""
     if launchers.world_size() > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -157,8 +165,7 @@ def leave(status: int) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """Run a training from its resolved arguments. Every rank calls it. An error is in the log file with its
-    traceback."""
+    """Run a training from its resolved arguments. Collective. Errors are logged to the file with their traceback."""
     import torch.distributed as dist
 
     configure_logging(args.log_level, dist.get_rank(), has_file=True)
@@ -172,7 +179,7 @@ def run_training(args: TrainingArguments) -> None:
 
 
 def _run(args: TrainingArguments) -> None:
-    """Build a Trainer for each precision and fit it, then export."""
+    """Train with one Trainer per precision, then export the model."""
     import torch.distributed as dist
 
     from train import setup
@@ -239,14 +246,14 @@ def _run(args: TrainingArguments) -> None:
 
 
 def report_stop(folder: RunFolder, metrics: MetricsLogger, stopped: signals.Stopped) -> None:
-    """Leave stopped.json in the run folder, and close the metrics."""
+    """Write stopped.json to the run folder and close the metrics."""
     if metrics.is_main:
         try:
             signals.write_stopped(folder.path, stopped)
-        except OSError as error:  # it is saved: the status says that it was a stop
+        except OSError as error:  # the checkpoint exists, and the exit status reports the stop
             logger.warning(
-                f"{folder.stopped} cannot be written: {error}; a launcher that passes no status on, as "
-                "torchrun, does not tell this stop from a crash"
+                f"{folder.stopped} cannot be written: {error}; a launcher that does not pass on the exit status, such "
+                "as torchrun, takes this stop for a crash"
             )
     logger.info(str(stopped))
     metrics.close()
@@ -255,15 +262,17 @@ def report_stop(folder: RunFolder, metrics: MetricsLogger, stopped: signals.Stop
 def export_last(
     args: TrainingArguments, folder: RunFolder, metrics: MetricsLogger, checkpoint: Path | None
 ) -> None:
-    """Write the plots and, of the last checkpoint, the Hugging Face folder, unless that exists. Rank 0 calls it. Raises
-    what `export` does."""
+    """Export the last checkpoint to hf/, unless that is done, and draw the plots. Called on rank 0 only.
+
+    Raises the errors of `export`.
+    """
     from train.checkpoint.files import identity
     from train.checkpoint.resume import resume_option
     from train.data.encoder import tokenizer_of
     from train.export import export
 
     if checkpoint is None:
-        logger.info("save_strategy is no: the trained model is not saved")
+        logger.info("save_strategy is no: the trained model was not saved")
     else:
         if not folder.is_exported(identity(checkpoint)):
             try:
@@ -271,8 +280,8 @@ def export_last(
                     logger.info(line)
             except Exception:
                 logger.error(
-                    f"the training is over and {checkpoint} is committed, but its export to {folder.hf} failed. After "
-                    f"the cause below is fixed, the same command{resume_option(args)} exports it, without a step"
+                    f"training is complete and {checkpoint} is saved, but its export to {folder.hf} failed. Fix the "
+                    f"cause below, then run the same command{resume_option(args)} to export it without training"
                 )
                 raise
         logger.info(f"wrote {folder.hf}, a Hugging Face folder")

@@ -1,9 +1,11 @@
-"""Training in one precision: what is built before the first step, and the order of a step.
+"""The training loop in one precision.
 
-A Trainer trains one phase of precision.schedule, or what is left of it after a fallback (precision.on_trouble). Its
-model, engine and precision never change. Where the next step needs another precision, `fit` saves and returns, and
-train.py builds the next Trainer from that checkpoint. Nothing in a step waits for the GPU outside of logging, FP8
-health checks, evaluation and saving, nor for a save in the background before the next save is due.
+A Trainer trains one phase of precision.schedule, or the rest of it after a fallback (precision.on_trouble). Its model,
+engine and precision never change. If the next step needs another precision, `fit` saves and returns, and train.py
+builds the next Trainer from that checkpoint.
+
+A step waits for the GPU only for logging, FP8 health checks, evaluation and saving. It waits for a background save only
+if the next save is due.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingError(UserError):
-    """The run cannot go on; the message says at which step and what to do."""
+    """The run cannot continue. The message names the step and what to do."""
 
     code = "training"
 
@@ -62,22 +64,24 @@ class Step:
     """The result of an optimizer step. Reading a tensor waits for the GPU."""
 
     learning_rate: float
-    loss: torch.Tensor  # of this rank, the mean over its micro-batches; float32 scalar on the device
-    share: torch.Tensor | None  # of tokens with a label, where not all have one
+    loss: torch.Tensor  # mean over the micro-batches of this rank; float32 scalar on the device
+    share: torch.Tensor | None  # share of tokens with a label; None: all tokens have one
     skipped: bool  # no weight changed, on any rank
     gemms: Gemms | None  # FP8 GEMMs that ran, if the step is logged
-    health_check: HealthCheck | None  # of FP8, if one was due
+    health_check: HealthCheck | None  # FP8 health check, if one was due
 
 
 class Trainer:
-    """Trains from a position of the run to the next change of the precision, or to the end.
+    """Trains a run up to the next change of precision, or to its end.
+
+    Collective: every rank must build a Trainer and call its methods at the same points.
 
     Args:
-        args: resolved, of the whole run.
-        state: the position of the run, which moves on.
-        checkpoint: of this position; None for a new run.
-
-    Collective: every rank builds a Trainer and calls its methods at the same points.
+        args: The resolved arguments of the whole run.
+        data: The data of the run.
+        state: The position of the run. The Trainer updates it in place.
+        checkpoint: The checkpoint of this position. None: a new run.
+        watchdog: Reports the startup phase that hangs.
     """
 
     def __init__(
@@ -106,22 +110,24 @@ class Trainer:
         state.precision = phase_args.to_dict()["precision"]
         self.world = dist.get_world_size()
         self.accumulation = args.gradient_accumulation_steps or 1
-        self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # of a step
+        self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # per step
         self.tokens = self.samples * args.max_seq_length
-        self.speeds: list[float] = []  # tokens/s of all ranks, of each logged interval
+        self.speeds: list[float] = []  # tokens/s over all ranks in each logged interval
 
     def fit(self, metrics: MetricsLogger, stop_vote: StopVote) -> Path | None:
-        """Train until the precision changes or the run ends; return the checkpoint of the last step, None with
-        save_strategy no.
+        """Train until the precision changes or the run ends.
+
+        If an error ends the run, a background save is completed first.
+
+        Returns:
+            The checkpoint of the last step, or None with save_strategy no.
 
         Raises:
-            Stopped: by a signal, after the step and its checkpoint.
-            TrainingError: max_skipped_steps skipped in a row, a loss that is not finite in a step that was not
-                skipped, or FP8 stopped running.
-            ReplicaError: ranks whose weights differ.
-            SaveError: a save failed, and on_save_failure is stop or no other save follows.
-
-            Whatever error ends the run, a save in the background is completed first.
+            Stopped: A signal requested a stop. The step and its checkpoint are complete.
+            TrainingError: max_skipped_steps steps in a row were skipped, the loss of a step that was not skipped is not
+                finite, or FP8 stopped running.
+            ReplicaError: The weights of ranks differ.
+            SaveError: A save failed, and on_save_failure is stop or it was the last save.
         """
         self.metrics, self.stop_vote = metrics, stop_vote
         self.watchdog = Watchdog(self.args.hang_timeout_s)
@@ -129,15 +135,15 @@ class Trainer:
         with self.watchdog:
             self._evaluate_first()
             if self.state.step == self.args.max_steps:
-                logger.info(f"this run has its {self.args.max_steps} steps already; nothing to train")
+                logger.info(f"max_steps is {self.args.max_steps}, and this run is already at that step")
                 return self.first_checkpoint
             self._prepare_steps()
             try:
                 while not self._is_over():
                     self._run_step()
             except Exception as error:
-                # The save is of an earlier step. Its threads do not need the main thread: it is committed even if this
-                # rank alone has failed. The watchdog bounds the wait.
+                # The save belongs to an earlier step, and its threads do not need the main thread. So it is committed
+                # even if only this rank has failed. The watchdog limits the wait.
                 try:
                     self._finish_save(after=error)
                 except Exception as failure:
@@ -148,14 +154,14 @@ class Trainer:
         return self.checkpoint
 
     def close(self) -> None:
-        """Free the memory of model, engine and optimizer. The Trainer cannot be used afterwards."""
+        """Free the memory of the model, engine and optimizer. The Trainer cannot be used afterwards."""
         release(self.engine)
         vars(self).clear()
         free_memory()
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint of this step, None with save_strategy no."""
+        """The checkpoint of the current step, or None with save_strategy no."""
         if self.first_checkpoint is not None and self.state.step == self.first_step:
             return self.first_checkpoint
         if self.args.save_strategy == "no":
@@ -186,7 +192,7 @@ class Trainer:
         self.slow_ranks = SlowRanks(engine, self.stop_vote.group, args.speed.cuda_graphs)
 
     def _run_step(self) -> None:
-        """Take a step, and do what is due after it."""
+        """Take a step, then check, log, evaluate and save as configured."""
         args, state, record = self.args, self.state, dict[str, Any]()
         step = self.take_step()
         number = state.step
@@ -203,7 +209,7 @@ class Trainer:
         save = is_last or ends or save_by_time or _is_due(number, args.save_steps)
         evaluate = is_last or _is_due(number, args.eval_steps)
         judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
-        waits = log or save or evaluate or stop or judge  # for the GPU
+        waits = log or save or evaluate or stop or judge  # wait for the GPU
 
         if (waits or self.health.is_full()) and self._roll_back(record):
             return
@@ -223,15 +229,15 @@ class Trainer:
             state.precision_changes.append(number)
         if (save or stop) and args.save_strategy != "no":
             self._save(is_last=is_last or stop or ends)
-        if stop:  # also in the last step, whose evaluation is left to the resumed run
+        if stop:  # also in the last step: the resumed run then evaluates it
             raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
-        """Forward and backward of all micro-batches, and the optimizer; nothing waits for the GPU."""
+        """Run forward and backward of all micro-batches and the optimizer step. Does not wait for the GPU."""
         args, state, engine, stream = self.args, self.state, self.engine, self.data.train
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon's
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon sets lr_scale
         state.consumed_samples = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         first_sample = state.consumed_samples
         if phase := stream.phase_that_begins(first_sample, self.samples):
@@ -239,7 +245,7 @@ class Trainer:
         loss_sum = torch.zeros((), device=engine.device)
         share_sum = torch.zeros((), device=engine.device)
         self.skip_decision.keep_fp8_state()
-        # torchao's compiled layers cannot be counted: what they run was fixed at the startup check
+        # GEMMs in torchao's compiled layers cannot be counted; the startup check has fixed what they run
         counts = self._is_logged(state.step + 1) and of_transformer_engine(self.model)
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else nullcontext() as gemms:
@@ -265,7 +271,7 @@ class Trainer:
         return Step(learning_rate, loss, share, skipped, gemms, check)
 
     def _is_over(self) -> bool:
-        """Return whether no step is left, or the next one has another precision."""
+        """Return whether the run has no more steps or the next step has another precision."""
         state = self.state
         if state.step >= self.args.max_steps or state.levels != self.precision.levels:
             return True
@@ -275,7 +281,11 @@ class Trainer:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
 
     def _handle_skip(self, step: Step, record: dict[str, Any]) -> None:
-        """Report a skipped step. Raises TrainingError: too many were skipped in a row."""
+        """Report a skipped step.
+
+        Raises:
+            TrainingError: Too many steps in a row were skipped.
+        """
         number, most = self.state.step, self.args.max_skipped_steps
         if step.skipped:
             found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
@@ -295,7 +305,7 @@ class Trainer:
             )
 
     def _vote(self) -> tuple[bool, bool]:
-        """Meet the other ranks after a step; return whether to stop, and whether a save is due by time."""
+        """Agree with the other ranks whether to stop, and whether a save is due by time. Returns both."""
         stop, saving, save_by_time = self.stop_vote.ask(self.saver.busy, self._is_save_due_by_time())
         self.watchdog.renew(f"step {self.state.step} is done", after_step=True)
         if self.saver.pending and not saving:
@@ -304,15 +314,20 @@ class Trainer:
         return stop, save_by_time
 
     def _is_save_due_by_time(self) -> bool:
-        """Rank 0 decides, as clocks differ; not before a save in the background is over, so that none waits."""
+        """Return whether save_minutes have passed. Only rank 0 decides, since clocks differ.
+
+        Not before a background save is complete, so that no step waits for it.
+        """
         minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
         if not minutes or dist.get_rank() != 0 or self.saver.pending:
             return False
         return time.monotonic() - self.last_save >= 60 * minutes
 
     def _roll_back(self, record: dict[str, Any]) -> bool:
-        """Report spikes of the last steps; return whether the run went back to a checkpoint before them. Waits for the
-        GPU."""
+        """Report spikes in the last steps. Return whether the run was rolled back to a checkpoint before them.
+
+        Waits for the GPU.
+        """
         spikes = self.health.find_spikes(self.tokens)
         if not spikes:
             return False
@@ -325,7 +340,7 @@ class Trainer:
         self.watchdog.renew(f"numbers checked to step {self.state.step}")
         if self.args.on_spike != "rollback":
             return False
-        self._finish_save()  # it may be the checkpoint to go back to
+        self._finish_save()  # the rollback may need this checkpoint
         if not roll_back(
             spikes,
             self.samples,
@@ -343,7 +358,11 @@ class Trainer:
         return True
 
     def _mean_loss(self, step: Step) -> float:
-        """Return the loss of the step over all ranks. Waits for the GPU. Raises TrainingError: see `fit`."""
+        """Return the mean loss of the step over all ranks. Waits for the GPU.
+
+        Raises:
+            TrainingError: See `fit`.
+        """
         loss = _mean_over_ranks(step.loss)
         if step.share is not None:
             loss /= _mean_over_ranks(step.share)
@@ -356,7 +375,7 @@ class Trainer:
             raise TrainingError(f"step {number}: {problem}")
         return loss
 
-    # ---------------------------------------------------------------- what is due after a step
+    # ---------------------------------------------------------------- after a step
 
     def _log(self, step: Step, loss: float, record: dict[str, Any]) -> None:
         rate = (self.state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
@@ -376,7 +395,7 @@ class Trainer:
         if bad := self.skip_decision.count_removed_amaxes():
             logger.info(
                 f"step {self.state.step}: removed {bad} amaxes that were not finite from the histories of delayed "
-                "scaling; with them their scales could not move"
+                "scaling, since they block updates of their scales"
             )
         self._start_clock()
 
@@ -388,28 +407,28 @@ class Trainer:
         record["precision_stage"] = {"number": self.phase + 1, "tokens_per_second": speed, **how}
 
     def _check_fp8(self, step: Step, record: dict[str, Any]) -> bool:
-        """Judge the FP8 health check of the step, if it had one; return whether modules fall back."""
+        """Evaluate the FP8 health check of the step, if there was one. Return whether modules fall back."""
         number, alarms = self.state.step, self.health.fp8_alarms
         if step.health_check is None:
             if alarms.active and not self.has_fp8_checks:
                 logger.info(
-                    f"step {number}: no FP8 health check follows in this precision; its alarms are over"
+                    f"step {number}: this precision has no FP8 health checks; its FP8 alarms are cleared"
                 )
                 record |= alarms.judge(number, {})
             return False
         found = health_record(step.health_check, self.model.config.num_hidden_layers)  # waits for the GPU
         record[FP8_HEALTH] = found
-        if step.skipped:  # because of an inf, which says nothing about scales
+        if step.skipped:  # the statistics contain the inf or NaN that caused the skip
             return False
         record |= alarms.judge(number, found, step.health_check.not_fp8, step.health_check.blocks)
         fallbacks = find_fallbacks(number, found, alarms, self.model, self.precision)
         if fallbacks:
-            self.state.escalations += fallbacks  # in place: run.json has this list
+            self.state.escalations += fallbacks  # in place: run.json refers to this list
             record["fp8_escalations"] = {"changes": fallbacks, "count": len(self.state.escalations)}
         return bool(fallbacks)
 
     def _evaluate(self, stop: bool, record: dict[str, Any]) -> bool:
-        """Evaluate; return False if the run is asked to stop, and leave the evaluation to the resumed run."""
+        """Evaluate. If a stop is requested meanwhile, return False; the resumed run then evaluates this step."""
         losses = None if stop else self.held_out_losses()
         if losses is None:
             self.state.evaluation_due = True
@@ -419,8 +438,12 @@ class Trainer:
         return losses is not None
 
     def _evaluate_first(self) -> None:
-        """Evaluate what an interrupted run has left, or as step 0 the weights of model.init_from. Raises Stopped: the
-        run is asked to stop meanwhile; after the evaluation of step 0 it stops after its first step."""
+        """Run an evaluation that a stopped run left undone, or evaluate the weights of model.init_from as step 0.
+
+        Raises:
+            Stopped: A stop was requested during an evaluation left by a stopped run. If it was requested during the
+                evaluation of step 0, the run stops after its first step instead.
+        """
         state = self.state
         if not (state.evaluation_due or (state.step == 0 and self.args.model.init_from)):
             return
@@ -432,8 +455,10 @@ class Trainer:
             raise Stopped(state.step, self.checkpoint, resume_option(self.args))
 
     def held_out_losses(self) -> dict[str, float] | None:
-        """Return the losses of the evaluation data and of their unigram model; None on every rank if the run is asked
-        to stop meanwhile."""
+        """Return the losses of the evaluation data and of their unigram model.
+
+        Returns None on every rank if a stop is requested meanwhile.
+        """
 
         def asked_to_stop() -> bool:
             stop, _, _ = self.stop_vote.ask()
@@ -445,7 +470,11 @@ class Trainer:
         return None if losses is None else losses | {"unigram_loss": self.data.unigram_loss}
 
     def _save(self, is_last: bool) -> None:
-        """Save, in the background unless it `is_last` of this Trainer. Raises SaveError: as `_finish_save`."""
+        """Save a checkpoint, in the background unless it is the last save of this Trainer.
+
+        Raises:
+            SaveError: See `_finish_save`.
+        """
         self.state.health = self.health.state_dict()
         self.watchdog.renew(f"saving step {self.state.step}")
         self._finish_save()
@@ -454,18 +483,22 @@ class Trainer:
         self.saver.begin(self.state, background)
         if not background:
             self._finish_save(is_last)
-        self.watchdog.renew(f"step {self.state.step} is saved, or under way")
+        self.watchdog.renew(f"saved step {self.state.step}, or started to save it")
         self._start_clock()
 
     def _finish_save(self, is_last: bool = False, after: Exception | None = None) -> None:
-        """Wait for the save in the background, if there is one, and log its result. Collective, but for its wait
-        `after` an error.
+        """Wait for a background save, if there is one, and log its result. Collective, except after an error.
 
-        Raises SaveError: it failed, and the run must not go on to its next save; after the last there is none.
+        Args:
+            is_last: No other save follows.
+            after: The error that ends the run.
+
+        Raises:
+            SaveError: The save failed, and on_save_failure is stop or no other save follows.
         """
         if not self.saver.pending:
             return
-        self.watchdog.at("waiting for the save under way" + (f", after {after!r}" if after else ""))
+        self.watchdog.at("waiting for the background save" + (f", after {after!r}" if after else ""))
         try:
             saved = self.saver.finish()
             assert saved is not None
@@ -475,37 +508,40 @@ class Trainer:
         except SaveError as error:
             if is_last or self.args.on_save_failure == "stop":
                 raise
-            logger.warning(f"{error}. on_save_failure is continue: the run goes on to its next save")
-        finally:  # the ranks agree how it ended
+            logger.warning(f"{error}. on_save_failure is continue: the run continues to its next save")
+        finally:  # all ranks agree on the result
             self.watchdog.renew("the save is over")
 
     def _write_metrics(self, values: dict[str, Any]) -> None:
         self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
 
     def _start_clock(self) -> None:
-        """Throughput is that of the steps from here on."""
+        """Measure throughput from this step on."""
         self.clock, self.clock_step = time.perf_counter(), self.state.step
 
     def _advice(self) -> str:
-        """Return what to do after a step that went wrong."""
+        """Return advice for the user after a step with wrong numbers."""
         saved = committed(self.folder.checkpoints)
         if not (self.saver.pending or saved):
-            return (
-                "this run has saved no checkpoint. Start again with a lower learning_rate or another recipe"
-            )
+            return "this run has no checkpoint yet. Start again with a lower learning_rate or another precision.recipe"
         last = saved[-1] if saved else self.folder.checkpoints / "step-N"
         return (
-            "the checkpoints before it are intact. Resume from one with a lower learning_rate: the same command with "
+            "the earlier checkpoints are intact. Resume from one with a lower learning_rate: run the same command with "
             f"{half_rate_options(last, self.args.learning_rate)}, or with another precision.recipe"
         )
 
 
 def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
-    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint; return it and what
-    run.json says of the change. The memory of the old one is free before the new one takes any."""
+    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint.
+
+    The memory of the old Trainer is freed before the new one is built.
+
+    Returns:
+        The new Trainer, and the entry in run.json that describes the change.
+    """
     began, phase, fallbacks = time.monotonic(), trainer.phase, trainer.precision.levels
     args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
-    logger.info(f"step {state.step + 1} has another precision; model and engine are built again")
+    logger.info(f"step {state.step + 1} has another precision: rebuilding model and engine")
     with Watchdog(args.hang_timeout_s) as watchdog:
         watchdog.at("freeing model and engine")
         trainer.close()
@@ -532,7 +568,7 @@ def _is_due(number: int, every: int) -> bool:
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
-    """Every rank has the same number of tokens, so the mean over ranks is the mean over tokens."""
+    """Return the mean over ranks. Every rank has the same number of tokens, so it is also the mean over tokens."""
     value = value.clone()
     dist.all_reduce(value)
     return float(value / dist.get_world_size())

@@ -242,7 +242,7 @@ def hang_in_a_save(trainer: Trainer, timeout_s: float) -> None:
         waits_from = real()
         watchdog_module.time.monotonic = lambda: sum(steps_s) + real() - waits_from
         trainer.mark("W")
-        watchdog.at("waiting for the save under way")
+        watchdog.at("waiting for the background save")
         trainer.saver.finish()
 
 

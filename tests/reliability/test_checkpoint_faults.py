@@ -239,7 +239,7 @@ def test_a_run_goes_on_after_a_full_disk_when_it_is_told_to(
     output_dir = run(settings, save_steps=2, on_save_failure="continue")
     assert [p.name for p in committed(output_dir / "checkpoints")] == ["step-00000004", "step-00000006"]
     assert problems(output_dir / "checkpoints/step-00000006") == []
-    assert sum("the run goes on to its next save" in line for line in logged) == 1
+    assert sum("the run continues to its next save" in line for line in logged) == 1
 
 
 def test_the_last_save_of_a_run_must_succeed(settings: dict, full_once: None) -> None:
