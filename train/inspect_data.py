@@ -1,8 +1,8 @@
-"""Look at prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
+"""Inspect prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
 
-Print the manifest, the lengths of documents, and random samples as training sees them: windows of --seq_length tokens,
-with a line at each document boundary. Each line of text begins with "| "; BOS and EOS are lines of their own. Sizes and
-indexes of all shards are always checked; --verify also checks every hash and every token id.
+Print the manifest, the document lengths and random samples as training sees them: windows of --seq_length tokens with
+a line at each document boundary. Each line of text begins with "| "; BOS and EOS are on lines of their own. The sizes
+and indexes of all shards are always checked; --verify also checks every hash and every token id.
 
 Exit status: 1 if a file is damaged, 2 if there is nothing to inspect.
 """
@@ -18,35 +18,40 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
 
-need("looking at data", "pydantic", "numpy")
+need("inspecting data", "pydantic", "numpy")
 
 from model.keys import between
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", metavar="DIR", help="a folder of prepared or imported data")
+    add("folder", metavar="DIR", help="folder of prepared or imported data")
     add("--verify", action="store_true", help="check every hash and every token id")
-    add("--samples", type=between(0), default=2, help="random samples to print (2)")
+    add("--samples", type=between(0), default=2, help="number of random samples to print (default: 2)")
     add(
         "--split",
         choices=("train", "eval"),
         default="train",
-        help="the split of the samples (train)",
+        help="split to take the samples from (default: train)",
     )
     add(
         "--seq_length",
         type=between(1),
         default=2048,
-        help="tokens of a sample, at most all of the split (2048)",
+        help="tokens per sample; limited to the size of the split (default: 2048)",
     )
-    add("--seed", type=int, default=0, help="chooses the samples (0)")
+    add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
     cores = min(os.cpu_count() or 1, 16)
-    add("--workers", type=between(1), default=cores, help="threads (one a core, at most 16)")
+    add(
+        "--workers",
+        type=between(1),
+        default=cores,
+        help="number of threads (default: one per core, at most 16)",
+    )
     return parser.parse_args(argv)
 
 
@@ -56,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.data.inspection import inspect_folder
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # any text on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
     try:
         problems = inspect_folder(args)
     except (ValueError, OSError) as error:
@@ -68,5 +73,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback with `| head`
     sys.exit(main())

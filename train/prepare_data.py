@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Text -> token shards with a manifest: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
+"""Tokenize text into training shards: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
 
-A document becomes BOS + its tokens + EOS; text never yields special ids, so a literal "</s>" in it stays text. A
-document goes to the eval split by a hash of its text: equal texts stay on one side. A single text file, such as an
-input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it.
+Each document is stored as BOS + its tokens + EOS. Text never produces special ids: a literal "</s>" stays text. A hash
+of the text assigns each document to the train or the eval split, so identical texts are always in the same split. A
+single text file, such as input.txt, is cut instead: its end becomes the eval split (--eval_by). To divide it into
+several documents, use --split_on.
 
-First, the tokenizer is tried on a sample of the texts. One that gives other ids in transformers is refused; text
-that it loses and unknown tokens are logged, and in manifest.json under steps.tokenizer_check.
+The tokenizer is first checked on a sample of the texts. It is refused if transformers computes different ids. Text
+that it loses and unknown tokens are logged and recorded in manifest.json under steps.tokenizer_check.
 
-Documents that cannot be read are counted by reason. Files of which a part cannot be read are counted apart, with the
-rows that they lost. More documents than --max_dropped, or more files than --max_damaged_files, end the run with
-status 2 and no manifest.
+Unreadable documents are counted by reason. Partly unreadable files are counted separately, with the number of rows
+lost. If more than --max_dropped documents or --max_damaged_files files are lost, the command writes no manifest and
+exits with status 2.
 
-The work is split into tasks, which datatrove runs on this machine, as Slurm jobs or on a Ray cluster (--executor). The
-same inputs and options give the same bytes, whatever runs them; the same command again goes on after a crash.
+datatrove runs the work as tasks on this machine, as Slurm jobs or on a Ray cluster (--executor). The same inputs and
+options give the same bytes with every executor. To resume after a crash, run the same command again.
 """
 
 import argparse
@@ -36,12 +37,12 @@ from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; numbers outside their range are errors."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", type=unicode, nargs="+", required=True, help=f"files and folders of {ALLOWED}")
+    add("--input", type=unicode, nargs="+", required=True, help=f"files, folders or data sets: {ALLOWED}")
     add(
         "--tokenizer",
         type=given_path,
@@ -49,30 +50,40 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a folder with tokenizer.model or tokenizer.json, or ORG/NAME on the Hugging Face Hub",
     )
     add("--output", type=given_path, required=True, help="the folder to write")
-    add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
+    add("--text_key", type=unicode, default="text", help="key or column that holds the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    text = "held-out share of documents, or of each document; 1: all, for evaluation alone (0.01)"
+    text = "share of the eval split; 1: prepare data for evaluation only (default: 0.01)"
     add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
-    text = "which they are: whole documents by a hash, or the end of each document (hash; of a single text: position)"
+    text = "how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
+    text += "position (default: hash; position for a single text file)"
     add("--eval_by", choices=("hash", "position"), help=text)
-    add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
-    add("--max_damaged_files", type=between(0), default=0, help="damaged files to tolerate (0)")
-    text = "stop before the text exceeds this many bytes, an equal share in each task"
+    add(
+        "--max_dropped",
+        type=between(0),
+        default=0,
+        help="number of unreadable documents to tolerate (default: 0)",
+    )
+    text = "number of damaged files to tolerate (default: 0)"
+    add("--max_damaged_files", type=between(0), default=0, help=text)
+    text = "read at most this many bytes of text; each task reads an equal share (default: no limit)"
     add("--max_bytes", type=between(1), help=text)
-    add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")
-    text = "shuffle the documents of each shard, by a seed for each task; default: no"
+    text = "maximum number of tokens per shard (default: 2^28)"
+    add("--shard_tokens", type=between(1), default=1 << 28, help=text)
+    text = "shuffle the documents within each shard; each task derives its own seed (default: no shuffling)"
     add("--shuffle_seed", type=between(0), help=text)
-    text = "replace the prepared data in --output, or an unfinished preparation of another kind there"
+    text = "replace the prepared data in --output, or an unfinished preparation with other inputs or options"
     add("--overwrite", action="store_true", help=text)
-    add = parser.add_argument_group("how it is run").add_argument
-    add("--executor", choices=("local", "slurm", "ray"), default="local", help="where the tasks run (local)")
-    text = "parts of the work, as many as you like (default: one for 16 MiB of input, up to 1000)"
+    add = parser.add_argument_group("execution").add_argument
+    text = "where the tasks run (default: local)"
+    add("--executor", choices=("local", "slurm", "ray"), default="local", help=text)
+    text = "number of tasks (default: one per 16 MiB of input, at most 1000)"
     add("--tasks", type=between(1), help=text)
-    add("--workers", type=between(1), help="tasks at a time (local: one a core, at most 16; clusters: all)")
-    add("--slurm_partition", default="", help="of the jobs; required for slurm")
-    add("--slurm_time", default="24:00:00", help="limit of a task (24:00:00)")
+    text = "number of tasks to run at a time (default: local: one per core, at most 16; slurm and ray: all)"
+    add("--workers", type=between(1), help=text)
+    add("--slurm_partition", default="", help="partition of the jobs; required for slurm")
+    add("--slurm_time", default="24:00:00", help="time limit per task (default: 24:00:00)")
     more: dict = {"nargs": "*", "type": _key_value, "default": [], "metavar": "KEY=VALUE"}
-    add("--slurm_args", help="more options of sbatch", **more)
+    add("--slurm_args", help="additional sbatch options, such as account=team", **more)
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.executor == "slurm" and not args.slurm_partition:
@@ -83,17 +94,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: KEY=VALUE is expected, such as account=team")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE, such as account=team")
     return key, value
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed (slurm: submitted), else, with the reason on stderr,
-    2 for what has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
+    """Run the command and return its exit status.
+
+    Returns:
+        0: the data was committed (with slurm: the jobs were submitted). 1: a system error or a failed task. 2: the
+        user must change the command or the inputs. 130: Ctrl-C. Errors are printed to stderr.
+    """
     args = parse_arguments(argv)
     configure_logging(console="stderr")
     try:
-        from train.prepare.preparation import prepare  # which takes seconds
+        from train.prepare.preparation import prepare  # the import takes seconds
 
         manifest = prepare(args)
     except (UserError, ValueError, RuntimeError, OSError) as error:
@@ -101,11 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         from train.prepare.output import IDENTITY_NAME
 
         kept = isinstance(error, OSError) and (Path(args.output) / WORK_NAME / IDENTITY_NAME).exists()
-        goes_on = f"; what is done in {args.output} is kept, and the same command goes on" * kept
+        goes_on = f". Completed tasks in {args.output} are kept; run the same command again to resume" * kept
         print(f"error: {reason(error)}{goes_on}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)
+        print("stopped. Completed tasks are kept; run the same command again to resume", file=sys.stderr)
         return 130
     if manifest is not None:
         print(f"wrote {args.output}\n{manifest.summary()}")

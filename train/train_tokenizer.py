@@ -1,10 +1,12 @@
 """Train a sentencepiece tokenizer: `python train/train_tokenizer.py --input PATH... --vocab_size N --output DIR`.
 
-BPE with byte fallback and Mistral's special ids (unk 0, bos 1, eos 2, no padding). Text is kept as it is: identity
-normalization, no collapsed spaces, newlines and tabs survive; only a leading space is added, as Mistral's tokenizers
-do. The folder holds tokenizer.model and, for transformers, tokenizer.json with the same ids for every text: a
-literal "</s>" in text is text there too, never the special token. The command checks that on text of the corpus and
-on hard strings before it leaves the folder.
+The tokenizer is BPE with byte fallback and Mistral's special ids (unk 0, bos 1, eos 2, no padding). It does not change
+the text: it does not normalize, and it keeps repeated spaces, newlines and tabs. It only adds a leading space, as
+Mistral's tokenizers do.
+
+The output folder holds tokenizer.model and, for transformers, a tokenizer.json that gives the same ids. In both, a
+literal "</s>" in the text stays text. The command verifies this on a sample of the corpus and on difficult strings
+before it writes the folder.
 """
 
 import argparse
@@ -26,43 +28,56 @@ from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; numbers outside their range are errors."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    add("--vocab_size", type=between(260), required=True, help="pieces, with special ids and the 256 bytes")
+    add("--input", nargs="+", required=True, help=f"files, folders or data sets: {ALLOWED}")
+    text = "vocabulary size, including the special ids and the 256 bytes"
+    add("--vocab_size", type=between(260), required=True, help=text)
     add("--output", type=given_path, required=True, help="the folder to write")
-    add("--text_key", default="text", help="key or column of the text (default: text)")
+    add("--text_key", default="text", help="key or column that holds the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     text = (
-        "train on a sample of at most this many bytes of text, or of one document, as they stay whole (250,000,000, "
-        "which take about 3 GB of memory)"
+        "size of the training sample, in bytes of text; documents are not cut, so the sample has at least one "
+        "(default: 250,000,000, which needs about 3 GB of memory)"
     )
     add("--max_bytes", type=between(1), default=250_000_000, help=text)
-    text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
+    text = (
+        "share of the characters that get a piece of their own; others are encoded as bytes (default: 0.9995)"
+    )
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
-    add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
-    add("--max_damaged_files", type=between(0), default=0, help="damaged files to tolerate (0)")
+    add(
+        "--max_dropped",
+        type=between(0),
+        default=0,
+        help="number of unreadable documents to tolerate (default: 0)",
+    )
+    text = "number of damaged files to tolerate (default: 0)"
+    add("--max_damaged_files", type=between(0), default=0, help=text)
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the tokenizer was written, else, with the reason on stderr, 2 for what
-    has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
+    """Run the command and return its exit status.
+
+    Returns:
+        0: the tokenizer was written. 1: a system error. 2: the user must change the command or the inputs.
+        130: Ctrl-C. Errors are printed to stderr.
+    """
     args = parse_arguments(argv)
     configure_logging(console="stderr")
     try:
-        from train.prepare.tokenizer import train_tokenizer  # which takes seconds
+        from train.prepare.tokenizer import train_tokenizer  # the import takes seconds
 
         train_tokenizer(args)
     except (UserError, ValueError, RuntimeError, OSError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        print("stopped; --output is as it was", file=sys.stderr)
+        print("stopped; --output was not changed", file=sys.stderr)
         return 130
     print(f"wrote {args.output}")
     return 0

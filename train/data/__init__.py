@@ -1,6 +1,7 @@
-"""Prepared data: `format` (files and manifest), `source` (the shards of a folder as windows), `order` (which sample is
-where: mixture, shuffling, skipped positions), `stream` (batches of a rank), `encoder` (its tokenizer), `inspection`.
+"""Prepared data: file format and manifest (`format`), shards of a folder as windows (`source`), sample order (`order`),
+batches of a rank (`stream`), tokenizer (`encoder`) and `inspection`.
 
-May import: train.files. Others use open_stream, MicroBatches and NO_LABEL of stream, DataError and the manifest of
-format; preparation writes with format, and inspect_data prints with inspection. Only stream imports torch.
+May import: train.files. Training uses open_stream, MicroBatches and NO_LABEL from stream, and DataError and the
+manifest from format. The preparation writes with format, and inspect_data prints with inspection. Only stream imports
+torch.
 """

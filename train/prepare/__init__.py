@@ -1,7 +1,7 @@
-"""Writing of prepared data: text, or Megatron's token ids, -> token shards and a manifest; and training of a tokenizer.
+"""Data preparation: convert text or Megatron datasets to token shards with a manifest, and train tokenizers.
 
-May import: train.files, train.data, model; datatrove and the other packages of requirements-prep.txt. Nothing of
-training imports this room. Others use of it: the commands prepare_data, train_tokenizer and import_megatron, each one
-call. corpus, readers, output, tally, steps, tokenizer and megatron are importable without datatrove, all of it
+May import: train.files, train.data and model; datatrove and the other packages of requirements-prep.txt. The training
+code does not import this package. The commands prepare_data, train_tokenizer and import_megatron make one call each.
+corpus, readers, output, tally, steps, tokenizer and megatron can be imported without datatrove, and the whole package
 without torch.
 """

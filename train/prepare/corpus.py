@@ -1,9 +1,11 @@
-"""Inputs -> files -> documents, all of them or the share of one of several tasks.
+"""Find the input files and read their documents: all of them, or the share of one task.
 
-One document a line in .jsonl, one an object in .json, one a row in .csv, .parquet and datasets' folders, one a file in
-.txt and source text, or with a separator many in .txt; all but the tables of Arrow also packed as .gz or .zst. The
-word `python-stdlib` stands for the standard library sources of the running Python: real text on every machine.
-`hf:NAME[:CONFIG[:SPLIT]]` is a dataset of the Hugging Face hub.
+A document is one line of a .jsonl, one object of a .json, one row of a .csv, .parquet or saved Hugging Face dataset, or
+one file of plain text or source code. With a separator, a .txt holds several documents. All formats but .parquet and
+.arrow can be compressed as .gz or .zst.
+
+The input `python-stdlib` stands for the standard library sources of the running Python, which exist on every machine.
+`hf:NAME[:CONFIG[:SPLIT]]` is a dataset on the Hugging Face Hub.
 """
 
 import argparse
@@ -40,48 +42,56 @@ HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .sql .html .css".split()
 )
-# A folder of text or sources often has these beside it as settings and tables: read where they are named themselves.
+# Folders of text or source code often contain these as settings and tables. They are read only if named explicitly.
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
-# In --output: what an unfinished preparation has done so far, and the ids and logs of Slurm's jobs. Not read as input.
+# Folders in --output: an unfinished preparation, and the ids and logs of the Slurm jobs. They are never read as input.
 WORK_NAME, SLURM_NAME = "prepare_data.unfinished", "prepare_data.slurm"
-SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by datasets' save_to_disk
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
-    f"{' and '.join(NAMED_ONLY)} files by their names; in a folder they are skipped), "
-    f"a folder of datasets' save_to_disk, {HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
+    f"{' and '.join(NAMED_ONLY)} files must be named, and are skipped in folders), "
+    f"a folder that datasets' save_to_disk wrote, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
 )
-# Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
+# Tests and tools are repetitive and contain deliberately broken files. _sysconfigdata is also skipped, because it names
+# the build machine.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
 SPLIT_ON = (
-    f"what is between the documents of a .txt: text such as '<|endoftext|>', or {BLANK_LINE} for lines without text; "
-    "default: a file is one document"
+    f"separator between the documents of a .txt: a text such as '<|endoftext|>', or {BLANK_LINE} for blank lines "
+    "(default: each file is one document)"
 )
 
 
 def separator(text: str) -> str:
-    """An argparse type: what --split_on takes."""
+    """Check the value of --split_on (an argparse type)."""
     if not unicode(text):
-        raise argparse.ArgumentTypeError(f"empty; give {SPLIT_ON}")
+        raise argparse.ArgumentTypeError(f"the separator is empty; give the {SPLIT_ON}")
     if "\n" in text or "\\n" in text:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a separator lies within a line; for lines without text give {BLANK_LINE}"
+            f"{text!r}: a separator cannot contain a line end; to split at blank lines, give {BLANK_LINE}"
         )
     return text
 
 
 def eval_fraction(text: str) -> float:
-    """An argparse type: a part that leaves text to train on, or all."""
+    """Check the value of --eval_fraction (an argparse type): a share that leaves text to train on, or 1."""
     if 1e-6 <= (value := float(text)) <= 0.5 or value == 1:
         return value
-    raise argparse.ArgumentTypeError(f"{text}: allowed is 1e-06 to 0.5, or 1: all, for evaluation alone")
+    raise argparse.ArgumentTypeError(f"{text}: it must be 1e-06 to 0.5, or 1 to use all text for evaluation")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file to read: its absolute `path`, how (`kind`: a suffix, or "stdlib"), its `bytes` and time of change."""
+    """A file to read.
+
+    Attributes:
+        path: absolute path.
+        kind: how to read it: a suffix such as ".jsonl.gz", or "stdlib".
+        bytes: size.
+        mtime_ns: time of the last modification.
+    """
 
     path: str
     kind: str
@@ -95,11 +105,11 @@ class Source:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is plain text, and not records."""
+        """Whether the file is plain text rather than records."""
         return _unpacked(self.kind) in TEXT_SUFFIXES or self.kind == "stdlib"
 
     def is_changed(self) -> bool:
-        """Whether the file is another one by now, or gone."""
+        """Return whether the file was modified or removed."""
         try:
             return self != Source.at(Path(self.path), self.kind)
         except FileNotFoundError:
@@ -107,14 +117,15 @@ class Source:
 
 
 def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
-    """Return the files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
+    """Return the files of `inputs` in reading order: inputs as given, the files of a folder sorted by path.
 
-    Files of other kinds in a folder are skipped and logged; hidden ones are skipped. A file named itself
-    must be of a known kind.
+    Files of unknown kinds in a folder are skipped and logged; hidden files are skipped silently. A file named
+    explicitly must be of a known kind.
 
-    Raises DataError: a path does not exist, cannot be read, is of an unknown kind or comes twice; a folder has nothing
-    to read; a dataset has several splits and none is named; a package is not installed; there is no .txt for
-    `split_on`.
+    Raises:
+        DataError: a path does not exist, cannot be read, is of an unknown kind or is given twice; a folder has nothing
+            to read; a dataset has several splits and none is named; a package is not installed; there is no .txt for
+            `split_on`.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
@@ -124,11 +135,11 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         try:
             found, skipped = _files_of(name)
             for file, _ in found:
-                os.close(os.open(file, os.O_RDONLY))  # now, not when a task comes to it
+                os.close(os.open(file, os.O_RDONLY))  # fail now, not when a task reads it
         except OSError as error:
             raise DataError(
-                f"input {name}: {error.filename or name} cannot be read ({error.strerror}); change its permissions, or "
-                "leave it out",
+                f"input {name}: {error.filename or name} cannot be read ({error.strerror}); change its permissions or "
+                "remove it from the inputs",
                 code="unreadable",
                 key=str(error.filename or name),
             ) from error
@@ -136,28 +147,28 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes)
         if not found:
             raise DataError(
-                f"input {name} holds nothing to read{f', but {kinds}' * bool(kinds)}. Allowed: {ALLOWED}",
+                f"input {name} contains no readable file{f', only {kinds}' * bool(kinds)}. Allowed: {ALLOWED}",
                 code="nothing_to_read",
                 key=name,
             )
         if skipped:
             logger.warning(
-                f"input {name}: {len(skipped):,} files skipped by suffix: {kinds} (name {' and '.join(NAMED_ONLY)} "
-                "files themselves to read them)"
+                f"input {name}: {len(skipped):,} files skipped by suffix: {kinds} (to read "
+                f"{' and '.join(NAMED_ONLY)} files, name them as inputs)"
             )
         files += found
     seen: dict[str, Path] = {}
     for file, _ in files:
         if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
             raise DataError(
-                f"{file} is given twice (by itself, a folder or a link), first as {first}; name each input once, and "
-                "take links to others out of a folder",
+                f"{file} is given twice (directly, in a folder or by a link), first as {first}. Name each input once, "
+                "and remove links to other inputs from folders",
                 code="given_twice",
                 key=str(file),
             )
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
         raise DataError(
-            "--split_on splits .txt, and there is none among the inputs; leave it out",
+            "--split_on applies to .txt files, but the inputs contain none; remove --split_on",
             code="nothing_to_split",
             key="--split_on",
         )
@@ -165,19 +176,23 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises DataError: a manifest could not hold the name of this file or folder."""
+    """Check that a manifest can contain the name of this file or folder.
+
+    Raises:
+        DataError: the name is not UTF-8.
+    """
     try:
         name.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} {name!r}: its name is not UTF-8, which a manifest is; rename it",
+            f"{what} {name!r}: the name is not valid UTF-8, so the manifest cannot contain it; rename the file",
             code="name_not_utf8",
             key=what,
         ) from error
 
 
 def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Return the files of one input, each with its kind, and the others in a folder."""
+    """Return the files of one input, each with its kind, and the files that are skipped."""
     path = Path(name)
     if name == STDLIB:
         return [(file, "stdlib") for file in _stdlib_files()], []
@@ -187,7 +202,7 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         if (path / SAVED_SPLITS).is_file():
             splits = json.loads((path / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
             raise DataError(
-                f"input {name} is a saved dataset with the splits {', '.join(splits)}; name one of them: "
+                f"input {name} is a saved dataset with the splits {', '.join(splits)}; name one of them, such as "
                 f"{path / splits[0]}",
                 code="several_splits",
                 key=name,
@@ -204,7 +219,7 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         return read, skipped
     if not path.is_file():
         raise DataError(
-            f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}",
+            f"input {name} does not exist; give files, folders, {HUB}NAME or {STDLIB}",
             code="file_missing",
             key=name,
         )
@@ -212,20 +227,20 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
 
 
 def _saved_files(folder: Path) -> list[tuple[Path, str]]:
-    """Return the files of a dataset that datasets' save_to_disk wrote, by its own list."""
+    """Return the files that the state.json of a saved Hugging Face dataset lists."""
     try:
         state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
         return [(folder / entry["filename"], ".arrow") for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again",
+            f"{folder / SAVED_DATASET} does not describe a saved dataset ({error}); save the dataset again",
             code="not_a_saved_dataset",
             key=str(folder),
         ) from error
 
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:
-    """Return the files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
+    """Return the files of a dataset on the Hugging Face Hub; datasets downloads them into its cache once."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"input {name} needs the package datasets, which is not installed. Install it with "
@@ -239,17 +254,17 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     config, _, split = rest.partition(":")
     if "[" in split:
         raise DataError(
-            f"input {name}: a part of a split is not supported. Name the split alone, or save the part with datasets' "
-            "save_to_disk and name that folder",
+            f"input {name}: slices of a split are not supported. Name the whole split, or save the slice with "
+            "datasets' save_to_disk and name that folder",
             code="part_of_split",
             key=name,
         )
     try:
         loaded = datasets.load_dataset(dataset, config or None, split=split or "train")
-    except Exception as error:  # datasets raises many kinds: no such set, configuration or split, no network
+    except Exception as error:  # datasets raises many types: unknown name, configuration or split, no network
         raise DataError(
             f"input {name}: datasets cannot load it: {error}. Check the name, {HUB}NAME[:CONFIG[:SPLIT]] "
-            "(the split train unless given), and the network; or download it and give its files",
+            "(the default split is train), and the network; or download the dataset and name its files",
             code="dataset_unavailable",
             key=name,
         ) from error
@@ -257,9 +272,10 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
 
 
 def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str | None = None) -> Items:
-    """Read every document of `inputs` in order, with a `Dropped` or `Damaged` in the place of what cannot be read.
+    """Yield every document of `inputs` in order, and a `Dropped` or `Damaged` for everything unreadable.
 
-    Raises DataError as `list_sources` does, before anything is read.
+    Raises:
+        DataError: as `list_sources`, before anything is read.
     """
     return read_share(list_sources(inputs, split_on), text_key, 0, 1, split_on)
 
@@ -267,12 +283,14 @@ def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str 
 def read_share(
     sources: Sequence[Source], text_key: str, task: int, tasks: int, split_on: str | None = None
 ) -> Items:
-    """Read the share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split.
+    """Yield the documents of one task's share: contiguous, and of equal bytes as far as files can be split.
 
-    The shares of all tasks in their order are what one task would read.
+    The shares of all tasks, in order, are exactly what a single task would read.
 
     Args:
-        split_on: of .txt, as --split_on takes it.
+        task: index of the task, from 0.
+        tasks: number of tasks.
+        split_on: separator of documents in .txt files, as in --split_on.
     """
     for source, start, stop in _share(sources, task, tasks, split_on):
         path = Path(source.path)
@@ -289,8 +307,11 @@ def read_share(
 def _share(
     sources: Sequence[Source], task: int, tasks: int, split_on: str | None
 ) -> Iterator[tuple[Source, int, float]]:
-    """(file, first byte, byte after the last) of a share. What cannot be split belongs where it begins. An empty file
-    counts as one byte, so that it has a place."""
+    """Yield (file, first byte, byte after the last) of a share.
+
+    A file that cannot be split belongs to the share in which it begins. An empty file counts as one byte, so that it
+    belongs to exactly one share.
+    """
     total = sum(max(source.bytes, 1) for source in sources)
     low, high = total * task // tasks, total * (task + 1) // tasks
     splittable = SPLITTABLE if split_on is None else (*SPLITTABLE, ".txt")
@@ -306,7 +327,7 @@ def _share(
 
 
 def _kind(path: Path) -> str:
-    """The reader's name for a file ('' for an unknown one)."""
+    """Return the kind of a file, such as ".jsonl.gz", or "" if it is unknown."""
     name = path.name.lower()
     packing = Path(name).suffix if name.endswith(PACKED) else ""
     base = Path(_unpacked(name)).suffix
@@ -315,18 +336,20 @@ def _kind(path: Path) -> str:
 
 
 def _unpacked(name: str) -> str:
-    """A name or a kind without .gz or .zst."""
+    """Return a file name or kind without .gz or .zst."""
     return name[: name.rindex(".")] if name.endswith(PACKED) else name
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Return all files but hidden ones, and those of a preparation whose --output lies in the folder.
+    """Return all files except hidden ones and those of a preparation whose --output is in the folder.
 
-    Raises OSError: a folder cannot be listed. DataError: a link leads nowhere.
+    Raises:
+        OSError: a folder cannot be listed.
+        DataError: a link is broken.
     """
     files, visited = [], set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        if (real := os.path.realpath(parent)) in visited:  # a link back to a folder above
+        if (real := os.path.realpath(parent)) in visited:  # a link to a parent folder
             folders.clear()
             continue
         visited.add(real)
@@ -335,10 +358,10 @@ def _walk(folder: Path) -> list[Path]:
         )
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files):
-        # without a suffix it may stand for a folder; of an unknown one it would be skipped anyway
+        # a broken link without a suffix may have been a folder; files with unknown suffixes are skipped anyway
         if (_kind(file) or not file.suffix) and not file.is_file():
             raise DataError(
-                f"{file} is a link that leads nowhere, a pipe or a device; mend it, or take it out",
+                f"{file} is a broken link, a pipe or a device; repair or remove it",
                 code="unreadable",
                 key=str(file),
             )
@@ -358,12 +381,13 @@ def _stdlib_files() -> list[Path]:
     return sorted(
         file
         for file in files
-        if not file.name.startswith("_sysconfigdata") and file.stat().st_size  # an empty file is no document
+        if not file.name.startswith("_sysconfigdata")
+        and file.stat().st_size  # an empty file holds no document
     )
 
 
 def _read_stdlib(path: Path) -> Items:
-    """A file of Python's own sources, which may name another encoding in its first lines, as one document."""
+    """Yield one of Python's own source files as one document; its first lines can declare an encoding."""
     try:
         text = importlib.util.decode_source(path.read_bytes())
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""How the stages of a preparation are run: on this machine, as Slurm jobs, or on a Ray cluster; datatrove's executors.
+"""Run the stages of a preparation with datatrove's executors: on this machine, as Slurm jobs or on a Ray cluster.
 
-Each stage has a folder with datatrove's logs and its marks of completed tasks: what is completed does not run again.
+Each stage has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
 """
 
 import multiprocessing
@@ -34,13 +34,13 @@ from model.errors import UserError
 from train.data.format import DataError
 from train.prepare.tally import Stage
 
-TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # by the shell
+TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # characters that the shell interprets
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRESS_S = 5.0
 
 
 class PreparationError(UserError, RuntimeError):
-    """Tasks did not end; the same command again may complete them."""
+    """Some tasks did not complete; running the same command again may complete them."""
 
     code = "preparation"
     may_pass = True
@@ -50,8 +50,11 @@ _executor: LocalPipelineExecutor
 
 
 def _log_to_file(folder: Any, rank: int, *others: Any, **named: Any) -> Any:
-    """In the place of datatrove's, which writes the traceback of a task that failed to the terminal as well, and
-    another one where the log is on a full disk; what happened the command says in its last line."""
+    """Replace datatrove's `add_task_logger`, and log to the task's file only.
+
+    datatrove's function also prints the traceback of a failed task to the terminal, and another one if the disk of the
+    log is full. The command reports the error itself.
+    """
     logger.remove()
     file = folder.open(f"logs/task_{rank:05d}.log", "w")
 
@@ -75,7 +78,7 @@ def _start_worker(pickled: bytes) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def exit_with_parent() -> None:  # a killed parent would leave its workers at work on its files
+    def exit_with_parent() -> None:  # or the workers of a killed parent would keep writing its files
         parent.join()
         os._exit(1)
 
@@ -87,12 +90,14 @@ def _run_rank(rank: int) -> None:
 
 
 def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the tasks of the stages that are not completed, one stage after the other, in `workers` processes (1: in this
-    one), with a progress bar for each stage.
+    """Run the incomplete tasks of each stage in turn, with a progress bar per stage.
+
+    Args:
+        workers: the number of processes; with 1, the tasks run in this process.
 
     Raises:
         PreparationError: a worker died.
-        Exception: what a task raised; the others that had begun are completed first.
+        Exception: the exception of a failed task, after the tasks already running have completed.
     """
     for stage in stages:
         executor = LocalPipelineExecutor(
@@ -113,20 +118,23 @@ def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
             except BrokenProcessPool as error:
                 left = len(executor.get_incomplete_ranks())
                 raise PreparationError(
-                    f"a worker process died (killed, or out of memory) in stage {stage.name}: {stage.tasks - left} of "
-                    f"{stage.tasks} tasks are done and kept. Run the same command again to resume, with fewer "
-                    "--workers if memory was short",
+                    f"a worker process died in stage {stage.name} (it was killed or ran out of memory). "
+                    f"{stage.tasks - left} of {stage.tasks} tasks are complete and kept. Run the same command again to "
+                    "resume; if memory ran out, use fewer --workers",
                     code="worker_died",
                 ) from error
 
 
 def _in_pool(executor: LocalPipelineExecutor, ranks: list[int]) -> Iterator[None]:
-    """Yield after each task. datatrove's own pool would wait for ever for a worker that died. Ctrl-C ends the workers
-    at once; a task that is not completed starts again."""
-    spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
+    """Run the tasks in a process pool and yield after each one.
+
+    datatrove's own pool would wait forever for a worker that died. Ctrl-C kills the workers at once; their incomplete
+    tasks start again on the next run.
+    """
+    spawn = multiprocessing.get_context("spawn")  # fork is unsafe with the threads of tokenizers
     workers = min(executor.workers, len(ranks))
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps(executor),))
-    # the workers inherit this: a terminal sends Ctrl-C to them as well, and each would print a traceback
+    # the workers inherit this mask: the terminal sends Ctrl-C to them as well, and each would print a traceback
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         tasks = [pool.submit(_run_rank, rank) for rank in ranks]
@@ -134,7 +142,7 @@ def _in_pool(executor: LocalPipelineExecutor, ranks: list[int]) -> Iterator[None
         for task in as_completed(tasks):
             task.result()
             yield
-    except (KeyboardInterrupt, GeneratorExit):  # the latter: Ctrl-C came between two tasks
+    except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C between two tasks
         for worker in multiprocessing.active_children():
             worker.kill()
         raise
@@ -144,7 +152,7 @@ def _in_pool(executor: LocalPipelineExecutor, ranks: list[int]) -> Iterator[None
 
 
 def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the stages on the Ray cluster that RAY_ADDRESS names, else on one that is started here.
+    """Run the stages on the Ray cluster at RAY_ADDRESS, or start a local one if it is not set.
 
     Raises:
         DataError: ray is not installed.
@@ -171,8 +179,9 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
             executor.run()
             if left := executor.get_incomplete_ranks():
                 raise PreparationError(
-                    f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first is {left[0]}: see its "
-                    f"log in {folder / stage.name / 'logs'}, or Ray's. Run the same command again to go on",
+                    f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first one is task "
+                    f"{left[0]}. See its log in {folder / stage.name / 'logs'}, or Ray's log. Run the same command "
+                    "again to resume",
                     code="tasks_failed",
                     key=stage.name,
                 )
@@ -182,22 +191,23 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
 
 
 def need_slurm(output: Path) -> None:
-    """That there are the commands which submit jobs and tell of them, and that jobs can find `output`.
+    """Check that Slurm's commands are available and that job scripts can use the path `output`.
 
     Raises:
-        DataError: there is no sbatch, or no squeue; or bash would take the path apart, which datatrove does not quote.
+        DataError: sbatch or squeue is missing, or the path has characters that the shell interprets, which datatrove
+            does not quote.
     """
     if found := TAKEN_APART.search(str(output)):
         raise DataError(
-            f"--executor slurm: datatrove's job scripts do not quote paths, and the shell would take {output} apart at "
-            f"{found[0]!r}; choose an --output without it",
+            f"--executor slurm cannot use --output {output}: the path contains {found[0]!r}, and datatrove's job "
+            "scripts do not quote paths. Choose an --output without this character",
             code="shell_characters",
             key="--output",
         )
     for command in ("sbatch", "squeue"):
         if shutil.which(command) is None:
             raise DataError(
-                f"--executor slurm: there is no {command} on the PATH; run this on a login node of the cluster",
+                f"--executor slurm needs {command}, which is not on the PATH; run this on a login node of the cluster",
                 code="command_missing",
                 key=command,
             )
@@ -211,13 +221,21 @@ def submit_slurm(
     sbatch: dict[str, str],
     ids: Path,
 ) -> list[str]:
-    """Submit each stage as a job array that waits for the one before; returns the ids of the jobs.
+    """Submit each stage as a job array that depends on the one before.
 
-    Each is also appended to the file `ids` at once: those before a stage that is refused are in the queue. The scripts
-    are left in the stages' folders as launch_script.slurm, Slurm's output in slurm_logs beside them.
+    The script of a stage is launch_script.slurm in its folder; Slurm's output is in slurm_logs there.
+
+    Args:
+        stages: each stage with its folder.
+        workers: the number of tasks to run at a time, or -1 for all.
+        sbatch: additional sbatch options.
+        ids: a file to which each job id is appended at once, so that the jobs are known if a later one is refused.
+
+    Returns:
+        The job ids.
 
     Raises:
-        DataError: sbatch refuses a job.
+        DataError: sbatch refused a job.
     """
     logger.remove()  # datatrove's lines about itself
     python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
@@ -233,7 +251,7 @@ def submit_slurm(
             job_name=f"prepare_{stage.name}",
             qos=sbatch.get("qos", ""),
             env_command=environment,
-            # a job whose predecessor failed would wait in the queue for ever
+            # otherwise a job whose predecessor failed would stay in the queue forever
             sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
             depends_job_id=jobs[-1] if jobs else None,
             logging_dir=str(folder),
@@ -243,38 +261,38 @@ def submit_slurm(
             executor.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
-                f"sbatch refused stage {stage.name} ({error}); its script is {folder / 'launch_script.slurm'}. See "
-                f"--slurm_partition, --slurm_time, --slurm_args. {ids} lists the jobs that are in the queue already: "
-                "cancel them (scancel), or let them end, and run the same command again",
+                f"sbatch refused stage {stage.name} ({error}). Its script is {folder / 'launch_script.slurm'}. Check "
+                f"--slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs already in the queue: cancel "
+                "them (scancel) or let them finish, then run the same command again",
                 code="sbatch_refused",
                 key=stage.name,
             ) from error
-        finally:  # the array may be in the queue although the job after it, for datatrove's statistics, is refused
+        finally:  # the array may be queued even if datatrove's statistics job after it was refused
             if executor.job_id not in (None, -1):
                 with open(ids, "a", encoding="utf-8") as file:
                     file.write(f"{executor.job_id}\n")
-        if executor.job_id != -1:  # -1: all its tasks are completed
+        if executor.job_id != -1:  # -1: all tasks are complete
             jobs.append(str(executor.job_id))
     return jobs
 
 
 def running_slurm(jobs: list[str]) -> list[str]:
-    """Which of the jobs still wait or run; none where Slurm does not know them any more.
+    """Return the jobs that are still pending or running. Jobs that Slurm no longer knows count as ended.
 
     Raises:
-        PreparationError: squeue fails, so that nobody knows.
+        PreparationError: squeue failed, so the state is unknown.
     """
     if not jobs or shutil.which("squeue") is None:
         return []
     listed = subprocess.run(
         ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
     )
-    # an id is invalid to it when its job ended long ago
+    # squeue calls the id of a job that ended long ago invalid
     if listed.returncode and "Invalid job id" not in listed.stderr:
         said = listed.stderr.strip() or f"it ended with status {listed.returncode}"
         raise PreparationError(
-            f"squeue does not tell whether the jobs {', '.join(jobs)} of an earlier call still wait or run: {said}. "
-            "Nothing was changed or submitted; try again when Slurm answers",
+            f"squeue failed, so it is unknown whether the earlier jobs {', '.join(jobs)} are still running: {said}. "
+            "Nothing was changed or submitted; try again when Slurm responds",
             code="squeue_failed",
         )
     return sorted(set(listed.stdout.split()) & set(jobs))

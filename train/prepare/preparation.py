@@ -1,4 +1,4 @@
-"""A preparation as a whole: what it is made of, what it may go on from, how its stages are run, its manifest."""
+"""The data preparation from start to end: its options, resuming, running its stages, and writing the manifest."""
 
 import argparse
 import json
@@ -26,19 +26,23 @@ from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, report_line
 
 logger = logging.getLogger(__name__)
 LAST_STAGE = "tokenize"
-TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
+TASK_BYTES = 16 << 20  # input bytes per task; the number of tasks must not depend on the machine
 MOST_TASKS = 1000
 JOBS_NAME = "jobs.txt"
-TOKENIZER_CHECK = "tokenizer_check.json"  # in the work folder: what check_tokenizer found
+TOKENIZER_CHECK = "tokenizer_check.json"  # in the work folder: the result of check_tokenizer
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is prepared from what, and how. The same one gives the same bytes, however its tasks are run.
+    """The inputs and options that determine the output. Equal preparations give the same bytes with every executor.
 
-    `inputs` as they were given; `sources`, the files behind them. max_bytes: of text, over all tasks. eval_by:
-    "position", or None for the hash of a document. split_on: of .txt, or None. tokenizer_is: what the ids depend on,
-    see `_what_is`.
+    Attributes:
+        inputs: the inputs as given on the command line.
+        sources: the files of these inputs.
+        tokenizer_is: the properties of the tokenizer that determine the ids; see `_what_is`.
+        eval_by: "position", or None to choose by a hash of the document.
+        split_on: the separator of documents in .txt files, or None.
+        max_bytes: the limit for the text, over all tasks.
     """
 
     inputs: tuple[str, ...]
@@ -58,20 +62,20 @@ class Preparation:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Preparation":
-        """The one that the command line asks for.
+        """Build the preparation from the command line.
 
         Raises:
-            ValueError: inputs, tokenizer or options that cannot be meant.
+            ValueError: the inputs, the tokenizer or the options are invalid.
         """
         tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
-        encoder = encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
+        encoder = encoder_of(str(tokenizer))  # before the inputs, whose listing can be slow
         steps = options_of(args)
         sources = list_sources(args.input, args.split_on)
-        eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # of all there is no end to cut off
+        eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # with 1 nothing is cut off
         if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
-            eval_by = "position"  # a single document is in one split only
+            eval_by = "position"  # a hash would leave one split empty
             logger.info(
-                f"one text, so its last {args.eval_fraction:.2%} are the eval split (--eval_by position)"
+                f"a single text: its last {args.eval_fraction:.2%} become the eval split (--eval_by position)"
             )
         size = sum(source.bytes for source in sources)
         same = ("text_key", "eval_fraction", "split_on", "max_bytes", "shard_tokens", "shuffle_seed")
@@ -88,35 +92,40 @@ class Preparation:
         )
 
     def work(self, name: str) -> Path:
-        """A part of what is there until the manifest is: "new", "results", "stages", "scratch"."""
+        """Return a subfolder of the work folder, which exists until the manifest is written.
+
+        Args:
+            name: "new", "results", "stages" or "scratch", or a file name.
+        """
         return self.output / WORK_NAME / name
 
     def take_output(self, overwrite: bool = False) -> OutputFolder:
         return OutputFolder(self.output, encoder_of(str(self.tokenizer)), overwrite, resumable=True)
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the output depends on, as JSON values."""
+        """Return everything that the output depends on, as JSON values."""
         values = asdict(self)
         values["tokenizer"] = values.pop("tokenizer_is")
         del values["output"]
         return json.loads(json.dumps(values))
 
     def encoder(self) -> TextEncoder:
-        """Return the tokenizer as it was when the preparation began: a copy, as the folder may change meanwhile."""
+        """Return the copy of the tokenizer that `begin` made; the original folder may have changed since."""
         return encoder_of(str(self.work(TOKENIZER_FOLDER)))
 
     def _unusual(self) -> dict[str, Any]:
-        """What else the manifest has, where it was given."""
+        """Return the options that the manifest records only if they are set."""
         names = ("eval_by", "split_on", "max_bytes", "shuffle_seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def begin(self, output: OutputFolder) -> None:
-        """Try the tokenizer on a sample of the texts and note the identity in the work folder, or find that the same
-        preparation was begun there.
+        """Start the preparation, or resume it if the work folder belongs to the same preparation.
+
+        A start checks the tokenizer on a sample of the texts and records the identity in the work folder.
 
         Raises:
-            DataError: the tokenizer is refused. Or another preparation has completed tasks there, and `output` is not
-                to be overwritten.
+            DataError: the tokenizer is refused, or the folder holds completed tasks of another preparation and
+                --overwrite is not set.
         """
         path = self.work(IDENTITY_NAME)
         now = self.identity()
@@ -130,9 +139,9 @@ class Preparation:
             )
             if changed and is_begun and not output.overwrite:
                 raise DataError(
-                    f"{self.output} holds an unfinished preparation of another kind:\n  "
+                    f"{self.output} holds an unfinished preparation with other inputs or options:\n  "
                     + "\n  ".join(changed)
-                    + "\nGive the former inputs and options to resume it, or --overwrite to start again",
+                    + "\nUse the earlier inputs and options to resume it, or pass --overwrite to start again",
                     code="other_preparation",
                     key=changed[0].partition(":")[0],
                 )
@@ -146,11 +155,11 @@ class Preparation:
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
     def tasks_done(self) -> int:
-        """How many tasks of the last stage are completed."""
+        """Return the number of completed tasks of the last stage."""
         return sum(1 for _ in self.work("results").glob("*.json"))
 
     def stages(self) -> list[Stage]:
-        """The stages in their order; the last one writes the shards."""
+        """Return the stages in order; the last one writes the shards."""
         scratch, tally = self.work("scratch"), Tally()
         stages = passes(self.steps, scratch, self.tasks, ReadDocuments(self, Tally()))
         pipeline = [
@@ -162,17 +171,17 @@ class Preparation:
         return [*stages, Stage(LAST_STAGE, pipeline, self.tasks)]
 
     def finish(self, output: OutputFolder, max_dropped: int, max_damaged_files: int) -> Manifest:
-        """Commit what all tasks left. Logs what was dropped, removed and damaged first.
+        """Log the losses, check them against the limits, and commit the results of all tasks.
 
         Raises:
-            DataError: an input has changed meanwhile, more documents were dropped or more files
-                damaged than allowed, or no document is left, or a split is empty.
+            DataError: an input changed during the preparation, more documents were dropped or more files were damaged
+                than allowed, no document is left, or a split is empty.
         """
         output.encoder = self.encoder()
         if changed := [source.path for source in self.sources if source.is_changed()]:
             raise DataError(
-                f"{len(changed)} input files changed while they were read, the first is {changed[0]}; prepare them "
-                "with --overwrite when they are what they shall be",
+                f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
+                "command again with --overwrite when the files are final",
                 code="input_changed",
                 key=changed[0],
             )
@@ -183,8 +192,8 @@ class Preparation:
         tally.check(max_dropped, max_damaged_files, " and run it again with --overwrite")
         if not tally.read and self.max_bytes is not None:
             raise DataError(
-                f"--max_bytes {self.max_bytes} leaves no document: the first of each task is longer; raise it and "
-                "--overwrite, or give a .txt --split_on",
+                f"--max_bytes {self.max_bytes} leaves no document, because the first document of each task is longer. "
+                "Run again with a larger --max_bytes and --overwrite, or divide .txt files with --split_on",
                 code="no_documents",
                 key="--max_bytes",
             )
@@ -204,17 +213,26 @@ class Preparation:
 
 
 def _what_is(encoder: TextEncoder) -> tuple[str, int, int]:
-    """What its ids depend on: the defining file as it was loaded, and the special ids, which another file chooses."""
+    """Return what the ids depend on: the hash of the loaded defining file, the BOS id and the EOS id.
+
+    The special ids are listed separately, because another file can define them.
+    """
     return encoder.loaded_sha256, encoder.bos_id, encoder.eos_id
 
 
 def prepare(args: argparse.Namespace) -> Manifest | None:
-    """Prepare `args.input` into `args.output`; see prepare_data.py's --help for the fields. None: Slurm will.
+    """Prepare `args.input` into `args.output`.
+
+    Args:
+        args: the options of prepare_data.py.
+
+    Returns:
+        The manifest, or None if Slurm jobs were submitted or are still running.
 
     Raises:
-        DataError: bad inputs, tokenizer or output folder; more documents dropped, or files damaged, than
-            allowed.
-        PreparationError: a worker died, tasks failed, or Slurm does not tell whether it is at work.
+        DataError: the inputs, the tokenizer or the output folder are invalid; more documents were dropped or more
+            files were damaged than allowed.
+        PreparationError: a worker died, tasks failed, or the state of the Slurm jobs is unknown.
     """
     preparation = Preparation.of(args)
     if _is_on_its_way(preparation):
@@ -228,15 +246,15 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
             run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
         if args.executor != "slurm" or preparation.tasks_done() == preparation.tasks:
             return preparation.finish(output, args.max_dropped, args.max_damaged_files)
-    _submit(preparation, args)  # its jobs take the folder themselves
+    _submit(preparation, args)  # after releasing the folder: the jobs lock it themselves
     return None
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a line for each part of the identity that has changed."""
+    """Return a line for each changed part of the identity."""
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     return [
-        "sources: other files, or changed ones"
+        "sources: other or modified files"
         if key == "sources"
         else f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in changed
@@ -247,7 +265,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 class Finish(PipelineStep):
-    """The end of a preparation as a stage of its own, for jobs that end when nobody waits for them."""
+    """A stage that finishes the preparation, for Slurm, where the command does not wait for the jobs."""
 
     type, name = "MANIFEST", "finish"
 
@@ -262,26 +280,27 @@ class Finish(PipelineStep):
 
 
 def _is_on_its_way(preparation: Preparation) -> bool:
-    """Whether jobs of an earlier call still wait or run, which it says."""
+    """Return whether Slurm jobs of an earlier command are still pending or running; if so, print their state."""
     ids = preparation.output / SLURM_NAME / JOBS_NAME
     running = running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else [])
     if running:
         print(
-            f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {preparation.tasks_done()} of "
-            f"{preparation.tasks} tasks are done. For another preparation end them first: scancel {' '.join(running)}"
+            f"in progress: {len(running)} jobs are pending or running ({', '.join(running)}); "
+            f"{preparation.tasks_done()} of {preparation.tasks} tasks are done. To start another preparation, cancel "
+            f"the jobs first: scancel {' '.join(running)}"
         )
     return bool(running)
 
 
 def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Submit the stages, the last of which writes the manifest. No job of an earlier call waits or runs."""
-    # where it is not, nothing is known of earlier jobs, and their records stay
+    """Submit the stages and a last job that writes the manifest. No earlier job may be pending or running."""
+    # first: without Slurm, the records of earlier jobs must not be deleted
     need_slurm(preparation.output)
     records = preparation.output / SLURM_NAME
-    shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
+    shutil.rmtree(records, ignore_errors=True)  # from an earlier preparation or attempt
     records.mkdir()
     stages = [(stage, preparation.work("stages") / stage.name) for stage in preparation.stages()]
-    # the last one removes the work folder: its own records cannot be in there
+    # the last job removes the work folder, so its own records are elsewhere
     finish = Finish(preparation, args.max_dropped, args.max_damaged_files)
     stages.append((Stage("finish", [finish], 1), records))
     jobs = submit_slurm(
@@ -292,5 +311,5 @@ def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
         dict(args.slurm_args),
         records / JOBS_NAME,
     )
-    print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. {preparation.output / 'manifest.json'} is there when the "
-          "last has ended; the same command again shows how far it is, and after a failure goes on")  # fmt: skip
+    print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. The last one writes {preparation.output / 'manifest.json'}. "
+          "Run the same command again to see the progress, or to resume after a failure")  # fmt: skip

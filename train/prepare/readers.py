@@ -1,7 +1,8 @@
-"""Read the documents of one file. A document that cannot be read is a `Dropped`, a file that cannot is a `Damaged`.
+"""Read the documents of one file. An unreadable document becomes a `Dropped`, an unreadable part of a file a `Damaged`.
 
-Readers of files that can be split take a range of bytes, start to stop, and yield the documents that begin in it: the
-ranges of a file together yield each of its documents once. datatrove's readers skip bad documents with a warning.
+Readers of splittable files take a range of bytes, start to stop, and yield the documents that begin in it. Together,
+the ranges of a file yield each of its documents exactly once. (datatrove's own readers skip bad documents with a
+warning.)
 """
 
 import codecs
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_DOCUMENT_BYTES = 64 << 20
-MAX_JSON_BYTES = 1 << 30  # of a .json that is read as a whole
+MAX_JSON_BYTES = 1 << 30  # a .json is read as a whole
 BATCH_ROWS = 1024
 PACKED = (".gz", ".zst")
-BLANK_LINE = "blank_line"  # the word for --split_on
+BLANK_LINE = "blank_line"  # a value of --split_on
 
 BAD_UTF8 = "bad UTF-8"
 INVALID_JSON = "invalid JSON"
@@ -29,12 +30,12 @@ SEVERAL_COLUMNS = "several columns of the key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
 BAD_PARQUET = "unreadable .parquet"
-SHORTER = "split it (--split_on does that to .txt), or give it as .jsonl"
+SHORTER = "divide it (for .txt, use --split_on), or convert it to .jsonl"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A document's text, which encodes to UTF-8, and where it came from (file, or file:line)."""
+    """The text of a document, which can be encoded as UTF-8, and its origin (file or file:line)."""
 
     text: str
     where: str
@@ -55,8 +56,12 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A part of a file that could not be read. detail: what was read of the file, and the error. lost_rows: 0 if the
-    format does not tell."""
+    """A part of a file that could not be read.
+
+    Attributes:
+        detail: what was read of the file, and the error.
+        lost_rows: number of lost rows; 0 if unknown.
+    """
 
     path: str
     reason: str
@@ -71,7 +76,7 @@ Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
-    """Return a document, or why `text` is none: not a string, blank, not UTF-8, or too long."""
+    """Return the document, or a `Dropped` if `text` is not a string, is blank, is not valid UTF-8 or is too long."""
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
@@ -80,7 +85,7 @@ def check_text(text: Any, where: str) -> Text | Dropped:
         return Dropped(EMPTY, where)
     try:
         size = len(text.encode())
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair
         return Dropped(BAD_UTF8, where, str(error))
     if size > MAX_DOCUMENT_BYTES:
         return Dropped(TOO_LONG, where, f"{size} bytes; {SHORTER}")
@@ -88,9 +93,12 @@ def check_text(text: Any, where: str) -> Text | Dropped:
 
 
 class Lines:
-    """The lines that begin at byte `start` of an unpacked file or behind it, to its end.
+    """The lines of an uncompressed file that begin at byte `start` or later.
 
-    `begin`: where the last one began. `where`: names it by its number, or by its first byte where `start` is not 0.
+    Attributes:
+        number: number of the current line, counted from `start`.
+        begin: first byte of the current line.
+        where: the current line for messages: its number, or its first byte if `start` is not 0.
     """
 
     def __init__(self, file: BinaryIO, path: Path, start: int = 0) -> None:
@@ -109,7 +117,7 @@ class Lines:
             yield self._counted(line)
 
     def rest(self, limit: int) -> bytes:
-        """What is left of the file; more than `limit` bytes (by one) if that is more."""
+        """Return the rest of the file, or its first `limit + 1` bytes if the rest is longer than `limit`."""
         data = self.file.read(limit + 1)
         return self._counted(data) if data else data
 
@@ -120,11 +128,11 @@ class Lines:
 
 
 def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
-    """Read a .jsonl, .json, .csv or plain text, which may be packed.
+    """Yield the documents of a .jsonl, .json, .csv or plain text file, which may be compressed.
 
     Args:
-        kind: the suffixes.
-        start, stop: range of bytes; only unpacked .jsonl, and .txt with `split_on`, can be read in ranges.
+        kind: the suffixes of the file, such as ".jsonl.gz".
+        start, stop: the range of bytes. Only uncompressed .jsonl, and .txt with `split_on`, can be read in ranges.
     """
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
     base = kind.removesuffix(packing)
@@ -154,7 +162,7 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
 
 
 def _is_of_disk(error: Exception) -> bool:
-    """Whether it is the system that cannot read, and not the file that is broken."""
+    """Return whether the system failed to read the file, rather than the file being corrupt."""
     return bool(getattr(error, "errno", None))
 
 
@@ -164,7 +172,7 @@ def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
     if packing == ".zst":
         import pyarrow
 
-        # a cut frame is an error to Arrow, for zstandard's own reader it is the end of the data
+        # Arrow reports a truncated frame as an error; zstandard's own reader treats it as the end of the data
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
     return file
 
@@ -173,11 +181,11 @@ def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
 
 
 def _read_text(lines: Lines) -> Items:
-    """The whole file as one document."""
+    """Yield the whole file as one document."""
     data, where = lines.rest(MAX_DOCUMENT_BYTES), str(lines.path)
     if len(data) > MAX_DOCUMENT_BYTES:
         yield Dropped(TOO_LONG, where, SHORTER)
-    elif lines.number:  # also of a byte order mark alone
+    elif lines.number:  # also for a file of only a byte order mark
         yield _decoded(data, where)
 
 
@@ -189,9 +197,9 @@ def _decoded(data: bytes, where: str) -> Text | Dropped:
 
 
 def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
-    """What is between separators (None: lines without text), without the line ends around it; blank parts are none.
+    """Yield the parts between separators (None: blank lines), without surrounding line ends. Skip blank parts.
 
-    A document is of the range that has the line of the separator before it, the first one of the first range.
+    A document belongs to the range that contains the separator line before it; the first document to the first range.
     """
     document, size, is_ours, where = [b""], 0, not lines.start, f"{lines.path}:1"
 
@@ -219,7 +227,7 @@ def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
             size += len(rest)
             if size <= MAX_DOCUMENT_BYTES:
                 document.append(rest)
-            else:  # told at its end
+            else:  # too long: reported at its end
                 document.clear()
     yield from whole()
 
@@ -237,7 +245,7 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
 
 
 def _read_json(lines: Lines, text_key: str) -> Items:
-    """Read a .json: an array of objects, one object, or one object per line."""
+    """Yield the documents of a .json: an array of objects, one object, or one object per line."""
     path, data = str(lines.path), lines.rest(MAX_JSON_BYTES)
     if len(data) > MAX_JSON_BYTES:
         reason = f".json over {MAX_JSON_BYTES >> 30} GiB"
@@ -257,15 +265,15 @@ def _read_json(lines: Lines, text_key: str) -> Items:
 
 
 def _read_csv(lines: Lines, text_key: str) -> Items:
-    """Read the rows under a header as RFC 4180 defines them.
+    """Yield the rows below a header, as RFC 4180 defines them.
 
-    Behind a record that is not CSV nobody can say where the next one begins, so the rest of the file is not read, and
-    the file is damaged. A record of one line with another number of fields than the header is one dropped row; one of
-    several lines may have swallowed rows behind an open quote, so it is damage, too.
+    After an invalid record it is unknown where the next one begins, so the rest of the file is not read and the file
+    counts as damaged. If a record on one line has a wrong number of fields, one row is dropped. If it spans several
+    lines, an open quote may have swallowed rows, so the file also counts as damaged.
     """
     path, row = lines.path, 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    # what is not UTF-8 becomes lone surrogates, which check_text finds in their row
+    # invalid UTF-8 becomes lone surrogates, which check_text reports for their row
     rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
     try:
         header = next(rows, [])
@@ -286,36 +294,39 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
         last = lines.number + sum(1 for _ in lines)
-        why = str(error).partition(" - ")[0]  # the rest is advice for programmers
+        why = str(error).partition(" - ")[0]  # the rest is advice for the developer
         detail = f"lines {row + 1:,} to {last:,} were not read; line {rows.line_num:,}: {why}"
         yield Damaged(str(path), INVALID_CSV, detail)
 
 
 def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Dropped:
-    """Return what a table is that has no column of the text, or several."""
+    """Return the `Dropped` of a table that does not have exactly one text column."""
     if (columns := names.count(text_key)) > 1:
-        detail = f"{columns} columns are named {text_key!r}; rename all but that of the text"
+        detail = f"{columns} columns are named {text_key!r}; rename all but the one with the text"
         return Dropped(SEVERAL_COLUMNS, str(path), detail, rows)
     return Dropped(MISSING_KEY, str(path), f"no column {text_key!r} among {_listed(names)}", rows)
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, escaped where a terminal would obey them or could not show them."""
+    """Return the first 8 names, with control and unprintable characters escaped."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
 
 def _parse(data: bytes, where: str) -> Any:
-    """The JSON value, or a Dropped."""
+    """Return the JSON value, or a `Dropped`."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of over 4,300 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: invalid JSON, or an integer of more than 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
 
 
 def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
-    """Return the document of a JSON value, or of what `_parse` returned."""
+    """Return the document in a JSON value. Pass a `Dropped` of `_parse` through."""
     if isinstance(record, Dropped):
         return record
     if not isinstance(record, dict):
@@ -329,8 +340,10 @@ def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
 
 
 def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
-    """The rows of the row groups that begin in bytes start..stop-1, a group with the share k of the rows before it
-    counting as beginning at the share k of the file's bytes. The first range tells what is wrong with the file."""
+    """Yield the rows of the row groups that begin in bytes start..stop-1. The first range reports problems of the file.
+
+    A row group with a fraction k of the rows before it counts as beginning at the fraction k of the file's bytes.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -355,7 +368,7 @@ def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
 
 
 def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) -> Items:
-    """A row group's documents, of which the first is the file's row `first` (from 0)."""
+    """Yield the documents of a row group, whose first row is row `first` (from 0) of the file."""
     import pyarrow
 
     row = first
@@ -375,7 +388,7 @@ def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) ->
 
 
 def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
-    """The rows of the record batches that begin in bytes start..stop-1 of an Arrow stream, as datasets saves one."""
+    """Yield the rows of the record batches that begin in bytes start..stop-1 of an Arrow stream (datasets' format)."""
     import pyarrow
 
     row = 0
@@ -386,7 +399,7 @@ def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
                 if start == 0:
                     yield _no_column(path, sum(batch.num_rows for batch in stream), text_key, stream.schema)
                 return
-            begins = 0  # the schema counts with the first batch
+            begins = 0  # the schema counts as part of the first batch
             for batch in stream:
                 if start <= begins < stop:
                     yield from _check_column(batch.column(names.index(text_key)), path, row)
@@ -412,7 +425,7 @@ def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
 
 
 def _holds_text(kind: Any) -> bool:
-    """Whether an Arrow type, or that of a dictionary's values, is strings, or bytes, as Impala and Hive write text."""
+    """Return whether an Arrow type, or its dictionary values, is strings, or bytes, as Impala and Hive write text."""
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
@@ -421,13 +434,13 @@ def _holds_text(kind: Any) -> bool:
 
 
 def _check_column(column: Any, path: Path, first: int) -> Items:
-    """The documents of a column, of which the first is the file's row `first` (from 0)."""
+    """Yield the documents of a column, whose first row is row `first` (from 0) of the file."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if is_text := _holds_text(column.type):
-        column = column.cast(pyarrow.large_binary())  # as Arrow does not check that strings are UTF-8
+        column = column.cast(pyarrow.large_binary())  # Arrow does not check that strings are UTF-8
     for row, value in enumerate(column.to_pylist(), start=first + 1):
         where = f"{path}:{row}"
         try:

@@ -1,14 +1,14 @@
-"""The optional steps of a preparation, each behind one flag, each datatrove's: which documents stay.
+"""The optional filters of a preparation. Each one has a flag and decides which documents to keep.
 
-    --languages       fastText's language of a document          datatrove's LanguageFilter (filters.py)
-    --quality         heuristics of Gopher, C4, FineWeb          its filters of these names (filters.py)
-    --decontaminate   n-grams shared with evaluation sets        a filter in its way (ngrams.py)
-    --dedup           exact or near duplicates                   its blocks, subclassed (dedup.py)
+    --languages       the language that fastText detects         datatrove's LanguageFilter (filters.py)
+    --quality         heuristics of Gopher, C4 and FineWeb       datatrove's filters of these names (filters.py)
+    --decontaminate   n-grams shared with evaluation sets        our own datatrove filter (ngrams.py)
+    --dedup           exact or near duplicates                   subclasses of datatrove's blocks (dedup.py)
 
-Documents pass them in this order, so that duplicates are searched among what the filters left. Everything is a
-function of the document and the options alone, and so the same for any number of workers.
+They run in this order, so deduplication sees only the documents that the filters kept. The result depends on the
+documents and the options alone, not on the number of workers.
 
-The command line has its flags from here: what needs datatrove is imported where it is used.
+This module also defines the flags, so it imports datatrove only inside functions.
 """
 
 from __future__ import annotations
@@ -29,19 +29,25 @@ if TYPE_CHECKING:
 
 QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
 DEDUP = ("exact", "minhash")
-INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in what all tasks share
+INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in the scratch folder that all tasks share
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Which steps run, and everything that their result depends on.
+    """The enabled steps and everything that their result depends on.
 
-    languages: fastText's codes, empty for no filter; language_threshold: the score above which one of them is taken;
-        language_model: a fastText file.
-    quality: of QUALITY, in the order in which they run; quality_language: whose rules split words and sentences.
-    dedup: of DEDUP, or None; seed: of MinHash's hash functions.
-    decontaminate: files of evaluation texts, with the key of the texts in records and the n-gram's length in words.
-    sha256: (file, hash) of the model and the evaluation files.
+    Attributes:
+        languages: fastText language codes to keep; empty for no language filter.
+        language_threshold: the score that one of these languages must exceed.
+        language_model: path of a fastText model.
+        quality: names from QUALITY, in the order in which they run.
+        quality_language: the language whose rules split text into words and sentences.
+        dedup: one of DEDUP, or None.
+        seed: the seed of MinHash's hash functions.
+        decontaminate: files with evaluation texts.
+        decontaminate_key: the key of the text in their records.
+        decontaminate_ngram: the length of the n-grams, in words.
+        sha256: (file, hash) of the language model and of each evaluation file.
     """
 
     languages: tuple[str, ...] = ()
@@ -58,42 +64,51 @@ class StepOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the steps."""
+    """Add the flags of the optional steps to the command line."""
     add = parser.add_argument_group("optional steps").add_argument
 
     def add_list(name: str, text: str, **kind: Any) -> None:
         add(name, type=unicode, nargs="+", default=[], help=text, **kind)
 
-    add_list("--languages", "keep the documents in these languages, such as en de", metavar="CODE")
-    add("--language_threshold", type=float, default=0.65, help="score that one of them must exceed (0.65)")
-    text = "a fastText model such as lid.176.bin; needed without a network, else downloaded once"
+    add_list("--languages", "keep only documents in these languages, such as en de", metavar="CODE")
+    add(
+        "--language_threshold",
+        type=float,
+        default=0.65,
+        help="score that one of them must exceed (default: 0.65)",
+    )
+    text = "path of a fastText model such as lid.176.bin (default: download it once)"
     add("--language_model", type=unicode, metavar="FILE", help=text)
-    text = "remove documents by these heuristics, in this order, at datatrove's defaults (c4 also removes lines, and "
-    add_list("--quality", text + "documents with a curly bracket in a whole sentence)", choices=QUALITY)
-    text = "splits words and sentences (en); gopher_quality's stop words are English and not asked of another"
+    text = "remove documents by these heuristics, in this order, with datatrove's defaults. c4 also removes lines, and "
+    add_list("--quality", text + "documents with a curly bracket in a whole sentence", choices=QUALITY)
+    text = (
+        "language whose rules split text into words and sentences (default: en). gopher_quality requires its "
+    )
+    text += "English stop words only for en"
     add("--quality_language", default="en", metavar="CODE", help=text)
-    text = "remove documents that share an n-gram of words with a text of these: a line of .txt, a record of .jsonl "
-    add_list("--decontaminate", text + "or of whatever else --input takes", metavar="FILE")
+    text = "remove documents that share an n-gram of words with a text in these files. Each line of a .txt and each "
+    text += "record of another format is one text; all formats of --input are accepted"
+    add_list("--decontaminate", text, metavar="FILE")
     add(
         "--decontaminate_key",
         type=unicode,
         default="text",
         metavar="KEY",
-        help="key of the texts in the records (text)",
+        help="key of the text in the records of these files (default: text)",
     )
-    text = "words of the n-gram (13); shorter texts are counted, not found"
+    text = "length of the n-grams in words (default: 13). Shorter evaluation texts are counted and ignored"
     add("--decontaminate_ngram", type=int, default=13, help=text)
-    text = "keep the first of equal documents (exact), or of those that share about 0.7 or more of their 5-grams of "
-    add("--dedup", choices=DEDUP, help=text + "words, any number equal to any other (minhash)")
-    add("--minhash_seed", type=int, default=1, help="chooses MinHash's hash functions (1)")
+    text = "remove duplicates and keep the first one. exact: identical documents; minhash: documents that share about "
+    add("--dedup", choices=DEDUP, help=text + "0.7 or more of their 5-grams of words; numbers count as equal")
+    add("--minhash_seed", type=int, default=1, help="random seed of MinHash's hash functions (default: 1)")
 
 
 def options_of(args: argparse.Namespace) -> StepOptions:
-    """The steps that the command line asks for, with everything found that they need.
+    """Build the step options from the command line, and find or download the files that the steps need.
 
     Raises:
-        DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had, a
-            file's name that is not UTF-8.
+        DataError: a value is invalid, a file is missing, a package is not installed, the language model is not
+            available, or a file name is not UTF-8.
     """
     _check_values(args)
     from train.prepare.filters import check_splitter, language_model
@@ -103,7 +118,7 @@ def options_of(args: argparse.Namespace) -> StepOptions:
         check_splitter(args.quality_language)
     evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
     files = [*([model] if model else []), *evaluation]
-    for file in files:  # of a folder not all names were given
+    for file in files:  # folders can contain names that were not on the command line
         check_name("--language_model or --decontaminate", file)
     values: dict[str, Any] = {key.name: getattr(args, key.name, None) for key in fields(StepOptions)}
     values |= {name: tuple(values[name]) for name in ("languages", "quality", "decontaminate")}
@@ -112,29 +127,31 @@ def options_of(args: argparse.Namespace) -> StepOptions:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    """All that is wrong with the values, raised at once."""
+    """Check the values and raise one error that lists all problems."""
     problems: dict[str, str] = {}
     for name in ("languages", "quality", "decontaminate"):
         values = getattr(args, name)
         if twice := sorted({value for value in values if values.count(value) > 1}):
-            problems[f"--{name}"] = f"--{name} has {', '.join(twice)} more than once; name each once"
+            problems[f"--{name}"] = f"--{name} lists {', '.join(twice)} more than once; list each one once"
     for name, low, high in (("language_threshold", 0, 1), ("decontaminate_ngram", 1, 100),
                             ("minhash_seed", 0, 2**32 - 1)):  # fmt: skip
         if not low <= getattr(args, name) <= high:
-            problems[f"--{name}"] = f"--{name} {getattr(args, name)}: allowed is {low} to {high}"
+            problems[f"--{name}"] = (
+                f"--{name} {getattr(args, name)} is out of range; it must be {low} to {high}"
+            )
     if args.language_model and not args.languages:
         problems["--language_model"] = (
-            "--language_model without --languages has no effect; name the languages to keep"
+            "--language_model has no effect without --languages; pass the languages to keep"
         )
     if problems:
         raise DataError("; ".join(problems.values()), code="bad_values", key=next(iter(problems)))
 
 
-# ---------------------------------------------------------------- what the launcher and the tasks call
+# ---------------------------------------------------------------- datatrove pipelines
 
 
 def filters(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
-    """Blocks that look at one document each; `folder` is the one that `passes` was given."""
+    """Return the blocks that judge each document on its own. `folder` must be the folder passed to `passes`."""
     from train.prepare.filters import Counted, language_filter, quality_filter
     from train.prepare.ngrams import EvaluationFilter
 
@@ -153,15 +170,15 @@ def filters(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
 
 
 def passes(options: StepOptions, folder: Path, tasks: int, reader: PipelineStep) -> list[Stage]:
-    """The stages before the last one. Builds the index of the evaluation texts in `folder` now, at the launcher.
+    """Return the stages before the last one. Also builds the index of the evaluation texts in `folder`, immediately.
 
     Args:
-        folder: scratch space that all tasks share, the preparation's own.
-        tasks: of the stages that read the input, this one's and the last.
-        reader: of the input, for the first of these stages.
+        folder: the preparation's scratch folder, which all tasks share.
+        tasks: the number of tasks of each stage that reads the input.
+        reader: the block that reads the input, for the first stage.
 
     Raises:
-        DataError: evaluation texts that cannot be read or are all too short; too many tasks.
+        DataError: the evaluation texts cannot be read or are all too short, or there are too many tasks.
     """
     from train.prepare.dedup import MOST_TASKS, exact_stages, minhash_stages
     from train.prepare.ngrams import build_index
@@ -173,18 +190,18 @@ def passes(options: StepOptions, folder: Path, tasks: int, reader: PipelineStep)
         return []
     if tasks > MOST_TASKS:
         raise DataError(
-            f"--tasks {tasks} with --dedup: at most {MOST_TASKS} are possible; give fewer",
+            f"--tasks is {tasks}, but --dedup supports at most {MOST_TASKS}; pass a smaller number",
             code="too_many_tasks",
             key="--tasks",
         )
-    documents = [reader, *filters(options, folder, Tally())]  # the last stage counts what is removed here
+    documents = [reader, *filters(options, folder, Tally())]  # not counted here: the last stage filters again
     if options.dedup == "exact":
         return exact_stages(documents, folder / DEDUP_FOLDER, tasks)
     return minhash_stages(documents, folder / DEDUP_FOLDER, tasks, options.seed)
 
 
 def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
-    """Blocks of the last stage, after `filters`, that remove the duplicates which the stages before it found."""
+    """Return the blocks that remove the duplicates found by earlier stages; they follow `filters` in the last stage."""
     if options.dedup is None:
         return []
     from train.prepare.dedup import ExactRemoval, MinhashRemoval
@@ -194,8 +211,11 @@ def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
 
 
 def report(options: StepOptions, folder: Path) -> dict[str, Any]:
-    """What the manifest should say of the steps beside the counts of documents: the evaluation files, with the texts
-    that were too short to be looked for. Empty without any."""
+    """Return the manifest's information about the evaluation files, with the number of texts too short to search for.
+
+    Returns:
+        An empty dictionary without --decontaminate.
+    """
     if not options.decontaminate:
         return {}
     from train.prepare.ngrams import read_report
