@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""A checkpoint -> a Hugging Face folder: config.json, model.safetensors, tokenizer.
+"""Export a checkpoint to a Hugging Face folder with config.json, model.safetensors and the tokenizer.
 
     python train/export.py output/run/checkpoints/step-00001000 OUT [--format hf | hf-fp8] [--tokenizer DIR]
-    python train/export.py output/run OUT                  # its newest good checkpoint
+    python train/export.py output/run OUT                  # the newest good checkpoint of the run
 
-OUT loads with transformers' AutoModelForCausalLM.from_pretrained, and so in whatever serves Mistral models. No GPU is
-needed. hf-fp8: the weights of the layers in FP8, of a model that trained in Transformer Engine's FP8 the codes and
-scales that training multiplied with, bit for bit; docs/inference.md has what reads it.
+Load OUT with transformers' AutoModelForCausalLM.from_pretrained, or with any server that supports Mistral. The export
+needs no GPU. With hf-fp8, the weights of the layers are stored in FP8. If the model was trained with Transformer
+Engine's FP8, the codes and scales equal those used in training, bit for bit. docs/inference.md lists the programs that
+read this format.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from train.record.run_folder import EXPORTED_FROM, why_not_replaced
 logger = logging.getLogger(__name__)
 
 FORMATS = ("hf", "hf-fp8")
-# Files of an earlier export that would mix with a new one, which may have other names. A chat template mixes with any.
+# Files of an earlier export that must not stay beside a new one, which may have other file names. A chat template fits
+# any export.
 OWN_FILES = (
     "config.json",
     "generation_config.json",
@@ -67,32 +69,36 @@ OWN_FILES = (
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
-    """Write the Hugging Face folder `out` from the verified checkpoint `path`. Return remarks on weights and tokenizer.
+    """Write the Hugging Face folder `out` from the verified checkpoint `path`.
 
-    The folder is written beside `out` and then renamed: `out` is whole or absent. Files of an earlier export are
-    replaced; others in `out` stay, such as a README.md of the user's. exported_from.json names the checkpoint.
+    The files are written to a temporary folder, which is then renamed, so `out` is complete or absent. Files of an
+    earlier export are replaced. Other files in `out` stay, such as the user's README.md. exported_from.json names the
+    checkpoint.
 
     Args:
-        tokenizer: a folder of which the tokenizer's files alone are copied; it may be that of a model.
+        tokenizer: folder with tokenizer files, for example a model folder; only the tokenizer files are copied.
         form: one of FORMATS.
 
+    Returns: remarks about the weights and the tokenizer, for the user.
+
     Raises:
-        CheckpointError: the weights do not fit the configuration; `tokenizer` has none; `out` is no export.
-        DataError: for transformers the tokenizer has more ids than the model, or another BOS or EOS.
-        PrecisionError: the weights have no FP8 form.
-        OSError: `out` cannot be written; then it is as it was.
+        CheckpointError: the weights do not fit the configuration, `tokenizer` holds no tokenizer, or `out` is not an
+            export.
+        DataError: transformers reads more token ids than the model has, or another BOS or EOS.
+        PrecisionError: the weights cannot be stored in FP8.
+        OSError: `out` cannot be written; it is unchanged.
     """
     files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if not {"tokenizer.model", "tokenizer.json"} & {file.name for file in files}:
         raise CheckpointError(
-            f"{tokenizer} has no tokenizer.model or tokenizer.json. Pass a folder that has with --tokenizer",
+            f"{tokenizer} has no tokenizer.model or tokenizer.json. Pass a folder that has one with --tokenizer",
             code="no_tokenizer",
             key=str(tokenizer),
         )
     if problem := why_not_replaced(out):
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     partial = out.with_name(f"{out.name}.partial")
-    if partial.exists():  # of an export that was killed
+    if partial.exists():  # left by a killed export
         shutil.rmtree(partial)
     try:
         with naming(out):
@@ -102,21 +108,21 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
             state = read_state(path)
             config, began_at = state.train_config, state.began_at.get("path")
             write_card(partial, out, path, config, state.step, state.consumed_tokens, state.changes, began_at)
-            for file in partial.iterdir():  # safetensors lets only the owner read its files
+            for file in partial.iterdir():  # safetensors makes its files readable only by the owner
                 shutil.copymode(partial / "config.json", file)
             origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
             (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
             _replace(out, partial)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
-        if isinstance(error, SafetensorError):  # as it reports a full disk
+        shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        if isinstance(error, SafetensorError):  # safetensors reports a full disk this way
             raise OSError(f"{out} could not be written: {error}") from error
         raise
     return lines
 
 
 def _replace(out: Path, partial: Path) -> None:
-    """Rename `partial` to `out`, and move files into it that the former `out` had and no export writes."""
+    """Rename `partial` to `out`. Keep the files of the former `out` that do not belong to an export."""
     if not out.exists():
         partial.rename(out)
         return
@@ -130,8 +136,11 @@ def _replace(out: Path, partial: Path) -> None:
 
 
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
-    """config.json and weights, in the dtype of training but for those that `form` has in FP8; what to say of them."""
-    # Here: it takes seconds, which --help and a wrong path do not wait for, nor a run, whose ranks import this file.
+    """Write config.json and the weights. Return remarks for the user.
+
+    The weights keep the dtype of training, except those that `form` stores in FP8.
+    """
+    # These imports take seconds: --help, a wrong path and the ranks of a run, which import this file, do not need them.
     import torch
     from transformers import MistralConfig, MistralForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -155,7 +164,7 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
         raise CheckpointError(
-            f"{path}: missing weights {missing}, unknown weights {unexpected}",
+            f"{path} does not fit its model configuration: missing weights {missing}, unknown weights {unexpected}",
             code="other_weights",
             key=str(path),
         )
@@ -169,11 +178,14 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
 
 
 def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
-    """Set BOS and EOS of `config` to those of the training's documents, if `encoder` is its tokenizer: a model
-    generates up to the EOS of its configuration. Return remarks on them and on the chat template.
+    """Set the BOS and EOS of `config` to those of the training data, if `encoder` is the tokenizer of that data.
+
+    Generation stops at the EOS of the configuration.
+
+    Returns: remarks about BOS, EOS and the chat template, for the user.
 
     Raises:
-        DataError: for transformers the tokenizer has more ids than the model, or another BOS or EOS.
+        DataError: transformers reads more token ids than the model has, or another BOS or EOS.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
     lines = [problem] if (problem := chat_template_problem(encoder.folder)) else []
@@ -183,22 +195,24 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
         configured = getattr(config, key)
         if own not in (configured if isinstance(configured, list) else [configured]):
             setattr(config, key, own)
-            lines.append(f"{key} {own}, as in the tokenizer; the model's configuration has {configured}")
+            lines.append(f"{key} is {own}, as in the tokenizer; the model's configuration has {configured}")
     return lines
 
 
 def _trained_with(state: RunState) -> set[str]:
-    """Return the sha256 of the tokenizer of the training's data."""
+    """Return the sha256 of each tokenizer that prepared the training data."""
     return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
-    """Write `model` with the weights of its layers in FP8. `weights` are all of them, by Hugging Face's names. Return
-    remarks.
+    """Write `model` with the weights of its layers in FP8. Return remarks for the user.
+
+    Args:
+        weights: all weights by their Hugging Face names.
 
     Raises:
-        PrecisionError: the weights have no FP8 form.
-        CheckpointError: codes differ from those that the training's modules make of the checkpoint.
+        PrecisionError: the weights cannot be stored in FP8.
+        CheckpointError: the written codes differ from those of the training modules.
     """
     import torch
     from huggingface_hub import save_torch_state_dict
@@ -221,7 +235,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     kept = [name for name in serving.linears(model) if f"{name}.weight" not in quantized]
     lines = [f"not FP8: {', '.join(kept)}, the embedding and the norms"]
     rest = weights
-    if model.config.dtype == torch.float32:  # what serves FP8 computes in 16 bits
+    if model.config.dtype == torch.float32:  # FP8 servers compute in 16 bits
         model.config.dtype = torch.bfloat16
         rest = {name: tensor.bfloat16() for name, tensor in weights.items()}
         lines = [f"{lines[0]}: these are rounded to bfloat16"]
@@ -236,12 +250,12 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     codes = f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes"
     if trained is None:
         how = precision.compute if precision.compute != "fp8" else f"torchao's FP8 ({precision.recipe})"
-        return [f"{codes}, a scale a row; the model was trained in {how}", *lines]
+        return [f"{codes}, one scale per row; the model was trained in {how}", *lines]
     written = read_hf_folder(out, model.config, model.config.dtype)
     if differing := serving.differences(written, quantized):
         raise CheckpointError(
-            f"{len(differing)} of {codes}, such as {differing[0]}, were not written to {out} as the training's modules "
-            f"make them of {path}; export again, or with --format hf",
+            f"{out}: {len(differing)} of {codes} differ from those of the training modules for {path}, such as "
+            f"{differing[0]}. Export again, or use --format hf",
             code="codes_differ",
             key=str(path),
         )
@@ -253,19 +267,23 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return the exit status: 1 for what the system refused, 2 for what the user has to change."""
+    """Run the command. Return the exit status: 1 after an error of the system, 2 after an error the user can fix."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "checkpoint", type=Path, help="a folder step-NNNNNNNN, or a run's output_dir: its newest good one"
+        "checkpoint",
+        type=Path,
+        help="checkpoint folder step-NNNNNNNN, or a run's output_dir for its newest good checkpoint",
     )
-    parser.add_argument("out", type=given_path, help="the Hugging Face folder to write")
-    parser.add_argument("--format", choices=FORMATS, default="hf", help="hf-fp8: weights in FP8; default: hf")
+    parser.add_argument("out", type=given_path, help="Hugging Face folder to write")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="hf", help="hf-fp8 stores weights in FP8 (default: hf)"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of another one; default: the training data's, else that of the run's hf/",
+        help="folder of another tokenizer (default: that of the training data, or else of the run's hf/)",
     )
     arguments = parser.parse_args(argv)
     configure_logging(console="stderr")
@@ -286,34 +304,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checkpoint_of(given: Path) -> Path:
-    """Return the checkpoint `given`, or the newest good one of the run `given`. Raises CheckpointError: neither."""
+    """Return the checkpoint `given`, or the newest good checkpoint of the run `given`.
+
+    Raises: CheckpointError: `given` is neither."""
     path = find_checkpoint(given)
     if path is None:
         raise CheckpointError(
-            f"{given} is no checkpoint and holds none. Pass a run's output_dir or RUN/checkpoints/step-NNNNNNNN",
+            f"{given} is not a checkpoint and contains none. Pass a run's output_dir or RUN/checkpoints/step-NNNNNNNN",
             code="no_checkpoint",
             key=str(given),
         )
     if path != given:
-        print(f"{path}, the newest good one")
+        print(f"{path} is the newest good checkpoint")
     return path
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:
-    """Warn where the tokenizer in `folder` is not that of the training. Raises DataError: it must be."""
+    """Warn if the tokenizer in `folder` is not the one used in training.
+
+    Raises: DataError: it differs and `must_be_the_same` is set."""
     encoder = TextEncoder(folder)
     if encoder.sha256() in _trained_with(state):
         return
     if must_be_the_same:
         raise DataError(
-            f"{folder} is not the tokenizer that the model was trained with: the data were prepared again. Pass that "
-            "tokenizer with --tokenizer DIR",
+            f"{folder} is not the tokenizer that the model was trained with; the data was prepared again since then. "
+            "Pass the original tokenizer with --tokenizer DIR",
             code="other_tokenizer",
             key=str(folder),
         )
     logger.warning(
-        f"{folder / encoder.files[0]} is not the file that the model was trained with; whether it gives the same ids "
-        "is not checked"
+        f"{folder / encoder.files[0]} is not the file that the model was trained with. Make sure that it gives the "
+        "same token ids; this is not checked"
     )
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a power cut, hashes, locks, who has them open; plots."""
+"""Helpers for files: atomic and durable writes, hashes, locks, errors of the file system, and plots."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGAIN_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# Faults of a file system that another start would meet as well, until somebody has mended them.
+# Errors of a file system that persist until somebody fixes the cause.
 LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-FULL = os.strerror(errno.ENOSPC)  # the words of libraries that have no OSError of it, as safetensors
+FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
 
 
 def again(action: Callable[[], T]) -> T:
-    """What `action` returns, at the second try, AGAIN_S later, where the first meets a fault that may pass: for a
-    moment of a network file system no checkpoint is to be passed over. Raises OSError."""
+    """Run `action`, and run it again after AGAIN_S seconds if it fails with an error that may pass.
+
+    A short outage of a network file system must not hide a checkpoint.
+
+    Raises: OSError: the second attempt failed, or the error of the first one persists."""
     try:
         return action()
     except OSError as error:
@@ -42,13 +45,12 @@ def again(action: Callable[[], T]) -> T:
 
 
 def discarded_name(path: Path) -> Path:
-    """Where `path` is moved to when a run goes on without it: a name of this moment, which two starts within a second
-    do not share."""
+    """Return the path to which a run moves `path` when it discards it; the name holds the time in microseconds."""
     return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write `text` beside `path`, flush it to the disk and rename it there: `path` is whole or absent."""
+    """Write `text` to `path` atomically: write a temporary file, flush it to the disk and rename it."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with naming(path), open(temporary, "w", encoding="utf-8") as file:
@@ -64,7 +66,7 @@ def write_durably(path: Path, text: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A full disk in the block, which the system tells without a file, is one of `path`."""
+    """Add the file name `path` to a full-disk error in the block; the system reports that error without a name."""
     try:
         yield
     except OSError as error:
@@ -74,29 +76,37 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """`value` as JSON for people, in which a name of theirs has its own letters; `default` as json.dumps takes it."""
+    """Return `value` as JSON text for messages, without escaping non-ASCII letters.
+
+    Args:
+        default: as in json.dumps.
+    """
     return json.dumps(value, default=default, ensure_ascii=False)
 
 
 def reason(error: BaseException) -> str:
-    """What a command that failed says of it; of a full or read-only disk also what to do."""
+    """Return the message of an error, with a remedy if a disk is full or not writable."""
     number = getattr(error, "errno", None)
     if number in NO_ROOM or FULL in str(error):
-        return f"{error}; make room there, or give a place on another disk"
+        return f"{error}. Free disk space there, or choose a folder on another disk"
     if number in LASTING:
-        return f"{error}; have it made writable, or give another place"
+        return f"{error}. Change the permissions, or choose another folder"
     return str(error)
 
 
 def lasts(error: OSError) -> bool:
-    """Whether another start would meet it, too: a full disk, one that is read-only, a right that is missing. What a
-    network file system or a bus has for a while (EIO, ESTALE, a time limit) may be over then."""
+    """Return whether the error persists: a full disk, a read-only disk or missing permissions.
+
+    Errors of a network file system or a bus, such as EIO, ESTALE or a timeout, may pass.
+    """
     return error.errno in LASTING or FULL in str(error)
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether what failed came from a fault of the system that does not last; by its chain of causes, the first of them
-    that the system has numbered. What is not there, or in the way, is no fault."""
+    """Return whether the error comes from a system error that may pass.
+
+    The first OSError with an errno in the chain of causes decides. A missing file or an existing one never passes.
+    """
     while error is not None:
         if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
             return not (lasts(error) or isinstance(error, NO_FAULTS))
@@ -105,12 +115,12 @@ def may_pass(error: BaseException | None) -> bool:
 
 
 def size_text(number: int) -> str:
-    """Bytes, for people."""
+    """Return a number of bytes as text in GB or MB."""
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def bytes_of(*places: Path) -> int:
-    """Of all files in these folders; of one that is not there, or goes meanwhile, none."""
+    """Return the total size of all files in these folders, in bytes; missing files and folders count as 0."""
     total = 0
     for place in places:
         for folder, _, names in os.walk(place, followlinks=True):
@@ -121,7 +131,7 @@ def bytes_of(*places: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    """Flush the entries of a folder to the disk, so that a rename in it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,17 +140,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def blocking(folder: Path) -> Path | None:
-    """What keeps `folder` from being made: itself, or the parent of it, that is there and is not a folder."""
+    """Return the path that prevents creating `folder`: itself or a parent that exists and is not a folder, or None."""
     for place in (folder, *folder.parents):
         if os.path.isdir(place):
             return None
-        if os.path.lexists(place):  # a link to nothing as well
+        if os.path.lexists(place):  # also true for a broken link
             return place
     return None
 
 
 def existing(folder: Path) -> Path:
-    """The folder that `folder` is or will be made in."""
+    """Return `folder`, or its nearest parent that exists."""
     place = folder.resolve()
     while not place.is_dir():
         place = place.parent
@@ -148,15 +158,17 @@ def existing(folder: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """The folder that a configuration names so: relative to here, else, where there is none, to the repository."""
+    """Resolve a data folder of a configuration: relative to the working folder, or else to the repository."""
     elsewhere = REPOSITORY / name
     return str(elsewhere) if not Path(name).exists() and elsewhere.exists() else name
 
 
 @contextmanager
 def without_patterns(folder: Path) -> Iterator[Path]:
-    """A path to `folder` that no glob takes for a pattern, for libraries that do not escape theirs: itself, or, of
-    "run[lr=3e-4]", a link in a temporary folder."""
+    """Yield a path to `folder` that has no glob patterns, for libraries that do not escape them.
+
+    For a name such as "run[lr=3e-4]" it is a link in a temporary folder, otherwise `folder` itself.
+    """
     if not glob.has_magic(str(folder)):
         yield folder
         return
@@ -166,13 +178,16 @@ def without_patterns(folder: Path) -> Iterator[Path]:
         yield link
 
 
-# What flock says where a file system has no locks, such as Lustre that is mounted without them.
+# Errors of flock on a file system without locks, such as Lustre mounted without them.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def locks(file: IO) -> bool:
-    """Lock the file for this process until it is closed; False: another one has it. Where there are no locks that is
-    told, and nobody is kept out. Raises OSError: the system's own."""
+    """Lock the file for this process until it is closed. Return False if another process has the lock.
+
+    On a file system without locks, log a warning and return True.
+
+    Raises: OSError: any other error of the system."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -181,20 +196,20 @@ def locks(file: IO) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         logger.warning(
-            f"the file system of {file.name} has no locks ({error.strerror}), so nothing keeps a second process "
-            "from writing there at the same time: start one"
+            f"the file system of {file.name} has no locks ({error.strerror}). Do not start a second process that "
+            "writes there at the same time"
         )
     return True
 
 
 def sha256_file(path: str | Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
+    """Return the sha256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_files() -> set[str]:
-    """What the processes that this one may look at have open (Linux)."""
+    """Return the paths of all files that are open in processes this user may inspect (Linux)."""
     found = set()
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):  # closed meanwhile
@@ -203,23 +218,30 @@ def open_files() -> set[str]:
 
 
 def remove_dead_buffers() -> None:
-    """Remove the shared memory of ranks that were killed: DeepSpeed makes 66 MB a rank on a machine without a GPU, and
-    a living rank has its own open from the moment that there is such a file."""
-    shared = os.path.realpath("/dev/shm")  # as it is called in /proc
+    """Remove the shared memory of killed ranks: on a machine without a GPU, DeepSpeed creates 66 MB per rank.
+
+    A running rank keeps its file open from its creation, so files that nobody has open are left over.
+    """
+    shared = os.path.realpath("/dev/shm")  # /proc shows the real path
     if buffers := glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*"):
         for path in set(buffers) - open_files():
             Path(path).unlink(missing_ok=True)
 
 
 def unfinished(path: Path, pid: int) -> Path:
-    """The file that the process `pid` writes in the place of the picture `path` until it is whole."""
+    """Return the temporary file that the process `pid` writes before it renames it to `path`."""
     return path.with_name(f"{path.name}.{pid}.tmp")
 
 
 @contextmanager
 def drawing(path: str | Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """(figure, array [rows, columns] of axes) of matplotlib, drawn without a display, which the end of the block saves
-    as the PNG `path`, whole or not at all, making its folder. `options` are those of pyplot.subplots."""
+    """Yield a matplotlib figure and its axes, array [rows, columns], and save it as the PNG `path` after the block.
+
+    Needs no display. The file is written atomically, and its folder is created.
+
+    Args:
+        options: options of pyplot.subplots.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Look at checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
+"""Inspect checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
 
-DIR is an output_dir, its folder checkpoints, or one checkpoint. Prints for each step's folder: whether it is committed,
-tokens, ranks, ZeRO stage, size, time, changes on resumes, and files that are missing, truncated or altered. For a run
-it also prints which checkpoint a resume with "auto" takes.
-Sizes are always compared with the manifest; --verify also recomputes every hash.
+DIR is a run's output_dir, its checkpoints folder, or one checkpoint. For each checkpoint the program prints whether it
+is committed, its tokens, ranks, ZeRO stage, size and time, the changes on resumes, and missing, truncated or altered
+files. For a run it also prints which checkpoint `--resume_from_checkpoint auto` uses. File sizes are always compared
+with the manifest; --verify also checks the hash of every file.
 
-The exit status is 0 if the newest committed checkpoint is good, 1 if it is not, 2 if there is nothing to look at.
+Exit status: 0 if the newest committed checkpoint is good, 1 if it is not, 2 if DIR contains no checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ from train.record.run_folder import RunFolder
 
 
 def find_damage(path: Path, verify: bool) -> list[str] | None:
-    """Return what is wrong with a step's folder, with all hashes if `verify`, or None if it was never committed, or
-    removed meanwhile by its run."""
+    """Return the problems of a checkpoint folder, or None if it is not committed.
+
+    A running training may remove the checkpoint meanwhile, which also gives None.
+
+    Args:
+        verify: whether to check the hash of every file.
+    """
     if not (path / MANIFEST).is_file():
         return None
     damage = problems(path, hashes=verify)
@@ -47,7 +52,7 @@ def find_damage(path: Path, verify: bool) -> list[str] | None:
 
 
 def describe(path: Path) -> list[str]:
-    """Return a line about the state and the files of a step's folder, and one for each change on a resume."""
+    """Return one line about the run state and the files of a checkpoint, and one for each change on a resume."""
     try:
         state = read_state(path)
     except CheckpointError:
@@ -61,7 +66,7 @@ def describe(path: Path) -> list[str]:
             for c in state.changes
         ]
         for level, count in Counter(state.levels.values()).items():
-            changes.append(f"by precision.on_trouble at {level}: {count} modules")
+            changes.append(f"fallback to {level} by precision.on_trouble: {count} modules")
     files = [file.stat() for file in path.glob("*") if file.is_file()]
     size = size_text(sum(file.st_size for file in files))
     written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=0))
@@ -69,35 +74,43 @@ def describe(path: Path) -> list[str]:
 
 
 def is_checkpoint(given: Path) -> bool:
-    """Return whether DIR is a checkpoint, perhaps copied under another name."""
+    """Return whether DIR is a checkpoint, even if it was copied under another name."""
     return bool(FOLDER.fullmatch(given.resolve().name)) or (given / RUN_STATE).is_file()
 
 
 def folders_of(given: Path) -> list[Path]:
-    """Return the step folders that DIR means, oldest first. Raises CheckpointError: there are none."""
+    """Return the checkpoint folders in DIR, oldest first. Raises CheckpointError: there are none."""
     if given.is_dir() and is_checkpoint(given):
         return [given]
     root = RunFolder(given).checkpoints
     if found := step_folders(root if root.is_dir() else given):
         return found
-    raise CheckpointError(f"{given} holds no checkpoint. Pass an output_dir, its checkpoints, or one of them")
+    raise CheckpointError(
+        f"{given} contains no checkpoint. Pass a run's output_dir or one of its checkpoints"
+    )
 
 
 def inspect(given: Path, verify: bool) -> bool:
-    """Print a report about DIR. Return whether its newest committed checkpoint is good. Raises as `folders_of`."""
+    """Print a report about DIR. Return whether its newest committed checkpoint is good.
+
+    Raises: CheckpointError: DIR contains no checkpoint."""
     found: dict[Path, list[str]] = {}  # damage of each committed checkpoint
     for path in folders_of(given):
         damage = find_damage(path, verify)
-        verdict = f"not committed: no {MANIFEST} (its save is under way or failed, or its run has removed it)"
+        verdict = f"not committed: no {MANIFEST} (a save is in progress or failed, or the run removed the checkpoint)"
         if damage is not None:
             found[path] = damage
-            good = "verified" if verify else "sizes hold (--verify computes the hashes)"
+            good = "verified" if verify else "sizes are correct (--verify also checks the hashes)"
             verdict = f"committed, {'damaged' if damage else good}"
         print("\n    ".join([*describe(path), verdict, *(damage or [])]), flush=True)
     if not is_checkpoint(given):
         good_ones = [path.name for path, damage in found.items() if not damage]
-        taken = f"takes {good_ones[-1]}" if good_ones else "is refused: no committed checkpoint is good"
-        print(f'a resume with "auto" {taken if found else "starts anew: nothing is committed"}')
+        taken = (
+            f"resumes from {good_ones[-1]}" if good_ones else "is refused: no committed checkpoint is good"
+        )
+        print(
+            f"--resume_from_checkpoint auto {taken if found else 'starts a new run: no checkpoint is committed'}"
+        )
     return bool(found) and not list(found.values())[-1]
 
 
@@ -107,9 +120,12 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="an output_dir, its checkpoints, or one of them"
+        "folder",
+        metavar="DIR",
+        type=Path,
+        help="a run's output_dir, its checkpoints folder, or one checkpoint",
     )
-    parser.add_argument("--verify", action="store_true", help="compute the hash of every file")
+    parser.add_argument("--verify", action="store_true", help="check the hash of every file")
     args = parser.parse_args(argv)
     try:
         return 0 if inspect(args.folder, args.verify) else 1

@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
-"""Start a script once for each rank of this node, pass signals on, and end with the status that the ranks mean.
+"""Start one process per rank on this node, forward signals, and return a meaningful exit status.
 
     python train/launch.py --nproc 8 train/train.py CONFIG [--key value]...
     srun --ntasks-per-node=1 --cpus-per-task=64 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST \\
-        --master_port 29500 train/train.py CONFIG         (the node's rank: SLURM_PROCID)
-    python train/launch.py --supervise [CONFIG] [--key value]...        what run_training.sh does after the set-up
+        --master_port 29500 train/train.py CONFIG         (SLURM_PROCID is the node's rank)
+    python train/launch.py --supervise [CONFIG] [--key value]...        (run_training.sh calls this)
 
-Use it instead of torchrun or deepspeed where the exit status matters: both exit with 1 whatever their ranks return, and
-give the remaining ranks 30 seconds when one has died. Here a rank that dies ends the others within seconds, is named,
-and its last lines are shown. SIGTERM, SIGUSR1 and SIGHUP reach every rank as SIGUSR1, and the ranks have the time they
-need to save. The first Ctrl-C asks for the same; a second one, or one after another signal, ends the ranks at once.
+Use this launcher instead of torchrun or deepspeed if you need the exit status: both of them return 1 for every failure
+and wait 30 seconds for the other ranks when one dies. This launcher ends the other ranks within seconds and reports
+which rank failed. It forwards SIGTERM, SIGUSR1 and SIGHUP to all ranks as SIGUSR1, then waits while they save a
+checkpoint. The first Ctrl-C also requests a stop. A second Ctrl-C, or one after another signal, ends the ranks at once.
 
-Before it starts ranks of train/train.py it checks whether their run can start (train/preflight).
+Before the launcher starts train/train.py, it checks the configuration and this machine (train/preflight).
 
---supervise prepares the embedded corpus if it is used and missing, trains, restarts after a crash, requeues the Slurm
-job that was asked to stop, and generates a few lines from the result. Its settings are environment variables; the head
-of run_training.sh lists them. In a Slurm job of several nodes, or with a container, srun starts one launcher per node.
+--supervise prepares the embedded corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
+after a stop request, and generates sample text at the end. Environment variables set its options; the head of
+run_training.sh lists them. In a Slurm job with several nodes or a container, srun starts one launcher per node.
 
-Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; INTERRUPTED (130) when Ctrl-C
-ended them; 2 for what has to be changed first; else that of the rank which failed first, 128 + n if signal n killed it.
+Exit status: 0 if all ranks returned 0; STOPPED (75) if they stopped on request; INTERRUPTED (130) after Ctrl-C; 2 if
+the user has to change something first. Otherwise it is the status of the rank that failed first, or 128 + n if signal
+n killed that rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # avoids a traceback during the imports below
 
 from model import need
 
@@ -76,27 +77,27 @@ TRAIN = ROOT / "train/train.py"
 CRASHED = 1
 
 POLL_S = 0.2
-# The other ranks have this long to print why they end once one has failed: rank 0 prints first, the others after 2 s.
+# After one rank fails, the other ranks get this long to print their errors. Rank 0 prints first, the others after 2 s.
 FAILED_GRACE_S = 4.0
 INTERRUPTED_GRACE_S = 1.0
-# Ranks that stop on request leave together, after their checkpoint is committed.
+# Ranks that stop on request end together, after they commit the checkpoint.
 STOPPED_GRACE_S = 60.0
 OTHER_NODES_S = 2.0
-# Before the restart after an attempt without progress: a port, a file system or a node may recover.
+# Pause before a restart without progress, so that a port, file system or node can recover.
 PAUSE_S = 30.0
 
-# The configuration without CONFIG, on two ranks at most: its batch has tokens for no more.
+# The default configuration. Its batch is too small for more than two ranks.
 TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
-# The name by which train_args/ and prepare_data.py know the Python standard library's own text.
+# The name of the Python standard library's source text in train_args/ and prepare_data.py.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
-# The options that a hostfile stands for.
+# Options that a hostfile replaces.
 NODES = ("nproc", "nnodes", "node_rank", "master_addr")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class LaunchError(UserError, ValueError):
-    """The ranks cannot be started with these settings; `key` is the variable or file to change."""
+    """An invalid launcher setting; `key` is the variable or file to change."""
 
     code = "launch"
 
@@ -113,11 +114,11 @@ def main(argv: list[str]) -> int:
         return CRASHED if may_pass(error) else NOT_AS_IT_IS
 
 
-# ---------------------------------------------------------------- what follows: pure functions
+# ---------------------------------------------------------------- decisions: pure functions
 
 
 class Action(Enum):
-    """What the supervisor does after an attempt to train."""
+    """What the supervisor does after a training attempt."""
 
     END = auto()
     REQUEUE = auto()
@@ -133,14 +134,14 @@ def next_action(
     restarts_left: int,
     can_requeue: bool,
 ) -> Action:
-    """Decide what follows an attempt to train.
+    """Decide what to do after a training attempt.
 
     Args:
-        status: the exit status of the attempt.
-        stop_requested: a signal asked this job to stop.
-        made_progress: the attempt logged a step or saved a checkpoint that the one before did not.
-        is_retry: the attempt before it made no progress either.
-        can_requeue: this is a Slurm job that may requeue itself.
+        status: exit status of the attempt.
+        stop_requested: whether a signal asked this job to stop.
+        made_progress: whether the attempt logged a new step or saved a new checkpoint.
+        is_retry: whether the previous attempt made no progress either.
+        can_requeue: whether this is a Slurm job that may requeue itself.
     """
     if status == STOPPED:
         return Action.REQUEUE if can_requeue else Action.END
@@ -152,10 +153,10 @@ def next_action(
 
 
 def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool) -> tuple[int, int | None]:
-    """Return the exit status of the job and the rank that is to be named as its cause, if any.
+    """Return the exit status of the job and the rank to report as its cause, if any.
 
     Args:
-        failed: return code by rank, -n if signal n killed it, in the order in which the ranks ended.
+        failed: return code of each failed rank, in the order in which they ended; -n if signal n killed the rank.
     """
     if not failed:
         return 0, None
@@ -163,17 +164,19 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
         return INTERRUPTED, None
     if set(failed.values()) == {STOPPED}:
         return STOPPED, None
-    # the first that was killed is the cause, those that lost their connection to it the consequence
+    # The first killed rank is the cause. Other ranks fail because they lose their connection to it.
     rank = min(failed, key=lambda rank: (failed[rank] >= 0, failed[rank] == STOPPED))
     status = failed[rank] if failed[rank] >= 0 else 128 - failed[rank]
-    if stop_requested and status - 128 in SIGNALS:  # before the rank handled signals: it had done nothing
+    if (
+        stop_requested and status - 128 in SIGNALS
+    ):  # the signal came before the rank handled signals, so no step was done
         return INTERRUPTED if interrupted else STOPPED, None
-    # rank 0 has printed what has to be changed
+    # rank 0 has already printed the error
     return status, None if (rank, status) == (0, NOT_AS_IT_IS) else rank
 
 
 def grace_s(failed: dict[int, int]) -> float:
-    """Seconds that the other ranks have to end by themselves; `failed` as in `exit_status`."""
+    """Return how many seconds the other ranks have to end; `failed` is as in `exit_status`."""
     if failed.get(0) == NOT_AS_IT_IS:
         return 0.0
     if INTERRUPTED in failed.values():
@@ -185,7 +188,7 @@ def grace_s(failed: dict[int, int]) -> float:
 
 
 class Children:
-    """The processes that this one started and waits for, and what signals have asked of it."""
+    """The child processes of the launcher and the stop requests received so far."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
@@ -195,10 +198,11 @@ class Children:
         signals.install(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Pass a request to stop on as SIGUSR1, which srun hands to its tasks; SIGTERM could be meant for srun itself.
+        """Forward a stop request to the children as SIGUSR1.
 
-        A terminal sends a Ctrl-C to the children too. A preparation ends by its own, and another signal would interrupt
-        its end."""
+        srun forwards SIGUSR1 to its tasks, whereas SIGTERM might end srun itself. A terminal also sends Ctrl-C to the
+        children, so it is not forwarded to data preparation: a second signal would interrupt its cleanup.
+        """
         if number == signal.SIGINT:
             self.ends_at_once = self.stop_requested
             self.interrupted = True
@@ -208,16 +212,16 @@ class Children:
 
     def _send(self, number: int) -> None:
         for process in self.processes:
-            # not send_signal, which polls: a handler must not reap what wait() is looking at
+            # send_signal() polls, and a signal handler must not reap a process that wait() inspects
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def run(self, command: list[str], are_training: bool = False) -> int:
-        """Run one program, srun with the launchers of all nodes or a preparation, and return its exit status."""
+        """Run one program, such as srun or data preparation, and return its exit status."""
         self.processes, self.first_rank, self.are_training = [], 0, are_training
         try:
-            # if this process is killed, what srun started saves and stops
+            # if this process is killed, the ranks that srun started save a checkpoint and stop
             self._start(command, None, signal.SIGUSR1)
         except OSError as error:
             logger.error(f"{command[0]}: {error}")
@@ -230,6 +234,7 @@ class Children:
         return exit_status(failed, self.stop_requested, self.interrupted)[0]
 
     def start_ranks(self, options: argparse.Namespace) -> None:
+        """Start the ranks of this node, with the environment variables of torch and DeepSpeed."""
         self.processes, self.are_training = [], True
         self.first_rank = options.node_rank * options.nproc
         environment = dict(
@@ -243,23 +248,23 @@ class Children:
         command = [sys.executable, "-u", options.script, *options.arguments]
         for local in range(options.nproc):
             mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
-            # no rank stays behind, holding a GPU, when the launcher is killed
+            # if the launcher is killed, no rank may stay behind and hold a GPU
             self._start(command, mine, signal.SIGKILL)
 
     def _start(self, command: list[str], environment: dict[str, str] | None, at_our_end: int) -> None:
-        # inherited: in a child that does not handle signals yet, a Ctrl-C would be a traceback
+        # The child inherits the blocked signal. Otherwise Ctrl-C during its imports would print a traceback.
         blocked = [signal.SIGINT] if environment else []
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         before = signals.at_parents_end(at_our_end)
         self.processes.append(subprocess.Popen(command, env=environment, preexec_fn=before))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-        if self.stop_requested:  # before there was anybody to pass it on to
+        if self.stop_requested:  # the request came before this process existed
             self._send(signal.SIGUSR1)
 
     def wait(self) -> dict[int, int]:
-        """Wait until all children have ended, or some failed and the others had their time to follow.
+        """Wait until all children have ended, or one failed and the grace period of the others is over.
 
-        Returns: return code by rank of those that failed, in the order in which they ended."""
+        Returns: the return code of each failed rank, in the order in which they ended."""
         failed: dict[int, int] = {}
         deadline = math.inf
         while not self.ends_at_once:
@@ -273,11 +278,11 @@ class Children:
         return failed
 
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Return the ranks that are still running."""
         return [rank for rank, p in enumerate(self.processes, self.first_rank) if p.returncode is None]
 
     def kill(self) -> None:
-        """End what still runs, at once."""
+        """Kill the children that are still running."""
         self._send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
@@ -285,8 +290,11 @@ class Children:
 
 
 def free_port() -> int:
-    """A port that is free now, and below those which systems give to outgoing connections: rank 0 listens there only
-    after its imports."""
+    """Return a port that is free now.
+
+    Rank 0 binds it only after its imports. The range is below the ephemeral ports, so that no outgoing connection
+    takes it meanwhile.
+    """
     while True:
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("", port := random.randrange(20000, 32000)))
@@ -297,8 +305,9 @@ def free_port() -> int:
 
 
 def run_ranks(options: argparse.Namespace, children: Children) -> int:
-    """Start the ranks of this node once and wait for them; returns the exit status. Raises UserError, ValueError: see
-    check_start."""
+    """Start the ranks of this node, wait for them and return the exit status.
+
+    Raises: UserError, ValueError: as `check_start`."""
     check_start(options)
     kills = memory_kills()
     try:
@@ -308,7 +317,7 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
             return INTERRUPTED
         status, cause = exit_status(failed, children.stop_requested, children.interrupted)
         if status == INTERRUPTED and INTERRUPTED not in failed.values():
-            logger.warning(WITHOUT_STEPS)  # no rank could
+            logger.warning(WITHOUT_STEPS)  # no rank has printed it
         if cause is not None:
             report_failure(cause, failed[cause], children.running(), memory_kills() > kills)
         return status
@@ -317,7 +326,9 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
 
 
 def check_start(options: argparse.Namespace) -> None:
-    """Check what can be known of a run of train.py before its ranks start. Raises UserError, ValueError: it cannot."""
+    """Check a run of train.py before starting its ranks.
+
+    Raises: UserError, ValueError: the run cannot start."""
     if Path(options.script).resolve() != TRAIN:
         return
     try:
@@ -325,7 +336,7 @@ def check_start(options: argparse.Namespace) -> None:
         remarks = check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices())
     except (ValueError, UserError):
         if options.node_rank:
-            time.sleep(OTHER_NODES_S)  # the first node prints first, and may end this one
+            time.sleep(OTHER_NODES_S)  # the first node prints the same error and may end this one
         raise
     if options.node_rank == 0 and remarks:
         logger.info("\n".join(remarks))
@@ -333,9 +344,9 @@ def check_start(options: argparse.Namespace) -> None:
 
 
 def report_failure(rank: int, code: int, ended_with_it: list[int], out_of_memory: bool) -> None:
-    """Print which rank ended the job, and what is known of a SIGKILL, after which a rank prints nothing."""
+    """Log which rank ended the job. After SIGKILL, which the rank itself cannot report, also log the likely reason."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    also = f"; ranks {ended_with_it} are ended with it" if ended_with_it else ""
+    also = f"; stopping ranks {ended_with_it}" if ended_with_it else ""
     why = ""
     if code == -signal.SIGKILL:
         why = (
@@ -343,9 +354,7 @@ def report_failure(rank: int, code: int, ended_with_it: list[int], out_of_memory
             if out_of_memory
             else "Host memory may have run out"
         )
-        why = (
-            f". {why} (see dmesg, or Slurm's sacct): fewer ranks a node, or save_async false, need less of it"
-        )
+        why = f". {why}; check dmesg or Slurm's sacct. Use fewer ranks per node, or pass --save_async false"
     logger.error(f"rank {rank} {how}{also}{why}")
 
 
@@ -356,72 +365,81 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--nproc", type=between(1), help="ranks on this node")
-    parser.add_argument("--nnodes", type=between(1))
+    parser.add_argument("--nproc", type=between(1), help="number of ranks on this node")
+    parser.add_argument("--nnodes", type=between(1), help="number of nodes (default: 1)")
     parser.add_argument(
-        "--node_rank", type=between(0), help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node"
+        "--node_rank",
+        type=between(0),
+        help="rank of this node, 0 to nnodes - 1 (default: SLURM_PROCID, or 0)",
     )
-    parser.add_argument("--master_addr", help="the host of node 0; default, one node: this one")
+    parser.add_argument("--master_addr", help="host of node 0 (default with one node: 127.0.0.1)")
     parser.add_argument(
-        "--master_port", type=between(1, 65535), help="a free port there; default, one node: any"
+        "--master_port", type=between(1, 65535), help="free port on node 0 (default with one node: any)"
     )
-    text = 'in the place of the four before the port: lines of "host slots=N", as DeepSpeed has them; call it on each'
+    text = (
+        'DeepSpeed hostfile with lines "host slots=N"; replaces --nproc, --nnodes, --node_rank and --master_addr. Run '
+        "the same command on each host"
+    )
     parser.add_argument("--hostfile", metavar="FILE", help=text)
-    parser.add_argument("script", help="what each rank runs, with the rest of the command line")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("script", help="Python script that each rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     if options.hostfile is not None:
         if given := [name for name in NODES if getattr(options, name) is not None]:
-            parser.error(f"--hostfile says what --{given[0]} would: give one of them")
+            parser.error(f"--hostfile and --{given[0]} exclude each other; pass one of them")
         vars(options).update(read_hostfile(options.hostfile, names_of_this_host()))
     elif options.nproc is None:
-        parser.error("--nproc, the ranks on this node, or --hostfile is needed")
+        parser.error("pass --nproc, the number of ranks on this node, or --hostfile")
     options.nnodes = options.nnodes or 1
     if options.node_rank is None:
         options.node_rank = int(os.environ.get("SLURM_PROCID") or 0)
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
-        parser.error("several nodes need --master_addr and --master_port, the same on each")
+        parser.error("with several nodes, pass --master_addr and --master_port, the same on each node")
     options.master_addr = options.master_addr or "127.0.0.1"
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
     if not Path(options.script).is_file():
-        parser.error(f"{options.script}: no such script; what each rank runs, such as train/train.py")
+        parser.error(
+            f"{options.script}: no such script. Pass the script that each rank runs, such as train/train.py"
+        )
     return options
 
 
 def read_hostfile(hostfile: str | Path, here: Collection[str]) -> dict[str, Any]:
-    """Find this host in a hostfile of DeepSpeed's, lines of `host slots=N`, the first that of rank 0.
+    """Find this host in a DeepSpeed hostfile: lines of `host slots=N`, starting with the host of rank 0.
 
     Args:
         here: names and addresses of this host.
 
-    Raises LaunchError: a line is no such line, hosts have unequal slots, this one is not among them."""
+    Returns: values of the options in NODES.
+
+    Raises: LaunchError: a line is invalid, the hosts have unequal slots, or this host is not listed."""
     slots: dict[str, int] = {}
     for line in Path(hostfile).read_text(encoding="utf-8").splitlines():
         if text := line.partition("#")[0].strip():
             match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
             if not match or match[1] in slots:
                 raise LaunchError(
-                    f'hostfile {hostfile}: {text!r}; each line is "host slots=N", and each host is there once',
+                    f'hostfile {hostfile}: invalid line {text!r}. Write "host slots=N", and each host only once',
                     code="hostfile_line",
                     key=str(hostfile),
                 )
             slots[match[1]] = int(match[2])
     if len(set(slots.values())) > 1:
         raise LaunchError(
-            f"hostfile {hostfile}: {slots} have unequal slots; give each host the smallest number",
+            f"hostfile {hostfile}: the hosts have unequal slots: {slots}. Give each host the smallest number",
             code="hostfile_unequal_slots",
             key=str(hostfile),
         )
     hosts = list(slots)
-    # any host is localhost, so that it means something only alone
+    # every host is localhost, so that name is unambiguous only if it is the only one
     index = next(
         (n for n, host in enumerate(hosts) if host in here or hosts == [host] and host in LOOPBACK), None
     )
     if index is None:
         raise LaunchError(
-            f"hostfile {hostfile} has {', '.join(hosts) or 'no host'}, and not this one, which is "
-            f"{', '.join(sorted(here))}: use one of these names",
+            f"hostfile {hostfile} lists {', '.join(hosts) or 'no host'}, but not this host. List it by one of "
+            f"its names: {', '.join(sorted(here))}",
             code="hostfile_without_this_host",
             key=str(hostfile),
         )
@@ -429,7 +447,7 @@ def read_hostfile(hostfile: str | Path, here: Collection[str]) -> dict[str, Any]
 
 
 def names_of_this_host() -> set[str]:
-    """Its name with and without the domain, and the addresses of its interfaces."""
+    """Return the name of this host with and without its domain, and the addresses of its interfaces."""
     name = socket.gethostname()
     addresses = [a for interface in psutil.net_if_addrs().values() for a in interface]
     names = {name, name.partition(".")[0], socket.getfqdn()}
@@ -437,21 +455,21 @@ def names_of_this_host() -> set[str]:
     return {name for name in names if not name.startswith("127.") and name not in LOOPBACK}
 
 
-# ---------------------------------------------------------------- supervising a training
+# ---------------------------------------------------------------- the supervisor
 
 
 def setting(name: str, default: str = "") -> str:
-    """An environment variable; an empty one counts as not set."""
+    """Return an environment variable; an empty one counts as unset."""
     return os.environ.get(name) or default
 
 
 class Supervisor:
-    """A training from its data to a sample of its text, with restarts; see the head of run_training.sh.
+    """Prepares data, trains with restarts and generates sample text; see the head of run_training.sh.
 
     Args:
-        argv: the command line of train.py; without CONFIG that of TINY.
+        argv: command line of train.py; without CONFIG, TINY is the configuration.
 
-    Raises UserError: the command line or a setting is wrong.
+    Raises: UserError: the command line or a setting is invalid.
     """
 
     def __init__(self, argv: list[str], children: Children):
@@ -471,14 +489,14 @@ class Supervisor:
         self.is_first_node = self.options.node_rank == 0
 
     def run(self) -> int:
-        """Returns the exit status."""
+        """Run all phases and return the exit status."""
         set_environment(self.options.nproc)
         nodes = f" on each of {self.options.nnodes} nodes" * (self.options.nnodes > 1)
         logger.info(f"training: {self.options.nproc} ranks{nodes}")
         if corpus := missing_corpus(self.arguments):
             resolve_arguments(
                 self.arguments, self.options.nproc * self.options.nnodes
-            )  # a wrong batch is told before
+            )  # reports an invalid batch size before the preparation
             if status := self.prepare(corpus):
                 return self.end(status, self.decide(status))
         if self.arguments.dry_run:
@@ -493,7 +511,7 @@ class Supervisor:
         return 0
 
     def attempt(self) -> int:
-        """Start all ranks that this job is responsible for, once; returns the exit status."""
+        """Start all ranks of this job once and return the exit status."""
         if self.srun:
             python = setting("CONTAINER_PYTHON", "python3") if setting("CONTAINER_IMAGE") else sys.executable
             launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options]
@@ -501,11 +519,11 @@ class Supervisor:
         else:
             options = parse([*self.rank_options, str(TRAIN), *self.argv])
             status = run_ranks(options, self.children)
-        # srun makes one status of several nodes'; what rank 0 wrote is certain
+        # srun merges the statuses of all nodes into one, but the file that rank 0 wrote is reliable
         return STOPPED if self.folder.stopped.is_file() and not self.arguments.dry_run else status
 
     def train(self) -> int:
-        """Train until it is done, stopped, or another attempt would not help; returns the exit status."""
+        """Train until the run is complete, stopped, or out of restarts. Return the exit status."""
         first, restarts, is_retry = self.progress(), 0, False
         while True:
             before = self.progress()
@@ -517,7 +535,7 @@ class Supervisor:
             if action in (Action.END, Action.REQUEUE):
                 return self.end(status, action)
             restarts, is_retry = restarts + 1, action is Action.PAUSE_AND_RESTART
-            pause = f" after {PAUSE_S:g} s, as no step was done" * is_retry
+            pause = f" after {PAUSE_S:g} s, because no step was done" * is_retry
             how = f"restart {restarts} of {self.max_restarts} from {now.checkpoint}{pause}"
             logger.warning(f"training: status {status}; {how}")
             if is_retry and not self.wait(PAUSE_S):
@@ -529,7 +547,7 @@ class Supervisor:
     def decide(
         self, status: int, made_progress: bool = False, is_retry: bool = False, restarts_left: int = 0
     ) -> Action:
-        # not requeued after Ctrl-C: who pressed it starts again when it suits
+        # after Ctrl-C the user decides when to start again
         may_requeue = self.is_first_node and not self.children.interrupted and setting("REQUEUE", "1") != "0"
         return next_action(
             status,
@@ -541,7 +559,7 @@ class Supervisor:
         )
 
     def end(self, status: int, action: Action) -> int:
-        """Print how to continue, and requeue the Slurm job if that is to follow; returns the exit status."""
+        """Log how to continue, requeue the Slurm job if `action` says so, and return the exit status."""
         if status == STOPPED:
             what = f"the same command{resume_option(self.arguments)} continues"
             if action is Action.REQUEUE:
@@ -557,7 +575,7 @@ class Supervisor:
         return status
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for `seconds` or until a condition holds; returns False if the job is asked to stop first."""
+        """Wait for `seconds`, or until the condition `until` holds. Return False if the job is asked to stop first."""
         deadline = time.monotonic() + seconds
         while not self.children.stop_requested:
             if until() or time.monotonic() >= deadline:
@@ -566,7 +584,7 @@ class Supervisor:
         return False
 
     def stopped_status(self) -> int:
-        """The exit status of a stop while nothing ran."""
+        """Return the exit status for a stop request that came while no rank was running."""
         return INTERRUPTED if self.children.interrupted else STOPPED
 
     # ------------------------------------------------------------ progress and resume
@@ -575,17 +593,24 @@ class Supervisor:
         return again(partial(read_progress, self.folder))
 
     def resume_own_checkpoint(self) -> None:
-        """Override "--resume_from_checkpoint never" or a path: what it asked for must not happen a second time."""
+        """Resume from the run's own checkpoint, even if the command line says "never" or names another checkpoint.
+
+        A restart must not start over or from the other checkpoint a second time.
+        """
         self.argv += ["--resume_from_checkpoint", "auto"]
         self.arguments = load_arguments(self.argv)
 
     def resume_after_requeue(self) -> None:
-        """A requeued Slurm job has the command line of its first start. It resumes from what is new since then; an
-        older checkpoint may be one that the first start did not live to set aside."""
+        """Resume from the run's own checkpoint if this Slurm job was requeued and has saved a checkpoint.
+
+        A requeued job has the command line of its first start. A checkpoint from before that start does not count: the
+        first start may have ended before it could move it away.
+        """
         note, now = self.folder.slurm_job, self.progress()
         mine = f"{self.slurm_job} {now.identity}".strip()
         lines = note.read_text().splitlines() if note.is_file() else []
-        others = [line for line in lines if line.split()[:1] != [self.slurm_job]]  # one of them may still run
+        # keep the lines of other jobs, which may still be running
+        others = [line for line in lines if line.split()[:1] != [self.slurm_job]]
         if setting("SLURM_RESTART_COUNT", "0") != "0" and len(others) < len(lines):
             if now.identity and mine not in lines:
                 self.resume_own_checkpoint()
@@ -596,28 +621,28 @@ class Supervisor:
     # ------------------------------------------------------------ before and after the training
 
     def prepare(self, corpus: Path) -> int:
-        """Prepare the embedded corpus. Of several nodes that share the folder, the first does, and the others wait.
+        """Prepare the embedded corpus on the first node, while the other nodes wait for it.
 
-        Returns the status of the first program that fails, 0 if none does."""
+        Returns: the exit status of the first program that fails, or 0."""
         if not self.is_first_node:
             is_there = self.wait(math.inf, until=(corpus / "manifest.json").is_file)
             return 0 if is_there else self.stopped_status()
         logger.info(
-            f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}"
+            f"data: preparing the embedded corpus (source code of the Python standard library) in {corpus}"
         )
         source, tokenizer = ["--input", EMBEDDED_CORPUS], corpus.parent / "tokenizer-4096"
         programs = [["bash", "-c", INSTALL]]
         if not (tokenizer / "tokenizer_config.json").is_file():
             options = ["--vocab_size", "4096", "--output", str(tokenizer)]
             programs.append(python("train/train_tokenizer.py", *source, *options))
-        # of about 600 files: enough of them for the evaluation to mean something
+        # the corpus has about 600 files, so a larger share than the default is needed for a meaningful evaluation
         options = ["--tokenizer", str(tokenizer), "--output", str(corpus), "--eval_fraction", "0.05"]
         programs.append(python("train/prepare_data.py", *source, *options))
         os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # for setup_env.sh
         return next(filter(None, map(self.children.run, programs)), 0)
 
     def generate(self) -> None:
-        """Run the demo in the place of this process: its status and the signals are its own."""
+        """Replace this process with the inference demo, which then handles signals and sets the exit status."""
         folder, compute = str(self.folder.path), self.arguments.precision.compute
         how = f"--precision {compute if compute in ('fp32', 'fp8') else 'bf16'}"
         how += " --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
@@ -632,7 +657,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: name and identity of its newest checkpoint, and the last step in its metrics."""
+    """Progress of a run: name and identity of its newest checkpoint, and the last step in its metrics."""
 
     checkpoint: str
     identity: str
@@ -649,17 +674,20 @@ def read_progress(folder: RunFolder) -> Progress:
 
 
 def missing_corpus(arguments: TrainingArguments) -> Path | None:
-    """Folder of the embedded corpus, if it is a source and has no manifest, the last file that is written."""
+    """Return the folder of the embedded corpus if the run uses it and its preparation is not complete.
+
+    The manifest is the last file that the preparation writes.
+    """
     found = [Path(f) for f in arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
     return next((folder for folder in found if not (folder / "manifest.json").is_file()), None)
 
 
 def rank_options(most: int | None, by_srun: bool) -> list[str]:
-    """The options of this launcher that the settings in the environment stand for.
+    """Return the command-line options of this launcher that the environment variables request.
 
     Args:
-        most: the largest number of ranks where NPROC does not set it.
-        by_srun: in a Slurm job, where srun starts one launcher per node.
+        most: largest number of ranks if NPROC is not set.
+        by_srun: whether srun starts one launcher per node of a Slurm job.
     """
     job, nodes = setting("SLURM_JOB_ID"), setting("SLURM_NNODES", "1")
     names = {"NPROC": "--nproc", "MASTER_PORT": "--master_port"}
@@ -667,7 +695,8 @@ def rank_options(most: int | None, by_srun: bool) -> list[str]:
     if by_srun:
         if not (host := first_host(setting("SLURM_JOB_NODELIST"))):
             raise LaunchError(
-                f"SLURM_JOB_NODELIST is not set: which nodes has Slurm job {job}? Pass its environment on",
+                f"SLURM_JOB_NODELIST is not set, so the nodes of Slurm job {job} are unknown. Pass the job's "
+                "environment on with --export=ALL",
                 key="SLURM_JOB_NODELIST",
             )
         found = {"--nnodes": nodes, "--master_addr": host, "--master_port": port_of(job)}
@@ -676,7 +705,9 @@ def rank_options(most: int | None, by_srun: bool) -> list[str]:
         names |= {"NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
         found = {"--master_port": "29500"}
         if setting("NNODES", "1") != "1" and not setting("NODE_RANK"):
-            raise LaunchError("NNODES needs NODE_RANK too: 0 to NNODES - 1", key="NODE_RANK")
+            raise LaunchError(
+                "NNODES is set, but NODE_RANK is not. Set it to 0 ... NNODES - 1", key="NODE_RANK"
+            )
     found |= {option: setting(name) for name, option in names.items() if setting(name)}
     if "--nproc" not in found and "--hostfile" not in found:
         found["--nproc"] = str(count_devices() if most is None else min(count_devices(), most))
@@ -684,20 +715,20 @@ def rank_options(most: int | None, by_srun: bool) -> list[str]:
 
 
 def count_devices() -> int:
-    """The CUDA devices of this node, or 2 ranks on a machine without any."""
+    """Return the number of CUDA devices of this node, or 2 on a machine without a GPU."""
     if setting("HAS_GPU") != "1":
         return 2
     if not (devices := cuda_devices()):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise LaunchError(
-            f"there is a GPU, but CUDA offers none (CUDA_VISIBLE_DEVICES={visible})",
+            f"this machine has a GPU, but CUDA finds no device (CUDA_VISIBLE_DEVICES={visible})",
             key="CUDA_VISIBLE_DEVICES",
         )
     return len(devices)
 
 
 def requeue(job: str) -> bool:
-    """Ask Slurm to queue the job again; returns whether it does."""
+    """Ask Slurm to requeue the job. Return whether that succeeded."""
     try:
         return subprocess.call(["scontrol", "requeue", job]) == 0
     except OSError:
@@ -705,20 +736,22 @@ def requeue(job: str) -> bool:
 
 
 def srun_command() -> list[str]:
-    """srun with its options, which starts one launcher per node of a Slurm job; [] where no srun is needed.
+    """Return the srun command that starts one launcher per node of a Slurm job, or [] if srun is not needed.
 
-    CONTAINER_IMAGE is passed to Pyxis; this repository and the working folder are mounted where they are here."""
+    CONTAINER_IMAGE is passed to Pyxis. This repository and the working folder are mounted under the same paths.
+
+    Raises: LaunchError: CONTAINER_IMAGE is set without a Slurm job."""
     job, nodes, image = setting("SLURM_JOB_ID"), setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE")
     by_hand = setting("NNODES") or setting("HOSTFILE") or not job
     if image and by_hand:
         raise LaunchError(
-            "CONTAINER_IMAGE is for Slurm jobs with Pyxis, by srun; elsewhere start this in the container",
+            "CONTAINER_IMAGE works only in Slurm jobs with Pyxis. Elsewhere, run this command inside the container",
             key="CONTAINER_IMAGE",
         )
     if by_hand or (nodes == "1" and not image):
         return []
     srun = f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()
-    # of sbatch, from which srun does not take it since Slurm 22.05
+    # since Slurm 22.05, srun does not inherit this option from sbatch
     if cpus := setting("SLURM_CPUS_PER_TASK"):
         srun.append(f"--cpus-per-task={cpus}")
     if image:
@@ -730,15 +763,15 @@ def srun_command() -> list[str]:
 
 
 def set_environment(processes: int) -> None:
-    """Set the environment of all programs that are started from here."""
+    """Set the environment variables that all child processes inherit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # each process would otherwise start a thread a core, which is many times slower
+    # by default each process starts one thread per core, which is many times slower
     threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.update(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
 
 
 def python(script: str, *options: str) -> list[str]:
-    """The command of a program of this repository."""
+    """Return the command that runs a script of this repository."""
     return [sys.executable, str(ROOT / script), *options]
 
 

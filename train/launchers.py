@@ -1,8 +1,8 @@
-"""Which rank this process is: the only module that knows the environment variables of Slurm and MPI.
+"""Read the rank and the world size from the environment variables of any launcher.
 
-torchrun, deepspeed, accelerate and train/launch.py describe each rank by the variables of torch (`DESCRIBED`). srun and
-mpirun have names of their own (`LAUNCHERS`); `adopt` sets torch's from them, and everything else reads those. Needs no
-torch.
+torchrun, deepspeed, accelerate and train/launch.py set the environment variables of torch (`DESCRIBED`). srun and
+mpirun set their own (`LAUNCHERS`). `adopt` translates these to torch's, which all other modules read. Only this module
+knows the variables of Slurm and MPI. It does not import torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from model.errors import UserError
 
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOW = (
-    "start ranks with train/launch.py, torchrun or deepspeed, which set all of these, or with srun, or mpirun of Open "
-    "MPI, MPICH or Intel MPI; to train with one process, unset "
+    "start ranks with train/launch.py, torchrun, deepspeed, srun, or the mpirun of Open MPI, MPICH or Intel MPI. To "
+    "train with one process, unset "
 )
 # The default of torch's launchers.
 PORT = "29500"
@@ -31,19 +31,19 @@ class LauncherError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts one process per rank and describes it by other names than torch's."""
+    """A launcher that sets its own environment variables instead of torch's; the fields are their names."""
 
     name: str
-    sign: str  # set in each process that it starts, and in no other
+    sign: str  # set only in the processes that this launcher starts
     rank: str
     size: str
     local_rank: str
     local_size: str
 
 
-# The first whose sign is set has started this process: mpirun starts ranks on other nodes by srun, whose variables then
-# count nodes. A batch script, and the shell of salloc, are no step of their Slurm job, though they may have a
-# SLURM_PROCID; srun with MPI's PMI-2 sets PMI_RANK as well.
+# The first launcher whose `sign` is set has started this process. mpirun comes first because it may start other nodes
+# with srun, whose variables then count nodes. SLURM_PROCID cannot be the sign: batch scripts and salloc's shell may
+# have it too. PMI_RANK cannot either: srun sets it with PMI-2.
 LAUNCHERS = (
     Launcher(
         "mpirun",
@@ -63,7 +63,7 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
     ),
 )
-# From these values on, the variable belongs to one of several processes, each of which would train by itself.
+# From these values on, a variable shows that there are several processes. Without RANK each would train alone.
 ONE_OF_SEVERAL = {
     "WORLD_SIZE": 2,
     "LOCAL_RANK": 1,
@@ -76,10 +76,11 @@ ONE_OF_SEVERAL = {
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Describe this process by torch's variables, if srun or mpirun started it as one of several. What is described
-    already stays. A process that nothing describes is alone.
+    """Set torch's variables if srun or mpirun started this process as one of several ranks.
 
-    Raises LauncherError: it is described in part, twice and differently, or nothing says where rank 0 is."""
+    Variables that are already set stay. Without any variables of a launcher, this is the only process.
+
+    Raises: LauncherError: variables are missing or contradict each other, or the host of rank 0 is unknown."""
     if environment.get("RANK"):
         _check_described(environment)
         return
@@ -91,8 +92,8 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
             raise LauncherError(
-                f"{name} is {environment[name]}, but {launcher.name} says {value}; unset {name}, or start as many "
-                "tasks as it says",
+                f"{name} is {environment[name]}, but {launcher.name} says {value}. Unset {name}, or start that many "
+                "tasks",
                 code="launcher_contradicted",
                 key=name,
             )
@@ -109,36 +110,38 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int:
-    """The rank of this process; 0 if nothing describes it."""
+    """Return the rank of this process; 0 if RANK is not set."""
     return _number(environment.get("RANK", ""), 0)
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks; 1 if nothing says it."""
+    """Return the number of ranks; 1 if WORLD_SIZE is not set."""
     return _number(environment.get("WORLD_SIZE", ""), 1) or 1
 
 
 def local_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks on this node; 1 if nothing says it."""
+    """Return the number of ranks on this node; 1 if no variable sets it."""
     text = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")  # DeepSpeed's name for it
     return _number(text, 1) or 1
 
 
 def several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment says that other nodes have ranks too."""
+    """Return whether other nodes have ranks too, according to the environment."""
     is_known = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
     return bool(is_known) and local_world_size(environment) < world_size(environment)
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm list such as "gpu[007-012,20],login1"."""
+    """Return the first host of a Slurm node list such as "gpu[007-012,20],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def port_of(job: str, step: str = "0") -> str:
-    """A port for rank 0 of a step of a Slurm job: the same on all nodes, another for jobs and steps that run beside it,
-    and below those which systems give to outgoing connections."""
+    """Return a port for rank 0 of a Slurm step.
+
+    It is the same on all nodes, differs between concurrent jobs and steps, and is below the ephemeral ports.
+    """
     return str(20000 + (int(job) + 101 * _number(step, 0)) % 12000)
 
 
@@ -151,13 +154,13 @@ def _check_described(environment: Mapping[str, str]) -> None:
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
         raise LauncherError(
-            f"RANK is set, but {', '.join(wrong)} is not, or is no number: {HOW}RANK",
+            f"RANK is set, but {', '.join(wrong)} is not set or not a number: {HOW}RANK",
             code="rank_described_in_part",
             key=wrong[0],
         )
     if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
         raise LauncherError(
-            f"RANK={given['RANK']} is not below WORLD_SIZE={given['WORLD_SIZE']}: {HOW}both, or correct them",
+            f"RANK={given['RANK']} must be below WORLD_SIZE={given['WORLD_SIZE']}: {HOW}both",
             code="rank_out_of_range",
             key="RANK",
         )
@@ -177,7 +180,7 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     values = {name: environment.get(name, "") for name in names}
     if launcher.name == "srun":
-        # older ones say it for the step by the name of the job
+        # older versions of Slurm set only these names
         values[launcher.size] = values[launcher.size] or environment.get("SLURM_NTASKS", "")
         tasks = values[launcher.local_size] or environment.get("SLURM_TASKS_PER_NODE", "")
         values[launcher.local_size] = _tasks_here(tasks, environment.get("SLURM_NODEID", ""))
@@ -185,8 +188,8 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
         return {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if wrong := [name for name, text in values.items() if not text.isdecimal()]:
         raise LauncherError(
-            f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} is not set, or is "
-            f"no number: pass its whole environment on; to train with one process, unset {launcher.sign}",
+            f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} is not set or not "
+            f"a number. Pass on its whole environment. To train with one process, unset {launcher.sign}",
             code="launcher_described_in_part",
             key=wrong[0],
         )
@@ -194,7 +197,7 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
     if number >= size or local >= here or here > size:
         raise LauncherError(
             f"{launcher.name} started this process as rank {number} of {size}, {local} of {here} on its node "
-            f"({', '.join(names)}), which is impossible; start it from a clean shell",
+            f"({', '.join(names)}), which is impossible. Start it from a clean shell",
             code="rank_out_of_range",
             key=launcher.rank,
         )
@@ -208,7 +211,7 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
 
 
 def _tasks_here(tasks: str, node: str) -> str:
-    """Tasks on the node of this number, of a Slurm list such as "8(x3),4"; "" if that does not say it."""
+    """Return the number of tasks on this node from a Slurm list such as "8(x3),4", or "" if it is not in the list."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     counts = [count for count, times in found for _ in range(int(times or 1))]
     index = _number(node, 0) if len(counts) > 1 else 0
@@ -216,12 +219,12 @@ def _tasks_here(tasks: str, node: str) -> str:
 
 
 def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
-    """The host of rank 0, of several."""
+    """Return the host of rank 0 in a run on several hosts. Raises LauncherError: it is unknown."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if launcher.name == "srun" and nodes:
         return first_host(nodes)
     raise LauncherError(
-        f"{launcher.name} started ranks on several hosts, and nothing says which has rank 0: set MASTER_ADDR to it "
+        f"{launcher.name} started ranks on several hosts, but the host of rank 0 is unknown. Set MASTER_ADDR to it "
         "(srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: -genv MASTER_ADDR HOST)",
         code="no_master_addr",
         key="MASTER_ADDR",
