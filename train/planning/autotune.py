@@ -51,15 +51,11 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         )
 
     choice = from_rank_0(choose)
-    graphs = choice.cuda_graphs and task.graphs_allowed
-    if choice.cuda_graphs and not graphs:
-        logger.info(
-            "precision.auto: the checkpoint uses CUDA graphs, which this configuration cannot; they stay off"
-        )
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),
-        speed=replace(args.speed, cuda_graphs=graphs),
+        # the run of the checkpoint may have had graphs where this configuration cannot
+        speed=replace(args.speed, cuda_graphs=choice.cuda_graphs and task.graphs_allowed),
         model=replace(args.model, attention_backend=choice.attention_backend),
     )
 
@@ -77,9 +73,6 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
     )
     measured_gib = num_parameters(config) * (2 + 4 * main_grad) / GIB  # weights and float32 gradients
-    no_graphs = why_no_graphs(
-        args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
-    )
     return Task(
         config=config,
         variant=args.model.variant,
@@ -92,7 +85,10 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         # ZeRO 3 moves the weights and keeps no FP8 copy of them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        graphs_allowed=no_graphs is None,
+        graphs_allowed=why_no_graphs(
+            args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
+        )
+        is None,
         document_mask=args.data.document_mask,
         other_memory_gib=max(0.0, state_gib - measured_gib),
     )

@@ -92,8 +92,7 @@ def head_bytes(s: Setting) -> float:
 def _buckets(s: Setting) -> float:
     """Bytes that DeepSpeed has for communication while a micro-batch runs."""
     if s.zero_stage == 3:
-        gathered = min(s.parameters, MOST_LIVE_PARAMETERS)
-        return 2 * (gathered + s.reduce_bucket)
+        return 2 * (min(s.parameters, MOST_LIVE_PARAMETERS) + s.reduce_bucket)
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
         return 2 * s.reduce_bucket * (2 if s.overlap_comm else 1)
     return 0
@@ -181,8 +180,7 @@ def _memory_of(s: Setting) -> Memory:
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
         # all of the states but a whole float32 weight, which is there from the start
-        shared = s.ranks if s.zero_stage else 1
-        early = 0 if s.packs else 4 * s.parameters / shared / GIB
+        early = 0 if s.packs else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
         late = state["optimizer"] - early
         shown = max(of_passes - late - 2 * twice / GIB, of_later)
         for parts in later.values():
@@ -209,10 +207,10 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
 def least_memory_gib(s: Setting) -> float:
     """GiB a rank that a run cannot do without: weights, gradients in the weights' type, the optimizer's state. Of
     ZeRO 0 as if the optimizer were shared, which DeepSpeed does in 16 bits."""
-    stage = max(s.zero_stage, 1)
-    return sum(
-        state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim).values()
+    parts = state_parts_gib(
+        s.sizes, max(s.zero_stage, 1), s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim
     )
+    return sum(parts.values())
 
 
 def weight_bytes(compute: str) -> int:

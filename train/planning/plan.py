@@ -89,15 +89,18 @@ def lines(p: Plan) -> list[str]:
         f"as configured: {s.described()}",
         *_details(p.configured, p.tokens),
         "",
+        *(
+            ["recommended: as configured"]
+            if p.recommended.setting == s
+            else [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
+        ),
+        "",
+        "Recommended for other numbers of GPUs (the model does not fit on others):",
+        "",
     ]
-    if p.recommended.setting == s:
-        out.append("recommended: as configured")
-    else:
-        out += [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
     rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
     table = [[*rows[0]], *([*row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    out += ["", "Recommended for other numbers of GPUs (the model does not fit on others):", ""]
     return out + [
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table
     ]

@@ -16,7 +16,6 @@ LARGEST_MICRO_BATCH = 128
 NEARLY_AS_FAST = 0.01  # of two settings this close, the simpler one is recommended
 # Packed optimizer states round the moments and take longer (docs/validation.md): they have to be worth it.
 CLEARLY_FASTER = 0.1
-FLOAT32_STATES = ("fp32", "fp32")  # precision.optimizer_states, the type of the moments
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,15 @@ class Planned:
         }
 
 
-def optimizer_states(s: Setting) -> list[tuple[str, str]]:
-    """Return the (precision.optimizer_states, type of the moments) to consider, the least packed first."""
-    if s.args.optim != "adamw":
-        return [FLOAT32_STATES]
+def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return the (precision.optimizer_states, type of the moments, ZeRO stages) to consider, the least packed first.
+
+    Muon and packed states need ZeRO 1.
+    """
+    if s.args.optim == "muon":
+        return [("fp32", "fp32", (1,))]
     moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
-    return [FLOAT32_STATES, ("bf16_remainder", moments), ("int8", "int8")]
-
-
-def zero_stages(s: Setting, states: tuple[str, str]) -> tuple[int, ...]:
-    """Return the ZeRO stages to consider. Packed states and Muon need ZeRO 1."""
-    return (1,) if s.args.optim == "muon" or states != FLOAT32_STATES else (1, 2, 3)
+    return [("fp32", "fp32", (1, 2, 3)), ("bf16_remainder", moments, (1,)), ("int8", "int8", (1,))]
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
@@ -89,31 +86,27 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
         batch_tokens: tokens of a step over all ranks.
     """
     chosen: Planned | None = None
-    for states in optimizer_states(s):
-        fitting = list(_fitting(s, gpu, ranks, batch_tokens, network_gbit_s, states))
+    for states, moments, zero_stages in optimizer_options(s):
+        packed = replace(s, ranks=ranks, optimizer_states=states, moments=moments)
+        fitting = list(_fitting(packed, gpu, zero_stages, batch_tokens, network_gbit_s))
         fastest = max((p.estimate.tokens_per_second for p in fitting), default=0)
         if fastest > (chosen.estimate.tokens_per_second * (1 + CLEARLY_FASTER) if chosen else 0):
             good = [p for p in fitting if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
             chosen = min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib))
     itself = Planned.of(s, gpu, network_gbit_s)
-    if (
-        ranks == s.ranks
-        and itself.fits
-        and itself.estimate.tokens_per_second
-        >= (1 - NEARLY_AS_FAST) * (chosen.estimate.tokens_per_second if chosen else 0)
-    ):
-        return itself
-    return chosen
+    speeds = [planned.estimate.tokens_per_second for planned in (itself, chosen) if planned]
+    is_fast = speeds[0] >= (1 - NEARLY_AS_FAST) * speeds[-1]
+    return itself if ranks == s.ranks and itself.fits and is_fast else chosen
 
 
 def _fitting(
-    s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float, states: tuple[str, str]
+    s: Setting, gpu: Gpu, zero_stages: tuple[int, ...], batch_tokens: int, network_gbit_s: float
 ) -> Iterator[Planned]:
-    """Yield what fits with these optimizer states. Another ZeRO stage has the DeepSpeed settings of
+    """Yield the variations of `s` that fit. Another ZeRO stage has the DeepSpeed settings of
     train_args/ds_config_zero*.json, the accumulation is the one nearest to batch_tokens."""
-    samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
+    samples = max(1, round(batch_tokens / (s.seq_length * s.ranks)))
     sizes = range(s.micro_batch_unit, min(samples, LARGEST_MICRO_BATCH) + 1, s.micro_batch_unit)
-    for stage, recompute in product(zero_stages(s, states), (False, True)):
+    for stage, recompute in product(zero_stages, (False, True)):
         bucket = ZERO_3_BUCKET if stage == 3 else REDUCE_BUCKET
         other: dict[str, Any] = {
             "float32_gradients": True,
@@ -123,16 +116,13 @@ def _fitting(
         for micro_batch in (size for size in sizes if samples % size == 0):
             setting = replace(
                 s,
-                ranks=ranks,
                 zero_stage=stage,
                 micro_batch=micro_batch,
                 recompute=recompute,
-                accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
-                optimizer_states=states[0],
-                moments=states[1],
+                accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * s.ranks))),
                 cuda_graphs=s.cuda_graphs and stage < 3 and not recompute,
                 **({} if stage == s.zero_stage else other),
             )
-            if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
+            if memory_of(setting).needed_gib(s.ranks) > gpu.memory_gib:
                 break
             yield Planned.of(setting, gpu, network_gbit_s)

@@ -17,6 +17,7 @@ from train.config.schedule import phase_shares, precisions_of
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
 ZERO_3_BUCKET = 50_000_000  # of ds_config_zero3.json
+PLANNED = {"fp8", "bf16"}  # values of precision.compute
 
 
 def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
@@ -79,14 +80,11 @@ class Setting:
             ds_config: `resolve_ds_config` of these arguments.
             max_steps: length of the run if it is not args.max_steps.
         """
-        shares = phase_shares(args, max_steps or args.max_steps)
-        schedule = tuple(
-            (share, precision_fields(section, sizes))
-            for share, section in zip(shares, precisions_of(args.precision), strict=True)
-            if share
+        sections = zip(
+            phase_shares(args, max_steps or args.max_steps), precisions_of(args.precision), strict=True
         )
+        schedule = tuple((share, precision_fields(section, sizes)) for share, section in sections if share)
         precision, zero = args.precision, ds_config["zero_optimization"]
-        in_float32 = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         eval_batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
         return cls(
             **schedule[0][1],
@@ -100,7 +98,9 @@ class Setting:
             accumulation=args.gradient_accumulation_steps or 1,
             ranks=ranks,
             zero_stage=zero["stage"],
-            float32_gradients=in_float32 and zero["stage"] >= 1,
+            float32_gradients=ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+            and zero["stage"] >= 1
+            and precision.compute in PLANNED,
             optimizer_states=precision.optimizer_states,
             moments=precision.moment_type,
             reduces_in_float32=ds_config.get("communication_data_type") == "fp32",
@@ -116,8 +116,7 @@ class Setting:
 
     @property
     def is_planned(self) -> bool:
-        computes = {phase.compute for _, phase in self.phases}
-        return VARIANTS[self.args.model.variant].te and computes <= {"fp8", "bf16"}
+        return VARIANTS[self.args.model.variant].te and {phase.compute for _, phase in self.phases} <= PLANNED
 
     @property
     def bf16_optimizer(self) -> bool:

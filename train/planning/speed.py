@@ -81,11 +81,6 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
         network_gbit_s: bandwidth per GPU between nodes, Gbit/s.
     """
     step_s = sum(share * _step_s(phase, gpu, network_gbit_s) for share, phase in s.phases)
-    basis, within = _uncertainty(s, gpu)
-    return Estimate(step_s, s.step_tokens / step_s, basis, within)
-
-
-def _uncertainty(s: Setting, gpu: Gpu) -> tuple[str, float]:
     near = min(abs(math.log(s.parameters / size)) for size in SIZES)
     reasons = [
         ("steps measured on an H200", 0.06, True),
@@ -97,7 +92,8 @@ def _uncertainty(s: Setting, gpu: Gpu) -> tuple[str, float]:
         ("ZeRO 3 measured on up to 4 GPUs", 0.1, s.zero_stage == 3),
     ]
     found = [(text, share) for text, share, holds in reasons if holds]
-    return "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
+    basis, within = "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
+    return Estimate(step_s, s.step_tokens / step_s, basis, within)
 
 
 def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
@@ -159,9 +155,8 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     node, one network card per GPU between nodes."""
     if s.ranks == 1:
         return 0
-    link = gpu.nvlink_gb_s * 1e9
-    if s.ranks > GPUS_OF_A_NODE:
-        link = min(link, GPUS_OF_A_NODE * network_gbit_s / 8 * 1e9)
+    network = GPUS_OF_A_NODE * network_gbit_s / 8 if s.ranks > GPUS_OF_A_NODE else math.inf
+    link = min(gpu.nvlink_gb_s, network) * 1e9
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of one byte a parameter
     gradient = 4 if s.reduces_in_float32 else 2  # bytes
     if s.zero_stage == 3:
