@@ -1,5 +1,4 @@
-"""Text from a trained Mistral in FP8: fp8_inference.py is the command, engine.py what runs, sampling.py how a token is
-drawn.
+"""FP8 inference with a trained Mistral model.
 
-It imports model/ alone.
+fp8_inference.py is the command, engine.py runs the model, and sampling.py draws the tokens. Imports only model/.
 """

@@ -1,4 +1,4 @@
-"""Prompts of one batch -> their completions, token by token from the engine, as text while it grows."""
+"""Complete the prompts of one batch: read tokens from the engine and turn them into text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8_inference_demo.text import StopStrings, TextStream, eos_tokens
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for every completion."""
+    """Options of all completions."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -24,7 +24,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """A row of a batch: a sample of a prompt. `name` says in messages which."""
+    """One row of a batch: one sample of a prompt. `name` identifies the prompt in messages."""
 
     name: str
     ids: list[int]
@@ -32,12 +32,13 @@ class Request:
 
 
 class Completion:
-    """The answer to a request as far as it has come.
+    """The answer to a request, which may still be growing.
 
-    `finish_reason`: "stop" at EOS or a stop string, "length" where max_new_tokens, the context or `grown` ended
-    it, None while it grows. `tokens` counts EOS, too. `text` grows where somebody looks at it or it may
-    end at a stop string; otherwise it comes at the end, since text token by token takes the host longer than a GPU the
-    tokens.
+    finish_reason: "stop" at EOS or a stop string; "length" if max_new_tokens, the context or the callback `grown` ended
+    it; None while it grows.
+    tokens: the number of new tokens, including EOS.
+    text: updated after each token if `looked_at` is set or there are stop strings, otherwise only at the end. Decoding
+    text token by token takes the host longer than the GPU needs for the tokens.
     """
 
     def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], looked_at: bool):
@@ -61,7 +62,7 @@ class Completion:
             self.finish_reason = "stop"
 
     def finish(self, reason: str) -> None:
-        """No more tokens come: what was held back comes out."""
+        """End the completion and append the text that was held back."""
         self.text += self._stops.push(self._stream.rest())
         if not self._stops.found:
             self.text += self._stops.held
@@ -75,10 +76,11 @@ def complete(
     options: Options,
     grown: Callable[[Sequence[Completion]], bool] | None = None,
 ) -> tuple[list[Completion], Generation]:
-    """The completions of up to `engine.batch_size` requests, and the engine's run, which has the times.
+    """Complete up to `engine.batch_size` requests. Return the completions and the engine's run with its timing.
 
-    `grown` sees them after each token and once they are complete; it ends them by returning True.
-    Raises EngineError: logits that are not finite, or prompts that the engine refuses.
+    `grown` is called with the completions after each token and at the end. If it returns True, all completions end.
+
+    Raises EngineError if the logits are not finite or the engine refuses a prompt.
     """
     eos = set() if options.ignore_eos else eos_tokens(tokenizer, engine.config)
     run = engine.generate(
@@ -102,7 +104,7 @@ def complete(
 def _read(
     run: Generation, completions: list[Completion], grown: Callable[[Sequence[Completion]], bool] | None
 ) -> None:
-    """Tokens into completions, to their end."""
+    """Add the tokens of the run to the completions until all are complete."""
     for step in run:
         for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
             if token is None or completion.finish_reason:

@@ -1,10 +1,10 @@
-"""The engine: a loaded model, a cache of fixed size, and one CUDA graph from a token to the next.
+"""The inference engine: a loaded model, a KV cache of fixed size, and one CUDA graph per decoding step.
 
-The device feeds its own tokens back and the host reads them some steps later, so nothing in the loop waits:
+The device feeds its tokens back to itself, and the host reads them a few steps later. So the loop never waits:
 
     engine = Engine.load(folder, "fp8", batch_size=8, max_length=2048)
     run = engine.generate([[1, 17, 4], [1, 99]], Sampling(temperature=0), seeds=[0, 1], max_new_tokens=64)
-    for step in run:  # one token a row, None where a row is done
+    for step in run:  # one token per row, None for a row that is done
         ...
 """
 
@@ -27,13 +27,13 @@ from fp8_inference_demo.weights import Weights, load_weights
 from model.config import load_config
 from model.fp8.precision import check_fp8_gpu
 
-# Steps that the device is ahead of the host, and so that may be computed in vain when a row ends.
+# Number of steps that the device runs ahead of the host. They are wasted when a row ends.
 AHEAD = 8
 
 
 @dataclass
 class Timing:
-    """Tokens and seconds of the prompts (with the first new tokens) and of the steps after that, over all rows."""
+    """Tokens and seconds over all rows: of the prefill, which includes the first new tokens, and of decoding."""
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
@@ -54,21 +54,21 @@ class Timing:
 
 
 class Step:
-    """One step of B rows on the device: its inputs and outputs have fixed places, so a CUDA graph can replay it."""
+    """A decoding step of B rows. Inputs and outputs have fixed addresses, so that a CUDA graph can replay it."""
 
     def __init__(self, forward: Forward, rows: int, sampling: Sampling):
         device, S = forward.weights.device, forward.cache.max_length
         self.forward, self.last = forward, S - 1
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # of `tokens`
-        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens so far
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # positions of `tokens`
+        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # number of new tokens so far
         self.history = torch.zeros(S, rows, dtype=torch.int64, device=device)
         self.sampler = Sampler(sampling, rows, S, forward.config.vocab_size, device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.counted: Counter[str] = Counter()  # what one step runs
+        self.counted: Counter[str] = Counter()  # operations of one step
 
     def take(self, logits_BV: torch.Tensor) -> None:
-        """Draw the next token of each row, note it, and go on to its position. -1: the logits were not finite."""
+        """Draw and store the next token of each row and advance the positions. -1: the logits were not finite."""
         do = self.forward.operations
         if self.sampler.likeliest and do is not reference:
             state = self.history, self.tokens, self.positions, self.steps
@@ -90,7 +90,7 @@ class Step:
             self._step()
 
     def capture(self) -> None:
-        """Make a CUDA graph of a step. What it changes meanwhile is overwritten by the next prefill."""
+        """Capture a step as a CUDA graph. The next prefill overwrites the state that the capture changes."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         before = self.forward.ran.copy()
@@ -110,9 +110,9 @@ class Step:
 
 
 class Generation:
-    """The continuation of some rows, read by iterating: a list with one entry a row, None where a row is done.
+    """Iterator over the new tokens of a batch. Yields a list per step: one token per row, None for finished rows.
 
-    timing: filled as it goes. full: the rows that ended because the cache or the model's positions did.
+    timing: updated during the iteration. full: the rows that ended because the cache or the positions were full.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Generation:
         self._stopped: set[int] = set()
 
     def stop(self, row: int) -> None:
-        """No more tokens of this row."""
+        """End this row."""
         self._stopped.add(row)
         self.full.discard(row)
 
@@ -142,7 +142,10 @@ class Generation:
         return all(self._done(row, index) for row in range(len(self.rows)))
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Raises EngineError: logits that are not finite; another generation has begun, which has the cache."""
+        """Yield the tokens of each step.
+
+        Raises EngineError if the logits are not finite, or if a newer generation has taken over the cache.
+        """
         self.engine.current, self.timing = self, Timing()
         self.step = self.engine.step(len(self.rows), self.sampling)
         self.step.sampler.begin(self.rows, self.seeds)
@@ -162,7 +165,7 @@ class Generation:
     def _read(self, tokens: list[int], index: int) -> list[int | None]:
         if self.engine.current is not self:
             raise EngineError(
-                "another generation has begun on this engine, which has one cache; read one at a time",
+                "another generation has started on this engine; read one generation at a time",
                 code="superseded",
             )
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
@@ -180,7 +183,7 @@ class Generation:
         return out
 
     def _steps(self) -> Iterator[tuple[int, list[int]]]:
-        """(index, tokens of all rows) of the steps after the first; the device is AHEAD steps ahead."""
+        """Yield (index, tokens of all rows) for the steps after the first. The device runs AHEAD steps ahead."""
         cuda = self.step.history.is_cuda
         pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         launched, end = 1, max(self.left)
@@ -214,30 +217,35 @@ class Generation:
 
 
 class Engine:
-    """A loaded model for up to `batch_size` rows of up to `max_length` tokens each, prompt and continuation."""
+    """A loaded model for up to `batch_size` rows of up to `max_length` tokens each (prompt plus new tokens)."""
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
-        """Raises EngineError: more positions than the model has; torch.OutOfMemoryError: too little memory."""
+        """Allocate the cache.
+
+        Raises EngineError if `max_length` exceeds the model's positions, and torch.OutOfMemoryError.
+        """
         self.config, self.weights = weights.config, weights
         self.batch_size, self.max_length = batch_size, max_length
         if max_length > self.config.max_position_embeddings:
             raise EngineError(
                 f"max_length {max_length} exceeds the model's max_position_embeddings "
-                f"{self.config.max_position_embeddings}; lower it",
+                f"{self.config.max_position_embeddings}; use a smaller max_length",
                 code="max_length",
                 key="max_length",
             )
         self.cache = Cache(weights, batch_size, max_length)
         self.forward = Forward(weights, self.cache)
         self._steps: dict[tuple[int, Sampling], Step] = {}
-        self.current: Generation | None = None  # whose the cache is
+        self.current: Generation | None = None  # the generation that uses the cache
 
     @classmethod
     def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
-        """The model in a Hugging Face folder. precision: fp8, bf16 or fp32.
+        """Load the model of a Hugging Face folder. precision: "fp8", "bf16" or "fp32".
 
-        Raises ValueError: no Mistral there, or weights that are missing or damaged; EngineError: as the constructor;
-        PrecisionError: FP8 on a GPU that may not run it.
+        Raises:
+            ValueError: the folder has no Mistral model, or its weights are missing or damaged.
+            EngineError: see the constructor.
+            PrecisionError: the GPU does not support FP8.
         """
         if precision == "fp8":
             check_fp8_gpu()
@@ -252,28 +260,28 @@ class Engine:
     def generate(
         self, rows: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_new_tokens: int
     ) -> Generation:
-        """Continue each row of token ids, with a seed a row; nothing is computed until the result is iterated.
+        """Continue each row of token ids, with one seed per row. Computes nothing until the result is iterated.
 
-        Raises EngineError: no rows or more than batch_size, an empty row, one that fills max_length.
+        Raises EngineError if there are no rows or more than `batch_size`, or if a row is empty or fills `max_length`.
         """
         if not 0 < len(rows) <= self.batch_size:
             raise EngineError(
-                f"{len(rows)} rows were given, 1 to {self.batch_size} (batch_size) are allowed",
+                f"got {len(rows)} rows; pass 1 to {self.batch_size} (batch_size)",
                 code="row_count",
                 key="batch_size",
             )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
-                    f"row {index} has {len(ids)} tokens, 1 to {self.max_length - 1} are allowed: max_length is "
-                    f"{self.max_length}, with what is generated",
+                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1}. max_length is "
+                    f"{self.max_length}, including the new tokens.",
                     code="row_length",
                     key=f"row {index}",
                 )
         return Generation(self, rows, sampling, seeds, max_new_tokens)
 
     def step(self, rows: int, sampling: Sampling) -> Step:
-        """The step of so many rows, captured when it is first asked for."""
+        """Return the step for this number of rows. Captures its CUDA graph on first use."""
         key = (rows, sampling)
         if key not in self._steps:
             step = self._steps[key] = Step(self.forward, rows, sampling)
@@ -284,7 +292,7 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, step: Step, rows: Sequence[Sequence[int]]) -> None:
-        """Prompts into the cache, and the first new token of each row."""
+        """Write the prompts into the cache and draw the first new token of each row."""
         longest = max(map(len, rows))
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         for row, tokens in enumerate(rows):
@@ -303,7 +311,7 @@ class Engine:
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], few_rows: bool = False) -> torch.Tensor:
-        """Logits float32 [T, V] at all positions: by the path of prompts, or token by token by that of decoding."""
+        """Return the logits, float32 [T, V], at all positions: by a prefill, or token by token by decoding steps."""
         tokens = torch.tensor([list(ids)], device=self.device)
         if not few_rows:
             return self.forward.logits(self.forward.prefill(tokens)[0])
@@ -312,7 +320,7 @@ class Engine:
         return torch.cat([logits.float() for logits in steps])
 
     def report(self) -> list[str]:
-        """For the log: the operations that ran, and what they read, counted."""
+        """Return the lines for the log: which operations ran, and how many matrix products of each kind."""
         kinds = {
             "fp8 weights": "matrix products read FP8 weights, with bf16 activations",
             "fp8 gemm": "matrix products multiplied FP8 by FP8",
@@ -327,5 +335,5 @@ class Engine:
 
 
 def memory_text(nbytes: int) -> str:
-    """Memory, for people."""
+    """Format a number of bytes in GiB or MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -12,7 +12,7 @@ class InferenceError(UserError, ValueError):
 
 
 class EngineError(InferenceError):
-    """The engine cannot compute what was asked for. `row` is the index of the row at fault, if it is one."""
+    """The engine cannot run the request. `row` is the index of the row that causes the error, if there is one."""
 
     code = "engine"
 

@@ -1,7 +1,7 @@
-"""The forward pass of the engine: a prompt at once, or one token of each row, over a cache of fixed size.
+"""The forward pass of the engine: whole prompts (prefill) or one token per row (decode), with a fixed-size KV cache.
 
-Which operations run is decided once, by `choose_operations`: Triton's kernels on a GPU, plain torch elsewhere. What ran
-is counted where it runs, by the operands.
+`choose_operations` decides once which operations run: Triton kernels on a GPU, plain torch elsewhere. `Forward.ran`
+counts the matrix products by their operands.
 Shapes: B rows (samples), T tokens, S cache, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
@@ -19,15 +19,15 @@ from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import Layer, Matrix, Weights
 from model.config import head_dim, rope_theta
 
-# Up to here activations keep bf16's precision, which costs next to nothing while the time is that of reading weights;
-# above, both operands of a product are rounded to FP8.
+# Up to this many rows, activations keep bf16's precision. This costs almost nothing, because reading the weights
+# dominates the time. With more rows, both operands of a matrix product are rounded to FP8.
 FEW_ROWS = 16
-# Tokens of prompts that go through the layers at once: what bounds the memory of activations.
+# Number of prompt tokens per prefill; it bounds the memory of the activations.
 PREFILL_TOKENS = 32768
 
 
 class Cache:
-    """Keys and values of B rows: [layers, B, K, S, D], rotated."""
+    """Keys and values of B rows, [layers, B, K, S, D]. Keys are stored after the rotation."""
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
         c = weights.config
@@ -41,8 +41,7 @@ class Cache:
 
 
 def choose_operations(weights: Weights) -> ModuleType:
-    """Triton's kernels where the weights are on a Hopper GPU, or a later one, in a dtype that they have, else plain
-    torch."""
+    """Return the Triton kernels if the weights are on a Hopper or later GPU in a supported dtype, else plain torch."""
     if weights.device.type != "cuda" or weights.dtype == torch.float32:
         return reference
     if torch.cuda.get_device_capability(weights.device) < (9, 0):
@@ -53,9 +52,9 @@ def choose_operations(weights: Weights) -> ModuleType:
 
 
 class Forward:
-    """The model: `prefill` and `decode`, neither of which waits for the device.
+    """The model with `prefill` and `decode`. Neither waits for the device.
 
-    ran: matrix products by what they read, "fp8 weights" (few rows), "fp8 gemm" (many rows) or the dtype.
+    ran: counts of matrix products by kind: "fp8 weights" (few rows), "fp8 gemm" (many rows) or the dtype.
     """
 
     def __init__(self, weights: Weights, cache: Cache):
@@ -74,14 +73,14 @@ class Forward:
             eps=config.rms_norm_eps,
             arrived=torch.zeros(B, K, dtype=torch.int32, device=weights.device),
         )
-        # kernels note the largest magnitude of the rows that attention and SwiGLU of each layer write
+        # per layer, kernels store the largest magnitude of each row that attention and SwiGLU write
         self.largest = torch.zeros(layers, 2, B, dtype=torch.int32, device=weights.device)
         self.ran: Counter[str] = Counter()
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after one more token a row, which goes into the cache at its position.
+        """Add one token per row to the cache at its position and return the logits [B, V].
 
-        tokens, positions: int64 [B], on the device, below V and S.
+        tokens_B, positions_B: int64 [B] on the device, below V and S.
         """
         x_BH, B, delta = F.embedding(tokens_B, self.weights.embedding), len(tokens_B), None
         do, context, few = self.operations, self.context, len(tokens_B) <= FEW_ROWS
@@ -105,10 +104,10 @@ class Forward:
         return do.head(self.weights, context.eps, x_BH, delta)
 
     def prefill(self, ids_BT: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-        """Hidden states [B, T, H] before the last norm, and the cache of rows first_row to first_row + B filled.
+        """Fill the cache of rows first_row to first_row + B. Return the hidden states [B, T, H] before the last norm.
 
-        ids: int64 [B, T], shorter prompts padded at their ends: what is computed there is overwritten later, position
-        by position, before anything attends to it.
+        ids_BT: int64 [B, T]. Shorter prompts are padded at their ends. Cache entries of the padding are overwritten one
+        by one before any token attends to them.
         """
         (B, T), do, context = ids_BT.shape, self.operations, self.context
         x_MH, few = F.embedding(ids_BT.flatten(), self.weights.embedding), B * T <= FEW_ROWS
@@ -124,13 +123,13 @@ class Forward:
         return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states [M, H] -> logits float32 [M, V]."""
+        """Return the logits, float32 [M, V], of hidden states [M, H]."""
         return self.operations.head(self.weights, self.context.eps, x, None).float()
 
     def _enter(
         self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer up to its attention: x + delta, and the product of rows [q; k; v]."""
+        """Run a layer up to its attention. Return x + delta and the fused projection [q; k; v]."""
         x_MH, rows = self.operations.add_norm_rows(
             x_MH, delta, layer.input_norm, self.context.eps, _digits(layer.qkv, few)
         )
@@ -140,7 +139,7 @@ class Forward:
     def _leave(
         self, x_MH: torch.Tensor, attended: Any, layer: Layer, few: bool, largest: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer from its attention on, whose rows `attended` are: hidden states, and what is to be added to them."""
+        """Run a layer after its attention, whose output is `attended`. Return the hidden states and their delta."""
         do = self.operations
         for matrix in (layer.o, layer.gate_up, layer.down):
             self._note(matrix, few)
@@ -157,7 +156,7 @@ class Forward:
 
 
 def _digits(weight: Matrix, few: bool) -> int:
-    """How rows that meet `weight` are written, see reference.rows."""
+    """Return the `digits` of reference.rows for the rows that are multiplied by `weight`."""
     if not weight.fp8:
         return 0
     return 2 if few else 1

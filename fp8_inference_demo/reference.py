@@ -1,6 +1,6 @@
-"""The operations of the forward pass, in plain torch: on a CPU, in float32, and what the kernels are compared with.
+"""The operations of the forward pass in plain torch, used on a CPU and in float32. The kernels are tested against them.
 
-None waits for the device or has a shape that depends on a value, so they stand in a CUDA graph too.
+No operation waits for the device or has a shape that depends on a value, so a CUDA graph can capture all of them.
 Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, D head dimension, S cache, M = B T.
 """
 
@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from fp8_inference_demo.weights import FP8, FP8_MAX, Matrix, Weights
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-"""Rows of activations as a matrix product takes them: values and, of FP8 codes, a scale a row."""
+"""Operand of a matrix product: values, and for FP8 codes one scale per row."""
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a model share.
+    """Settings and buffers that all layers of a model share.
 
-    turns: cosines and sines of the rotary positions, float32 [S, D / 2]. heads: query heads. window: tokens that
-    attention sees, None: all. eps: of norms. arrived: int32 zeros [B, K], in which kernels note the splits of an
-    attention that are through.
+    turns: cosines and sines of the rotary positions, float32 [S, D / 2].
+    heads: number of query heads.
+    window: number of tokens that attention sees; None: all.
+    eps: epsilon of the norms.
+    arrived: int32 zeros [B, K]; kernels count the finished splits of an attention there.
     """
 
     turns: tuple[torch.Tensor, torch.Tensor]
@@ -34,13 +36,13 @@ class LayerContext:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of [..., H] in float32, rounded once (arXiv:1910.07467)."""
+    """Compute RMSNorm of [..., H] in float32, rounded once (arXiv:1910.07467)."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [..., 2 I], gate first."""
+    """Compute silu(gate) * up of [..., 2 I], gate first."""
     gate, up = gate_up.float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -48,15 +50,20 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def rotate(
     x_BTND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Rotary positions (arXiv:2104.09864), Hugging Face's halves. cosines, sines: float32 [S, D / 2]."""
+    """Apply rotary positions (arXiv:2104.09864) to the two halves of D, as Hugging Face does.
+
+    cosines, sines: float32 [S, D / 2].
+    """
     cos, sin = cosines[positions_BT][:, :, None], sines[positions_BT][:, :, None]
     first, second = x_BTND.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BTND.dtype)
 
 
 def rows(x: torch.Tensor, digits: int) -> Rows:
-    """[M, C] as an operand of `gemm`. digits 0: as it is; 1: FP8 codes and a float32 scale [M, 1] a row; 2: in bf16's
-    precision, for FP8 weights (the kernels write a second FP8 digit of what the first leaves, here nothing is to do).
+    """Convert [M, C] to an operand of `gemm`.
+
+    digits: 0 leaves x unchanged. 1 returns FP8 codes and a float32 scale per row, [M, 1]. 2 keeps bf16's precision for
+    FP8 weights: the kernels write the rounding error as a second FP8 digit; here, x is returned unchanged.
     """
     if digits != 1:
         return x, None
@@ -66,20 +73,20 @@ def rows(x: torch.Tensor, digits: int) -> Rows:
 
 
 def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """x [M, C] + delta."""
+    """Return x [M, C] + delta."""
     return x + delta
 
 
 def add_norm_rows(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, digits: int
 ) -> tuple[torch.Tensor, Rows]:
-    """x + delta, and `rows` of its RMSNorm."""
+    """Return x + delta, and `rows` of its RMSNorm."""
     x = x if delta is None else add(x, delta)
     return x, rows(norm(x, weight, eps), digits)
 
 
 def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
-    """Rows [M, C] times the transposed weight. Where both are FP8 the sums are float32, rounded to bf16."""
+    """Multiply rows [M, C] by the transposed weight. FP8 products are summed in float32 and rounded to bf16."""
     x, scale = rows
     if weight.scale is None or scale is None:
         return F.linear(x, weight.dequantize(x.dtype))
@@ -92,7 +99,7 @@ def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
 
 
 def swiglu_gemm(rows_: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None = None) -> Rows:
-    """silu(gate) * up of the product with [2 I, C], then `rows`."""
+    """Multiply by the weight [2 I, C], apply SwiGLU, and return the `rows` of the result."""
     return rows(swiglu(gemm(rows_, weight)), digits)
 
 
@@ -104,8 +111,10 @@ def rotate_into_cache(
     values: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """The fused projection, rows [q; k; v] -> rotated q [B, T, N, D]; rotated k, and v, go into the cache [B, K, S, D]
-    at their positions."""
+    """Split and rotate the fused projection, whose rows are [q; k; v].
+
+    Writes k (rotated) and v into the cache [B, K, S, D] at their positions and returns q (rotated), [B, T, N, D].
+    """
     K, D = keys.shape[1], keys.shape[3]
     q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
@@ -126,8 +135,10 @@ def attend_cache(
     arrived: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
 ) -> Rows:
-    """`rotate_into_cache` of one token a row, and its attention to the cache up to and with it -> `rows` of [B, N D].
-    arrived, largest: what the kernels note."""
+    """Run `rotate_into_cache` for one token per row and attend to the cache up to it. Return `rows` of [B, N D].
+
+    arrived, largest: buffers that only the kernels use.
+    """
     q = rotate_into_cache(qkv_BR, turns, positions_B[:, None], keys, values, num_heads)
     at = torch.arange(keys.shape[2], device=q.device)
     behind = positions_B[:, None] - at
@@ -143,8 +154,10 @@ def attend_cache(
 def attend_prompt(
     q_BTND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None, block: int = 1024
 ) -> torch.Tensor:
-    """Causal attention of whole prompts -> [B, T, N, D]. With a window that is exceeded, by blocks of queries, so
-    that the mask stays small."""
+    """Compute causal attention of whole prompts, [B, T, N, D].
+
+    If the prompts are longer than the window, queries are processed in blocks to keep the mask small.
+    """
     q_BNTD, T = q_BTND.transpose(1, 2), q_BTND.shape[1]
     if not window or T <= window:
         out = F.scaled_dot_product_attention(q_BNTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
@@ -167,6 +180,6 @@ def attend_prompt(
 
 
 def head(weights: Weights, eps: float, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    """The last norm of x + delta, and the head: x [M, H] -> logits [M, V]."""
+    """Apply the last norm to x + delta, x [M, H], and the head. Return the logits [M, V]."""
     _, (normed, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
     return F.linear(normed, weights.head.values)

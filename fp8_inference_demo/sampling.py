@@ -1,8 +1,10 @@
-"""How the next token is drawn: temperature, top-k, top-p, min-p and repetition penalty, in torch operations of fixed
-shapes, without a synchronization and without a random state of the host. So a draw can stand in a CUDA graph.
+"""Draw the next token, with temperature, top-k, top-p, min-p and repetition penalty.
 
-The random number of a draw is a hash of the row's seed and of the token's place in the answer. It is another at each
-replay of a graph, and the same on a CPU and on a GPU, alone and in a batch, and after a resume.
+All torch operations have fixed shapes, do not synchronize and use no random state of the host, so that a CUDA graph can
+capture a draw.
+
+The random number of a draw is a hash of the row's seed and the token's index in the answer. It differs at each replay
+of a graph, and it is the same on CPU and GPU, and alone or in a batch.
 
 Shapes: B rows (samples), V tokens of the vocabulary.
 """
@@ -19,18 +21,17 @@ from torch import Tensor
 
 from fp8_inference_demo.errors import InferenceError
 
-# Probabilities relative to the likeliest token's, in units of 2**-32. Sums of integers do not depend on their order,
-# and those of 2**21 tokens are exact in float64.
+# Unit of probabilities relative to the most likely token's: 2**-32. Integer sums do not depend on the order of the
+# terms, and sums over 2**21 tokens are exact in float64.
 WEIGHT_ONE = 2.0**32
 MAX_VOCAB_SIZE = 2**21
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn; the options mean what they mean in transformers, and are applied in its order:
-    repetition_penalty, temperature, top_k, top_p, min_p.
+    """Sampling options. As in transformers, the order is repetition_penalty, temperature, top_k, top_p, min_p.
 
-    temperature 0: always the likeliest token. top_k 0, top_p 1, min_p 0, repetition_penalty 1: no such limit.
+    temperature 0: always the most likely token. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 have no effect.
     """
 
     temperature: float = 0.8
@@ -41,21 +42,27 @@ class Sampling:
 
 
 def row_seed(seed: int, prompt: int, sample: int) -> int:
-    """The seed of a row, 0 to 2**63 - 1: of each sample of each prompt another, whatever batch it is in."""
+    """Return the seed of a row, 0 to 2**63 - 1. It differs for each sample and does not depend on the batch."""
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def mix(x: Tensor) -> Tensor:
-    """A hash of int64 [...] to int64 [...], one to one: the output function of SplitMix64 (Steele et al. 2014,
-    "Fast splittable pseudorandom number generators"). Products wrap; `>>` of a signed number needs the mask."""
+    """Hash int64 [...] to int64 [...], one to one, by the output function of SplitMix64.
+
+    Source: Steele et al. 2014, "Fast splittable pseudorandom number generators". Products wrap around. The mask after
+    `>>` is needed because the numbers are signed.
+    """
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def uniform(keys: Tensor, steps: Tensor) -> Tensor:
-    """float64 in [0, 1) for the keys of rows (`mix` of their seeds) and indices of tokens, int64; shapes broadcast."""
+    """Return random float64 numbers in [0, 1).
+
+    keys: `mix` of the rows' seeds, int64. steps: indices of the tokens, int64. The shapes broadcast.
+    """
     bits = mix(keys + (steps + 1) * -0x61C8864680B583EB)
     return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
@@ -63,8 +70,9 @@ def uniform(keys: Tensor, steps: Tensor) -> Tensor:
 class Sampler:
     """Draws up to `steps` tokens for each of `rows` rows.
 
-    Its tensors stay where they are, so that a captured `draw` goes on with what `begin` puts into them.
-    Raises ValueError: a vocabulary beyond 2**21 tokens.
+    The tensors keep their addresses, so that a captured `draw` uses the values that `begin` writes into them.
+
+    Raises ValueError if the vocabulary has more than 2**21 tokens.
     """
 
     def __init__(
@@ -72,21 +80,20 @@ class Sampler:
     ):
         if vocab_size > MAX_VOCAB_SIZE:
             raise InferenceError(
-                f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}",
+                f"the vocabulary has {vocab_size} tokens; sampling supports at most {MAX_VOCAB_SIZE}",
                 code="vocabulary",
                 key="vocab_size",
             )
         self.sampling = sampling
-        # [steps, rows]: all random numbers beforehand, for their dozen small kernels are dear in each step
+        # [steps, rows]: compute all random numbers in advance; a dozen small kernels in each step would be expensive
         drawing = steps if sampling.temperature > 0 else 0
         self.uniform = torch.zeros(drawing, rows, dtype=torch.float64, device=device)
         penalised = sampling.repetition_penalty != 1
-        # [rows, V]: tokens of the prompt and of what has been drawn
+        # [rows, V]: tokens of the prompt and drawn tokens
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
 
     def begin(self, rows: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """Begin answers to prompts of these token ids, with a seed each; the repetition penalty counts their
-        tokens as said."""
+        """Start answers to prompts (token ids), with one seed each. The repetition penalty includes the prompts."""
         keys = mix(torch.tensor(seeds, dtype=torch.int64, device=self.uniform.device))
         steps = torch.arange(len(self.uniform), device=keys.device)
         self.uniform[:, : len(seeds)] = uniform(keys, steps[:, None])
@@ -98,18 +105,21 @@ class Sampler:
 
     @property
     def likeliest(self) -> bool:
-        """Whether `draw` is no more than the likeliest token."""
+        """Whether `draw` always returns the most likely token."""
         return self.sampling.temperature == 0 and self.seen is None
 
     def draw(self, logits_BV: Tensor, steps_B: Tensor) -> Tensor:
-        """The next token of each row, int64 [B], for its logits and the index of the new token in its answer (int64
-        [B], on the device, below `steps`). -1: the row has a logit that is NaN or +inf, or none above -inf."""
+        """Draw the next token of each row, int64 [B].
+
+        Returns -1 for a row with a logit that is NaN or +inf, or without one above -inf.
+        steps_B: index of the new token in the answer, int64 [B] on the device, below `steps`.
+        """
         rows, logits = len(logits_BV), logits_BV.float()
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
             said = torch.where(logits < 0, logits * penalty, logits / penalty)
             logits = torch.where(self.seen[:rows], said, logits)
-        best, token = logits.max(-1, keepdim=True)  # a NaN is the largest
+        best, token = logits.max(-1, keepdim=True)  # max returns NaN if there is one
         if self.sampling.temperature > 0:
             scores = (logits - best) / self.sampling.temperature
             token = self._drawn(scores, self.uniform[:, :rows].gather(0, steps_B[None]).T)
@@ -118,12 +128,12 @@ class Sampler:
         return torch.where(best.abs() < math.inf, token, -1)[:, 0]
 
     def _drawn(self, scores: Tensor, uniform_B1: Tensor) -> Tensor:
-        """int64 [B, 1]: a token for scores [B, V], of which the largest is 0."""
+        """Draw a token, int64 [B, 1], for scores [B, V] whose maximum is 0."""
         limits, weights = self.sampling, _weights(scores)
         threshold = torch.full_like(uniform_B1, -math.inf, dtype=torch.float32)
         best_first = None
         if limits.top_k:
-            # as in transformers all that equal the last one stay
+            # as in transformers, keep all tokens whose score equals the last kept one
             best_first = scores.topk(min(limits.top_k, scores.shape[-1])).values
             threshold = best_first[:, -1:]
         if limits.top_p < 1:
@@ -141,5 +151,5 @@ class Sampler:
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """int64: the probabilities of tokens relative to that of one whose score is 0."""
+    """Return the probabilities of tokens relative to a token with score 0, as int64."""
     return (scores.exp() * WEIGHT_ONE).long()

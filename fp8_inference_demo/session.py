@@ -1,4 +1,4 @@
-"""One call of the command: the model with its tokenizer, the options, and answers on standard output as they grow."""
+"""A session of the command: load the model and its tokenizer, and stream answers to standard output."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from model.hf_folder import find_weights
 from model.terminal import escape_controls, for_stdout
 
 BATCH_SIZE = 16
-CONTEXT_TOKENS = 4096  # where neither the prompts nor the trained length are known
+CONTEXT_TOKENS = 4096  # default if neither the prompts nor the trained length are known
 
 
 class Session:
-    """Raises ValueError: a folder or an option that will not do."""
+    """The model of a folder with its tokenizer and the options. Raises ValueError for an invalid folder or option."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path):
         self.arguments = arguments
@@ -31,7 +31,7 @@ class Session:
         self.config = load_config(str(folder))
         self.tokenizer = load_tokenizer(folder)
         find_weights(folder, self.config)
-        self.timing = Timing()  # of all batches
+        self.timing = Timing()  # sum over all batches
         self.options = Options(
             Sampling(
                 arguments.temperature,
@@ -47,41 +47,48 @@ class Session:
         positions = self.config.max_position_embeddings
         if arguments.max_length and arguments.max_length > positions:
             raise InferenceError(
-                f"--max_length {arguments.max_length}: allowed is at most max_position_embeddings of the model, "
+                f"--max_length {arguments.max_length} exceeds the model's max_position_embeddings; use at most "
                 f"{positions}",
                 code="max_length",
                 key="--max_length",
             )
 
     def encode(self, prompt: str, name: str) -> list[int]:
-        """Token ids of a prompt. Raises ValueError: it names the prompt that is none."""
+        """Return the token ids of a prompt. Raises ValueError, with `name`, if it cannot be encoded."""
         try:
             return encode(self.tokenizer, prompt, self.config.vocab_size)
         except InferenceError as error:
             raise InferenceError(f"{name}: {error}", code=error.code, key=name) from error
 
     def max_length(self, longest: int | None) -> int:
-        """Return the tokens of the context: as given, or what the longest prompt (in tokens; None: not known) and its
-        answer need, at most the trained length, or without a record of it the model's positions."""
+        """Return the context length in tokens: --max_length, or the length that the longest prompt and its answer need.
+
+        The default is at most the trained length, or the model's positions if the trained length is not recorded.
+        longest: tokens of the longest prompt, or None if unknown.
+        """
         trained = trained_length(self.config)
         needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.options.max_new_tokens
         return self.arguments.max_length or min(needed, trained or self.config.max_position_embeddings)
 
     def check_length(self, ids: Sequence[int], name: str, most: int | None = None) -> None:
-        """Raises ValueError: the prompt leaves no room for a new token in a context of `most` tokens, unless given the
-        longest there may be."""
+        """Raise ValueError if the prompt leaves no room for a new token in a context of `most` tokens.
+
+        `most` defaults to the longest allowed context.
+        """
         most = most or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= most:
             raise InferenceError(
-                f"{name} has {len(ids)} tokens and the context {most} (--max_length, up to max_position_embeddings "
-                f"{self.config.max_position_embeddings}); give a shorter one",
+                f"{name} has {len(ids)} tokens, but the context has {most} (--max_length, at most "
+                f"max_position_embeddings {self.config.max_position_embeddings}). Use a shorter prompt.",
                 code="prompt_too_long",
                 key=name,
             )
 
     def load(self, longest: int | None, rows: int) -> None:
-        """Load the engine for prompts of up to `longest` tokens (None: not known), `rows` samples together, or as many
-        as are allowed. Raises ValueError; torch.OutOfMemoryError."""
+        """Load the engine for prompts of up to `longest` tokens (None: unknown) and at most `rows` samples per batch.
+
+        Raises ValueError or torch.OutOfMemoryError.
+        """
         begin, arguments = time.perf_counter(), self.arguments
         batch_size = min(rows, arguments.batch_size or BATCH_SIZE)
         self.engine = Engine.load(self.folder, arguments.precision, batch_size, self.max_length(longest))
@@ -90,7 +97,7 @@ class Session:
         print(f"{what}, loaded in {seconds:.1f} s", file=sys.stderr)
 
     def requests(self, name: str, number: int, ids: list[int]) -> list[Request]:
-        """A row for each sample of a prompt."""
+        """Return one request per sample of a prompt."""
         seeds = [row_seed(self.arguments.seed, number, i) for i in range(self.arguments.num_samples)]
         return [Request(name, ids, seed) for seed in seeds]
 
@@ -99,13 +106,13 @@ class Session:
         requests: Sequence[Request],
         grown: Callable[[Sequence[Completion]], bool] | None = None,
     ) -> tuple[list[Completion], Generation]:
-        """One batch."""
+        """Complete one batch."""
         completions, run = complete(self.engine, self.tokenizer, requests, self.options, grown)
         self.timing.add(run.timing)
         return completions, run
 
     def answer_one(self, name: str, prompt: str) -> None:
-        """The only prompt. Raises ValueError: it will not do; EngineError."""
+        """Load the engine and answer a single prompt. Raises ValueError for an invalid prompt, or EngineError."""
         ids = self.encode(prompt, name)
         self.check_length(ids, name)
         self.load(len(ids), self.arguments.num_samples)
@@ -120,7 +127,7 @@ class Session:
         echo: str = "",
         interrupted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
-        """Print every sample of a prompt while it grows, on a terminal behind `echo`, then how fast that was."""
+        """Stream every sample of a prompt to standard output, on a terminal after `echo`. Then print the speed."""
         if sys.stdout.isatty():
             print(escape_controls(echo), end="" if self.arguments.num_samples == 1 else "\n", flush=True)
         requests = iter(self.requests(name, number, ids))
@@ -133,10 +140,8 @@ class Session:
             timing.add(run.timing)
             if run.full:
                 ends, most = self.engine.max_length, self.config.max_position_embeddings
-                how = (
-                    f"; --max_length may be up to {most}" if ends < most else ", as the model's positions do"
-                )
-                print(f"note: the context ends at {ends} tokens{how}", file=sys.stderr)
+                how = f"; --max_length can be up to {most}" if ends < most else ", the maximum of the model"
+                print(f"note: the context is full at {ends} tokens{how}", file=sys.stderr)
         print(timing.line(), file=sys.stderr)
         return answers
 
@@ -146,15 +151,17 @@ class Session:
 
 
 class Printer:
-    """Completions to standard output as they grow, one behind the other; each ends with a newline, and of several each
-    begins with a line that counts them."""
+    """Prints completions to standard output as they grow, one after the other.
+
+    Each completion ends with a newline. If there are several, each starts with a numbered header line.
+    """
 
     def __init__(self, samples: int, interrupted: Callable[[], bool]):
         self.samples = samples
         self.interrupted = interrupted
         self.before = 0  # completions of earlier batches
-        self.printed = 0  # whole completions
-        self.shown: int | None = None  # characters of the next one; None: it has not begun
+        self.printed = 0  # complete completions
+        self.shown: int | None = None  # characters printed of the next completion; None: none yet
 
     def grown(self, completions: Sequence[Completion]) -> bool:
         for completion in completions[self.printed - self.before :]:

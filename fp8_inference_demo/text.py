@@ -1,5 +1,5 @@
-"""Text and tokens, without torch: a folder's tokenizer, prompts to token ids, and token ids to text piece by piece, up
-to a stop string."""
+"""Convert between text and tokens, without torch: load a tokenizer, encode prompts, decode token by token up to a stop
+string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def decoded(text: bytes, where: str) -> str:
-    """UTF-8 -> text. Raises ValueError: it names the byte that is not UTF-8."""
+    """Decode UTF-8. Raises ValueError with the first byte that is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -26,72 +26,71 @@ def decoded(text: bytes, where: str) -> str:
 
 
 def read_text(path: Path, name: str) -> str:
-    """A file in UTF-8, without a byte order mark. Raises ValueError: a folder; a byte that is not, which it names."""
+    """Read a UTF-8 file, without its byte order mark. Raises ValueError for a folder or invalid UTF-8."""
     if path.is_dir():
-        raise InferenceError(f"{name} is a folder; give a file with the text", code="not_a_file", key=name)
+        raise InferenceError(f"{name} is a folder; pass a text file", code="not_a_file", key=name)
     return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder. Raises ValueError: none there, or one that cannot be read."""
+    """Load the tokenizer of a Hugging Face folder. Raises ValueError if it is missing or cannot be read."""
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InferenceError(
-            f"--model {folder}: no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's into it",
+            f"--model {folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's tokenizer into it",
             code="no_tokenizer",
             key=str(folder),
         )
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception for a broken file
+    except Exception as error:  # tokenizers raises a plain Exception for a broken file
         raise InferenceError(
-            f"--model {folder}: its tokenizer cannot be read: {error}",
+            f"--model {folder}: the tokenizer cannot be read: {error}",
             code="unreadable_tokenizer",
             key=str(folder),
         ) from error
 
 
 def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Token ids of a prompt, BOS first, as each training document begins.
+    """Return the token ids of a prompt, starting with BOS like each training document.
 
-    Raises ValueError: nothing to begin with, or a tokenizer of another model.
+    Raises ValueError if there are no tokens to start with, or if the tokenizer belongs to another model.
     """
     bos = tokenizer.bos_token_id
-    # as in training, where "</s>" in a text is letters
+    # as in training: "</s>" in a text is plain text, not EOS
     ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     ids = ([] if bos is None else [bos]) + list(ids)
     if not ids:
         raise InferenceError(
-            "the prompt is empty and the tokenizer has no BOS token to begin with; give some text",
+            "the prompt is empty and the tokenizer has no BOS token; enter some text",
             code="empty_prompt",
         )
     if max(ids) >= vocab_size:
         raise InferenceError(
-            f"the tokenizer gives the id {max(ids)} and the model has {vocab_size} tokens; "
-            "they do not belong together",
+            f"the tokenizer returns the id {max(ids)}, but the model has {vocab_size} tokens; "
+            "use the tokenizer of this model",
             code="wrong_tokenizer",
         )
     return ids
 
 
 def eos_tokens(tokenizer: Any, config: Any) -> set[int]:
-    """The token ids that end a text, of the model's configuration and of the tokenizer."""
+    """Return the token ids that end a text, from the model's configuration and the tokenizer."""
     ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
 
 
 class TextStream:
-    """Token ids -> text, piece by piece. A character whose bytes are spread over several tokens comes out once it is
-    complete."""
+    """Incremental decoder of token ids. Returns a character only when all tokens with its bytes have been added."""
 
     CONTEXT_TOKENS = 8
 
     def __init__(self, tokenizer: Any, context: Sequence[int]):
-        """`context`: the ids before the first piece. A tokenizer decodes a word differently at the start of a text."""
+        """context: the ids before the first piece, because a tokenizer decodes the start of a text differently."""
         self.tokenizer = tokenizer
         self.ids = list(context[-self.CONTEXT_TOKENS :])
-        # ids[start:done] are out already, and the context of what follows
+        # ids[start:done] are already decoded; they are the context of the following ids
         self.start, self.done = 0, len(self.ids)
 
     def _new_text(self) -> str:
@@ -105,7 +104,7 @@ class TextStream:
         self.ids.append(token)
 
     def piece(self) -> str:
-        """The text that the tokens since the last piece complete, often ''."""
+        """Return the text that the tokens since the last piece complete, often ''."""
         text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -113,15 +112,15 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """All that has not come out, complete or not."""
+        """Return the remaining text, even if its last character is incomplete."""
         return self._new_text()
 
 
 class StopStrings:
-    """Pieces of text -> the text before the first stop string, piece by piece. What may begin one is held back.
+    """Cuts a stream of text before the first stop string. Holds back text that may be the start of a stop string.
 
-    The stop string that is complete first counts, of several that end together the longest; so the text does not depend
-    on how it is cut into pieces.
+    The first complete stop string counts. If several end at the same place, the longest counts. So the result does not
+    depend on how the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -130,7 +129,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that is sure now, often ''. Not to be called again once one is `found`."""
+        """Add a piece and return the text that is now certain, often ''. Do not call it after `found` is set."""
         text = self.held + piece
         places = [(text.find(stop), len(stop)) for stop in self.stop]
         if ends := [(start + length, start) for start, length in places if start >= 0]:
@@ -142,6 +141,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` begin `stop`."""
+    """Return how many characters at the end of `text` are the start of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

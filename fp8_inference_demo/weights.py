@@ -1,4 +1,4 @@
-"""The weights of a model as the engine reads them: q, k and v in one matrix, gate and up in one, FP8 codes with scales.
+"""The weights in the layout of the engine: fused q, k and v, fused gate and up, and FP8 codes with scales.
 
 Shapes: R rows (output features), C columns (input features), G groups of columns that share a scale.
 """
@@ -43,7 +43,7 @@ class Matrix:
         return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """[R, C] in `dtype`: codes times scales, rounded once."""
+        """Return codes times scales as [R, C] in `dtype`, rounded once."""
         if self.scale is None:
             return self.values.to(dtype)
         groups = self.values.float().unflatten(1, (self.scale.shape[1], -1))
@@ -51,7 +51,7 @@ class Matrix:
 
 
 def stack(parts: list[Matrix]) -> Matrix:
-    """One matrix of the rows of all, in order."""
+    """Concatenate the rows of the matrices."""
     if len(parts) == 1:
         return parts[0]
     scales = [part.scale for part in parts if part.scale is not None]
@@ -91,11 +91,11 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of the activations."""
         return self.embedding.dtype
 
     def matrices(self) -> Iterator[Matrix]:
-        """Those of the layers."""
+        """Return the matrices of all layers."""
         for layer in self.layers:
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
@@ -114,10 +114,14 @@ class Weights:
 
 
 def load_weights(folder: Path, config: MistralConfig, precision: str, device: torch.device) -> Weights:
-    """The weights of a Hugging Face folder, with or without FP8 weights, on `device`. precision: fp8, bf16 or fp32; fp8
-    has bf16 activations, embedding and head, and takes FP8 weights as they are.
+    """Load the weights of a Hugging Face folder, in bf16 or FP8, to `device`.
 
-    Raises WeightsError: see model/hf_folder.py. ValueError: sizes that no FP8 product takes.
+    precision: "fp8", "bf16" or "fp32". "fp8" uses bf16 for activations, embedding and head, and keeps stored FP8
+    weights unchanged.
+
+    Raises:
+        WeightsError: see model/hf_folder.py.
+        ValueError: the sizes do not allow FP8 matrix products.
     """
     return pack(read_hf_folder(folder, config, DTYPES[precision]), config, precision, device)
 
@@ -128,11 +132,12 @@ def pack(
     precision: str,
     device: torch.device | None = None,
 ) -> Weights:
-    """Pack weights by Hugging Face's names as the engine reads them, on `device` or where they are. Takes the tensors
-    out of `tensors` as it goes, so that they are not held twice.
+    """Convert weights with Hugging Face's names to the engine's layout, on `device` or on their own device.
 
-    Beside weights that are stored in FP8 the others were meant to stay as they are; a fused matrix with both is bf16.
-    Raises ValueError: sizes that no FP8 product takes.
+    Removes each tensor from `tensors`, so that memory holds it only once. If some weights are stored in FP8, the others
+    are not quantized; a fused matrix of both kinds becomes bf16.
+
+    Raises ValueError if the sizes do not allow FP8 matrix products.
     """
     dtype = DTYPES[precision]
     stored = any(isinstance(tensor, Quantized) for tensor in tensors.values())
@@ -156,14 +161,14 @@ def pack(
             return Matrix(tensor.dequantize(dtype))
         if odd := [size for size in tensor.codes.shape if size % FP8_FEATURE_MULTIPLE]:
             raise InferenceError(
-                f"{name} has shape {tuple(tensor.codes.shape)}: an FP8 product needs dimensions divisible by "
-                f"{FP8_FEATURE_MULTIPLE}, {odd[0]} is not; use --precision bf16",
+                f"{name} has shape {tuple(tensor.codes.shape)}. FP8 needs dimensions divisible by "
+                f"{FP8_FEATURE_MULTIPLE}, but {odd[0]} is not; use --precision bf16",
                 code="fp8_dimensions",
                 key=name,
             )
         if not tensor.by_row and tensor.codes.shape[1] % BLOCK:
             raise InferenceError(
-                f"{name} has {tensor.codes.shape[1]} columns, which blocks of {BLOCK} do not divide; use "
+                f"{name} has {tensor.codes.shape[1]} columns, which is not a multiple of the block size {BLOCK}; use "
                 "--precision bf16",
                 code="block_dimensions",
                 key=name,

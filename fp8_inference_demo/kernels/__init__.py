@@ -1,12 +1,13 @@
-"""The engine's operations in Triton, for a Hopper GPU; fp8_inference_demo/reference.py has the same in torch.
+"""Triton kernels of the engine for Hopper GPUs. The same operations in torch are in fp8_inference_demo/reference.py.
 
-one_row.py: decoding of one row, whose time is that of reading the weights; they are widened as they come.
-rows.py, gemm.py: several rows, whose products are the tensor cores', FP8 by FP8. A row is written as codes and a
-scale, once, or, where few rows shall keep bf16's precision, twice: a second code holds 16 times what the first leaves.
-attention.py: one token of each row over the cache. sampling.py: the end of a greedy step.
+one_row.py: decoding of one row. Reading the weights dominates the time; they are widened after loading.
+rows.py, gemm.py: several rows, multiplied FP8 by FP8 on the tensor cores. Each row is written as FP8 codes and a scale.
+With few rows, a second code with 16 times the rounding error of the first keeps bf16's precision.
+attention.py: attention of one token per row to the cache. sampling.py: the end of a greedy step.
 
-Each kernel is launched while the one before it ends (programmatic dependent launch): it asks for what no kernel of this
-step writes, its weights, the positions and the older keys and values, and then waits before it reads anything else.
+Each kernel is launched while the previous one ends (programmatic dependent launch). It first loads the data that no
+kernel of this step writes (its weights, the positions, and the older keys and values). Then it waits for the previous
+kernel before it reads anything else.
 """
 
 from fp8_inference_demo.kernels.attention import attend_cache

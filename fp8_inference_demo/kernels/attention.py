@@ -1,7 +1,7 @@
-"""Attention of one token of each row to the cache, split over programs (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding); the last split to end combines them. One row of a short cache is not split:
-there is nothing to combine. It begins with the token's projection: the rotation and the way into the cache are no
-launch of their own."""
+"""Attention of one token per row to the cache, split over programs (Flash-Decoding,
+https://pytorch.org/blog/flash-decoding). The last program of a row to finish combines the splits. A single row with a
+short cache is not split. The kernel also rotates the token's projection and writes it into the cache, which saves a
+launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bi
 from fp8_inference_demo.reference import Rows
 
 ATTEND_BLOCK = 64
-# Elements of keys, and of values, that one program holds in registers.
+# Number of key elements, and of value elements, that one program holds in registers.
 ATTEND_HELD = 32768
 
 
 @triton.jit
 def _fold(query, key, value, there, factor, peak, total, mean):
-    """Softmax so far, with the keys and values of one more block."""
+    """Update the running softmax with the keys and values of one more block."""
     scores = tl.dot(query, tl.trans(key)) * factor
     scores = tl.where(there[None, :], scores, float("-inf"))
     new = tl.maximum(peak, tl.max(scores, 1))
@@ -60,11 +60,12 @@ def _attend(
     LARGEST: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """The query heads of one row that share a key/value head, over one split of what they see.
+    """Process the query heads of one row that share a key/value head, over one split of the visible cache.
 
-    qkv [SUMS, M, (HEADS + 2 KV_HEADS) D], to be added up and rotated. partial [M, KV_HEADS, SPLITS, PER, D], sums [M,
-    KV_HEADS, SPLITS, 2, PER] (largest score, sum of exponentials), arrived [M, KV_HEADS] zeros: float32 and int32 of
-    the splits. WIDE, ALL_...: D and others, rounded up."""
+    qkv: [SUMS, M, (HEADS + 2 KV_HEADS) D], which the kernel sums over SUMS and rotates.
+    partial: float32 [M, KV_HEADS, SPLITS, PER, D]; sums: float32 [M, KV_HEADS, SPLITS, 2, PER] (largest score, sum of
+    exponentials); arrived: int32 zeros [M, KV_HEADS], the number of finished splits.
+    WIDE, ALL_...: D and other sizes, rounded up to a power of two."""
     PER: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
@@ -72,7 +73,7 @@ def _attend(
     g, d, block = tl.arange(0, QUERIES), tl.arange(0, WIDE), tl.arange(0, BLOCK)
     if GPU:
         gdc_launch_dependents()
-    # Before the projection is there: what it does not change, all but the token's own key and value.
+    # Before the projection ends, load everything it does not change: all but the token's own key and value.
     position = tl.load(positions + row).to(tl.int32)
     end = position + 1
     begin = 0
@@ -81,7 +82,7 @@ def _attend(
     share = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK) * BLOCK
     low = begin + split * share
     high = tl.minimum(low + share, end)
-    used = tl.cdiv(end - begin, share)  # splits that have something
+    used = tl.cdiv(end - begin, share)  # splits that are not empty
     real = d < D
     turn = position * HALF + d % HALF
     cos = tl.load(cosines + turn, mask=real, other=1.0)
@@ -144,7 +145,7 @@ def _attend(
             tl.store(piece, mean, mask=mask)
             tl.store(sums + (at + split) * 2 * PER + g, peak, mask=g < PER)
             tl.store(sums + ((at + split) * 2 + 1) * PER + g, total, mask=g < PER)
-            tl.debug_barrier()  # all of it is written before this program says so
+            tl.debug_barrier()  # write everything before this program is counted as finished
             before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
             if before == used - 1:
                 tl.store(arrived + row * KV_HEADS + kv_head, 0)
@@ -191,8 +192,10 @@ def _attend_short(
     LENGTH: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """One query head of the one row over all that it sees, which is read before the projection has ended. LENGTH, WIDE:
-    S and D, rounded up."""
+    """Process one query head of a single row over the visible cache, which is read before the projection ends.
+
+    LENGTH, WIDE: S and D, rounded up to a power of two.
+    """
     PER: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     head = tl.program_id(0)
@@ -250,14 +253,16 @@ def attend_cache(
     arrived: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> Rows | Late:
-    """As reference.attend_cache. arrived: int32 zeros [at least M, K], left as zeros; largest: int32 zeros [M], or
-    None without digits."""
+    """See reference.attend_cache.
+
+    arrived: int32 zeros [at least M, K], zero again at the end. largest: int32 zeros [M], or None without digits.
+    """
     M, (K, S, D) = len(positions), keys.shape[1:]
     N = num_heads
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
     splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
     out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
-    factor = D**-0.5 * 1.4426950408889634  # exp2 for exp
+    factor = D**-0.5 * 1.4426950408889634  # times log2(e), because the kernels use exp2
     length = triton.next_power_of_2(S)
     if M == len(qkv) == 1 and not digits and length * wide <= ATTEND_HELD:
         _attend_short[(N,)](

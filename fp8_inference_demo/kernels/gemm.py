@@ -1,5 +1,6 @@
-"""The products of several rows: M rows of activations times a weight of R rows and C columns, G groups of which share a
-scale. Few rows leave most of the GPU idle unless the columns are split, too: whoever reads the sums adds them up."""
+"""Matrix products of several rows: M rows of activations times a weight of R rows and C columns in G scaling groups.
+
+With few rows, the columns are split too, or most of the GPU would be idle. The consumer adds up the sums."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from fp8_inference_demo.kernels.rows import swiglu_rows
 from fp8_inference_demo.reference import Rows
 from fp8_inference_demo.weights import FP8_MAX, Matrix
 
-# Above it cuBLAS multiplies.
+# With more rows, cuBLAS multiplies.
 CUBLAS_ROWS = 128
 
-# A Hopper's tensor cores add products of FP8 with some 14 bits. A sum of more columns than these would be off by more
-# than the second digit brings: on an H200 the logits of a layer of hare_2.0b, 8192 columns, by 1.4 %.
+# Hopper's tensor cores accumulate FP8 products with about 14 bits. A sum over more columns than this would lose more
+# than the second digit adds: on an H200, an error of 1.4 % in the logits for a layer of hare_2.0b with 8192 columns.
 COLUMNS_ADDED = 2048
 
 
@@ -49,14 +50,16 @@ def _multiply_many(
     BLOCK_C: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """One sum, over STEPS blocks of columns, of BLOCK_R rows of the weight times BLOCK_M rows of x: both FP8, with a
-    scale for each row of x and of the weight (G 1) or each C / G columns of the weight; or both bf16 (G 0).
+    """Multiply BLOCK_R rows of the weight by BLOCK_M rows of x: one sum over STEPS blocks of columns.
 
-    LATE: x is bf16, and x_scale has the bits of the largest magnitude of a row. SWIGLU: the weight has R rows of gate
-    and R of up, and `out` is silu(gate) * up. LARGEST: `largest` becomes the bits of the largest magnitude of each row
-    of `out`, which the next product quantizes with, whatever the precision of this one. ADDED: columns that the tensor
-    cores add up by themselves, before float32 takes over; None: all.
-    Launched while the kernel before it ends: weights do not depend on that one and are asked for at once."""
+    Both operands are FP8, with a scale per row of x and per row of the weight (G 1) or per C / G columns of the weight.
+    With G 0, both are bf16.
+    LATE: x is bf16, and x_scale holds the bits of each row's largest magnitude.
+    SWIGLU: the weight has R rows of gate and R of up, and `out` is silu(gate) * up.
+    LARGEST: write the bits of the largest magnitude of each row of `out` to `largest`. The next product quantizes with
+    it, independently of the precision of this one.
+    ADDED: number of columns that the tensor cores accumulate before the sum moves to float32; None: all.
+    The kernel is launched while the previous one ends, so it loads the weights first: they do not depend on that one."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     low = tl.program_id(2) * (STEPS * BLOCK_C)
@@ -104,7 +107,7 @@ def _multiply_many(
                 second = ((wide - ours.to(tl.float32)) * 16.0).to(weight.dtype.element_ty)
         elif DIGITS == 2:
             second = tl.load(x + (M + safe_m)[None, :] * C + column[:, None])
-        if G > 1:  # a block has one group of columns
+        if G > 1:  # each block is one group of columns
             group = start // (C // G)
             by = tl.load(scale + safe_r * G + group)[:, None]
             total += tl.dot(theirs, ours) * by
@@ -147,7 +150,7 @@ def _multiply_many(
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut. rows, columns: of the weight, in a block; programs: how many it is split for."""
+    """Block sizes of a product. rows, columns: of the weight, per block. programs: target number of programs."""
 
     rows: int
     columns: int
@@ -157,7 +160,7 @@ class Cut:
 
 
 def _cut(M: int, C: int, fp8: bool, late: bool) -> Cut:
-    """What was fastest on an H200 in whole steps of hare_1.1b, at 16 and at 64 rows."""
+    """Return the fastest block sizes, measured on an H200 in whole steps of hare_1.1b at 16 and 64 rows."""
     if M <= 16:
         if late:
             return Cut(128, 128, 8, 4, PROGRAMS)
@@ -166,7 +169,7 @@ def _cut(M: int, C: int, fp8: bool, late: bool) -> Cut:
 
 
 def _swiglu_cut(M: int, fp8: bool) -> Cut:
-    """The same for gate and up, whose columns are not split."""
+    """Return the fastest block sizes for gate and up, whose columns are not split."""
     if M <= 16:
         return Cut(64, 128, 8, 4, PROGRAMS)
     if fp8:
@@ -175,9 +178,9 @@ def _swiglu_cut(M: int, fp8: bool) -> Cut:
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
-    """As reference.gemm, in one or several sums: bf16 or float32 [sums, M, R].
+    """See reference.gemm. Returns one or several sums, bf16 or float32 [sums, M, R].
 
-    cuBLAS where there are rows enough to keep it busy, or columns that the blocks here do not fit."""
+    Uses cuBLAS if there are enough rows to keep it busy, or if the blocks do not fit the columns."""
     M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
     cut = _fit(M, C, weight, _cut(M, C, weight.fp8, isinstance(rows, Late)))
     if cut is not None:
@@ -197,7 +200,7 @@ def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
 
 
 def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None) -> Rows | Late:
-    """As reference.swiglu_gemm. largest: int32 zeros [M], or None: the rows are many."""
+    """See reference.swiglu_gemm. largest: int32 zeros [M], or None if there are many rows."""
     M, C = rows[0].shape[-2:]
     cut = _fit(M, C, weight, _swiglu_cut(M, weight.fp8))
     if largest is None or cut is None or M > CUBLAS_ROWS:
@@ -207,7 +210,7 @@ def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor |
 
 
 def _fit(M: int, C: int, weight: Matrix, cut: Cut) -> Cut | None:
-    """`cut` as it is for this weight; None where cuBLAS multiplies."""
+    """Adapt `cut` to this weight. Return None if cuBLAS should multiply."""
     G = 0 if weight.scale is None else weight.scale.shape[1]
     if G > 1:
         cut = replace(cut, columns=C // G, stages=3)
@@ -218,8 +221,11 @@ def _fit(M: int, C: int, weight: Matrix, cut: Cut) -> Cut | None:
 def _launch(
     rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor | None, digits_of_out: int = 0
 ) -> Sums:
-    """largest: of the rows of SwiGLU, written if the next product reads them in FP8 (digits_of_out > 0); None: no
-    SwiGLU."""
+    """Launch the kernel for `cut`.
+
+    largest: the largest magnitudes of the rows after SwiGLU, written if the next product reads FP8 (digits_of_out > 0).
+    None: no SwiGLU.
+    """
     late, swiglu = isinstance(rows, Late), largest is not None
     if isinstance(rows, Late):
         x, x_scale, digits = rows.values, rows.largest, rows.digits

@@ -1,4 +1,4 @@
-"""Decoding of one row: a layer is five launches.
+"""Decode one row with five kernel launches per layer.
 
     multiply    norm, projection to q, k and v
     attend      see attention.py
@@ -6,10 +6,10 @@
     swiglu      norm, gate and up projection, SwiGLU
     add         down projection + residual
 
-A program asks for its part of the weight, the scales and the gains of the norm before the kernel before it ends, and
-holds them where they fit; then what is left to wait for is the row. FP8 weights of o, gate and up with a scale a row
-meet the row on the tensor cores, as two FP8 digits: widened to be multiplied one by one they cost as much time as to be
-read. All others are widened.
+Before the previous kernel ends, a program loads its part of the weight, the scales and the gains of the norm, and keeps
+them in registers if they fit. It then only waits for the row. FP8 weights of o, gate and up with a scale per row are
+multiplied on the tensor cores, with the row as two FP8 digits, because widening these weights would take as long as
+reading them. All other weights are widened.
 Shapes: R rows and C columns of a weight, G groups of columns that share a scale, S cache.
 """
 
@@ -28,7 +28,7 @@ from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import FP8_MAX, Layer, Matrix, Weights
 
 NORM, ADD, SWIGLU = (tl.constexpr(kind) for kind in range(3))
-# Rows of a program of _multiply_digits, and parts of its columns.
+# Rows of a program of _multiply_digits, and the number of parts of its columns.
 DIGIT_ROWS, DIGIT_PARTS = 16, 8
 
 
@@ -49,8 +49,10 @@ def _multiply(
     BLOCK_C: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """x [C], normalized unless KIND is ADD, times BLOCK_R rows of the weight, or for SWIGLU as many rows of gate and of
-    up (R of each). G 0: no scale; 1: one a row."""
+    """Multiply x [C], normalized unless KIND is ADD, by BLOCK_R rows of the weight.
+
+    SWIGLU: BLOCK_R rows of gate and BLOCK_R rows of up (R rows each). G 0: no scale; 1: one scale per row.
+    """
     PAIRS: tl.constexpr = KIND == SWIGLU
     ONCE: tl.constexpr = C <= BLOCK_C
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -150,12 +152,12 @@ def _multiply_digits(
     PARTS: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """`_multiply` of FP8 weights with a scale a row, ROWS of them (for SWIGLU, gate and up in turns, half of each).
+    """Do the same as `_multiply` for ROWS rows of FP8 weights with a scale per row (SWIGLU: gate and up alternate).
 
-    Tensor cores multiply 64 rows at a time by 16 columns, and there is one row. So PARTS of the columns stand as rows
-    of their own, and the second operand has, of each part of x, two digits as columns: of the products, what belongs
-    together is added up. Digits: x / scale rounded to FP8, and 16 times what that leaves; a scale a part, so that
-    nothing waits for the whole row before it is multiplied."""
+    Tensor cores multiply 64 rows by 16 columns at a time, but there is only one row of x. So the columns of the weight
+    are split into PARTS, which become rows of the first operand. The second operand has two columns per part of x, one
+    per digit. Only the products of matching parts are added up. The digits are x / scale rounded to FP8, and 16 times
+    the rounding error. Each part has its own scale, so that no multiplication waits for the whole row."""
     PAIRS: tl.constexpr = KIND == SWIGLU
     WIDTH: tl.constexpr = C // PARTS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -213,12 +215,12 @@ def _multiply_digits(
 
 
 def _by_digits(kind: int, C: int) -> bool:
-    """Whether _multiply_digits, on an H200 in a step of hare_1.1b, is the faster one, and its columns divide."""
+    """Whether _multiply_digits fits the columns and is faster than _multiply, as measured on an H200 with hare_1.1b."""
     return kind != NORM.value and C % (16 * DIGIT_PARTS) == 0 and 256 <= C <= 4096
 
 
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
-    """Of _multiply: rows and columns of a program, and warps. What was fastest on an H200 in a step of hare_1.1b."""
+    """Return the fastest (rows, columns, warps) of a program of _multiply, measured on an H200 with hare_1.1b."""
     if C > 4096:
         return 1, 512, (4 if fp8 else 2)
     if kind == NORM.value:
@@ -293,8 +295,10 @@ def decode_layer(
     values: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """One layer for the next token of one row: x [1, H] -> [1, H]; its keys and values go into the cache [1, K, S, D]
-    at positions [1]."""
+    """Run one layer for the next token of one row, x [1, H] -> [1, H].
+
+    Writes the token's key and value into the cache [1, K, S, D] at `positions`, [1].
+    """
     eps = context.eps
     qkv = _product(eps, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
     attended = attend_cache(
@@ -317,7 +321,7 @@ def decode_layer(
 
 
 def head(weights: Weights, eps: float, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
-    """As reference.head."""
+    """See reference.head."""
     if len(x) > 1:
         _, (rows, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
         return F.linear(rows, weights.head.values)

@@ -1,5 +1,8 @@
-"""Several rows between their matrix products: norm, SwiGLU and residual, written as `gemm` reads them, and the way into
-the cache. Shapes: M rows, C columns, B samples of T tokens, S cache, K key/value heads, D head dimension."""
+"""Operations on several rows between matrix products: norm, SwiGLU, residual, quantization for `gemm`, and writing to
+the cache.
+
+Shapes: M rows, C columns, B samples of T tokens, S cache, K key/value heads, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,11 @@ def _row(
     BLOCK: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """One row, plus another one, normalized or SwiGLU of its two halves, as FP8 codes and their scale, or in its own
-    dtype. What a product has left in SPLITS sums, `delta` or the two halves, is added up."""
+    """Process one row: add `delta`, apply the norm or SwiGLU of the two halves, and store FP8 codes with their scale.
+
+    Without digits, store the values in their own dtype. If a matrix product left SPLITS sums (`delta` or the two
+    halves), add them up.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < C
@@ -68,7 +74,7 @@ def _row(
         tl.store(scales + row, scale)
         if DIGITS == 2:
             tl.store(scales + M + row, scale / 16.0)
-        # a NaN stays one, for whoever reads the logits to see
+        # keep NaN, so that it reaches the logits and is detected
         wide = tl.clamp(wide / scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     code = wide.to(codes.dtype.element_ty)
     tl.store(place, code, mask=inside)
@@ -85,7 +91,7 @@ def _rows(
     swiglu: bool = False,
     delta: Sums | None = None,
 ) -> tuple[torch.Tensor, Rows]:
-    """x + delta, and rows: [M, C], or codes [digits, M, C] with scales [digits, M, 1]."""
+    """Return x + delta, and the rows: [M, C], or codes [digits, M, C] with scales [digits, M, 1]."""
     M, C = x.shape[-2:]
     C = C // 2 if swiglu else C
     sums = x if swiglu else delta
@@ -119,24 +125,24 @@ def _rows(
 
 
 def rows(x: torch.Tensor, digits: int) -> Rows:
-    """As reference.rows."""
+    """See reference.rows."""
     return _rows(x, digits)[1] if digits else (x, None)
 
 
 def add(x: torch.Tensor, delta: Sums) -> torch.Tensor:
-    """As reference.add."""
+    """See reference.add."""
     return (x + delta.float().sum(0)).to(x.dtype)
 
 
 def add_norm_rows(
     x: torch.Tensor, delta: Sums | None, norm: torch.Tensor, eps: float, digits: int
 ) -> tuple[torch.Tensor, Rows]:
-    """As reference.add_norm_rows."""
+    """See reference.add_norm_rows."""
     return _rows(x, digits, norm, eps, delta=delta)
 
 
 def swiglu_rows(gate_up: Sums, digits: int) -> Rows:
-    """silu(gate) * up of [M, 2 C], then `rows`."""
+    """Apply SwiGLU to [M, 2 C] and return the `rows` of the result."""
     return _rows(gate_up, digits, swiglu=True)[1]
 
 
@@ -160,7 +166,7 @@ def _rotate_into_cache(
     HALF: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """All heads of one token. ALL: HEADS + 2 KV_HEADS rounded up; HALF: D / 2, too."""
+    """Process all heads of one token. ALL, HALF: HEADS + 2 KV_HEADS and D / 2, rounded up to a power of two."""
     if GPU:
         gdc_launch_dependents()
         gdc_wait()
@@ -169,7 +175,7 @@ def _rotate_into_cache(
     head, channel = tl.arange(0, ALL)[:, None], tl.arange(0, HALF)[None, :]
     fits = channel < D // 2
     turn = position * (D // 2) + channel
-    turns = (head < HEADS + KV_HEADS) & fits  # v is only moved
+    turns = (head < HEADS + KV_HEADS) & fits  # v is not rotated
     cos = tl.load(cosines + turn, mask=turns, other=1.0)
     sin = tl.load(sines + turn, mask=turns, other=0.0)
     any_head = (head < HEADS + 2 * KV_HEADS) & fits
@@ -202,7 +208,7 @@ def rotate_into_cache(
     values: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """As reference.rotate_into_cache."""
+    """See reference.rotate_into_cache."""
     B, T = positions_BT.shape
     K, S, D = keys.shape[1:]
     q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)

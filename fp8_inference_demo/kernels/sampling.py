@@ -1,4 +1,4 @@
-"""The end of a greedy step in one launch, where torch takes a dozen."""
+"""Finish a greedy step in one kernel launch; torch needs a dozen."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_wait
 
 @triton.jit
 def _take(logits, history, tokens, positions, steps, last, V, S, B, BLOCK: tl.constexpr, GPU: tl.constexpr):
-    """One row: its likeliest token, -1 for logits that are not finite, into history [S, B] at its step, and to where
-    the next step begins."""
+    """Process one row: store its most likely token, or -1 for logits that are not finite, in history [S, B] and as the
+    input of the next step.
+    """
     row = tl.program_id(0)
     if GPU:
         gdc_wait()
@@ -40,8 +41,10 @@ def take_likeliest(
     steps: torch.Tensor,
     last: int,
 ) -> None:
-    """What engine.Step.take does with logits [B, V], float32 or bf16, where the likeliest token is wanted. history:
-    int64 [S, B]; tokens, positions (up to `last`), steps: int64 [B]."""
+    """Do the work of engine.Step.take for greedy decoding.
+
+    logits: float32 or bf16 [B, V]. history: int64 [S, B]. tokens, positions (up to `last`), steps: int64 [B].
+    """
     B, V = logits.shape
     BLOCK = min(16384, triton.next_power_of_2(V))
     _take[(B,)](
