@@ -59,7 +59,7 @@ def _multiply_many(
     LARGEST: write the bits of the largest magnitude of each row of `out` to `largest`. The next product quantizes with
     it, independently of the precision of this one.
     ADDED: number of columns that the tensor cores accumulate before the sum moves to float32; None: all.
-    The kernel is launched while the previous one ends, so it loads the weights first: they do not depend on that one."""
+    The kernel is launched while the previous one ends, so it loads the weights first, which are ready."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     low = tl.program_id(2) * (STEPS * BLOCK_C)
