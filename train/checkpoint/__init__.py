@@ -1,6 +1,7 @@
-"""Checkpoints: save the state of a run to files, and resume from them.
+"""Save checkpoints of a run, and resume from them.
 
-May import model, train.monitor, train.engine and what those may. `files`: manifest, run state and verification, without
-torch; `save` (with `staging`, copies in host memory): Saver; `load`: choose_checkpoint, load_checkpoint; `reshard`: for
-another number of ranks or ZeRO stage; `resume`: whether a run may resume; `rollback`: after a spike.
+May import model, train.monitor, train.engine and their dependencies. `files`: manifest, run state and verification,
+without torch. `save`: the background save, with its host copies in `staging`. `load`: choose and load a checkpoint.
+`reshard`: load with another number of ranks or ZeRO stage. `resume`: decide whether a run may resume. `rollback`: go
+back to the last checkpoint after a spike.
 """

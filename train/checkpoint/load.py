@@ -1,4 +1,7 @@
-"""Choose and load checkpoints. Every file's hash is checked first: DeepSpeed loads flipped bits without an error."""
+"""Choose and load checkpoints.
+
+The hash of every file is checked before loading, because DeepSpeed loads flipped bits without an error.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +48,25 @@ from train.engine.zero import forget_moments, own_settings, use_loader
 from train.files import discarded_name, may_pass, without_patterns
 
 logger = logging.getLogger(__name__)
-# Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
+# Keys of the section "precision" that determine which modules have FP8 state, its shape and its range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
 # ---------------------------------------------------------------- choose
 
 
 def choose_checkpoint(root: Path, setting: str) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank: rank 0 chooses and verifies. Collective.
+    """Return the checkpoint to resume from. Collective: rank 0 chooses and verifies it for all ranks.
 
     Args:
-        setting: "never" -> None; "auto" -> the newest good one, or None; else a path. A checkpoint of another run
-            counts only until this run has some of its own.
+        root: checkpoints folder of the run.
+        setting: "never", "auto" for the newest good checkpoint, or a path. The checkpoint of another run is used only
+            until this run has saved one itself.
+
+    Returns: None with "never", or with "auto" and no checkpoint.
 
     Raises:
-        CheckpointError, on all ranks: the given path is not good, or of another run than those in `root`; none in
-            `root` is good; a rank does not see what rank 0 chose.
+        CheckpointError, on all ranks: the given checkpoint is not good or belongs to another run, no checkpoint in
+            `root` is good, or a rank does not see the checkpoint that rank 0 chose.
     """
     path = from_rank_0(lambda: _choose_on_rank_0(root, setting))
     if path is None:
@@ -72,8 +78,8 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
     dist.all_gather_object(every, seen)
     if blind := [rank for rank, found in enumerate(every) if found is None or found != every[0]]:
         raise CheckpointError(
-            f"ranks {blind} do not see the checkpoint {path} that rank 0 sees; output_dir must be a folder that all "
-            "nodes share",
+            f"ranks {blind} do not see the checkpoint {path} that rank 0 chose. Choose an output_dir that all nodes "
+            "share",
             code="not_shared",
             key=str(path),
         )
@@ -89,8 +95,8 @@ def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
         path = Path(setting)
         if branch_at(root, path) and (own := newest_good(root)):
             logger.info(
-                f"this run began at {path} and resumes from its own {own.name}; to begin there again choose another "
-                "output_dir"
+                f"this run began from {path} and resumes from its own {own.name}. To begin there again, choose "
+                "another output_dir"
             )
             return own
         check_given(path, root)
@@ -102,9 +108,12 @@ def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
 
 
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
-    """Move the checkpoints of steps after `after_step` into a new folder beside `root`, so that a later "auto" does not
-    take them, and delete what killed saves left. Return the folder, or None if there was nothing to move."""
-    root = root.resolve()  # a link to another disk, to which nothing can be moved
+    """Move the checkpoints after step `after_step` to a new folder beside `root`, and delete unfinished saves.
+
+    A later resume with "auto" then does not use them.
+
+    Returns: the new folder, or None if there was nothing to move."""
+    root = root.resolve()  # may be a link to another disk, and folders cannot be moved between disks
     for path in step_folders(root):
         if not (path / MANIFEST).exists():
             remove(path)
@@ -113,7 +122,9 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
         return None
     aside = discarded_name(root)
     aside.mkdir()
-    with contextlib.suppress(CheckpointError):  # a damaged note is an error only for a run that needs it
+    with contextlib.suppress(
+        CheckpointError
+    ):  # a damaged rollback.json is an error only for a run that reads it
         if any(rolled_back(path) is not None for path in newer):
             (root / ROLLBACK).rename(aside / ROLLBACK)
     for path in newer:
@@ -125,15 +136,19 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
 
 
 def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool = False) -> None:
-    """Load weights, optimizer, random generators and FP8 state of `path`. Collective.
+    """Load the weights, optimizer state, random states and FP8 state of the checkpoint `path`. Collective.
 
-    With the number of ranks and the ZeRO stage of the save all of it is restored bit by bit. Else, or with
-    `reshard` (train/checkpoint/resume.py), weights, optimizer and FP8 state are resharded, and new ranks keep
-    their random generators. The settings of the optimizer and of clipping stay the engine's. FP8 state that does not
-    fit `precision` is not loaded (`fits_fp8_state`).
+    With the same number of ranks and ZeRO stage, everything is restored bit by bit. Otherwise, or with `reshard`,
+    weights, optimizer state and FP8 state are resharded, and additional ranks keep their random states. The engine
+    keeps its own settings of the optimizer and of gradient clipping. FP8 state that does not fit `precision` is not
+    loaded (`fits_fp8_state`).
 
-    Raises CheckpointError: a file holds a type that may execute code, or not what DeepSpeed writes; the files do not
-    hold the whole model; ranks had different FP8 states, and there are now more or fewer of them.
+    Args:
+        reshard: whether the files may be partitioned differently although ranks and ZeRO stage are the same
+            (`is_partitioned_differently` of train/checkpoint/resume.py).
+
+    Raises: CheckpointError: a file holds a type that may execute code, or does not have DeepSpeed's format; the files
+    do not hold the whole model; the ranks had different FP8 states and their number has changed.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not reshard and (saved.world_size, saved.zero_stage) == (
@@ -144,7 +159,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
         with own_settings(engine), without_patterns(path.parent) as root:
             loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
         if loaded is None:
-            raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
+            raise CheckpointError(f"DeepSpeed found no checkpoint in {path}")
     else:
         load_resharded(engine, path, saved)
     forget_moments(engine)
@@ -161,7 +176,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
 
 def fits_fp8_state(saved: RunState, precision: Precision) -> bool:
     """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
-    before = saved.precision  # {} where a test left it out
+    before = saved.precision  # {} in some tests
     return not before or same_precision(before, vars(precision.config), FP8_STATE_OF)
 
 
@@ -176,16 +191,18 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by Hugging Face's names, on the CPU, in the dtype that they were trained in.
-    Raises CheckpointError: there are none."""
+    """Return the weights of a checkpoint by their Hugging Face names, on the CPU, in the dtype of training.
+
+    Raises: CheckpointError: the weights are missing or cannot be read."""
     weights, tied = read_weights(path), model_config.tie_word_embeddings
     weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
     return conversion.to_hf(weights, model_config)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by the names of its model, on the CPU. Raises CheckpointError: there are
-    none."""
+    """Return the weights of a checkpoint by their names in the model, on the CPU.
+
+    Raises: CheckpointError: the weights are missing or cannot be read."""
     if (state := read_state(path)).zero_stage == 3:
         return read_partitioned_weights(path, state)
     return load_shard(model_file(path, state))["module"]

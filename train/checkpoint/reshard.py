@@ -1,11 +1,11 @@
-"""Load a checkpoint of another number of ranks, or of another ZeRO stage, than the engine's.
+"""Load a checkpoint that was saved with another number of ranks or another ZeRO stage.
 
-DeepSpeed partitions the float32 weights and AdamW's two moments, or Muon's one, by ZeRO stage and number of ranks. Both
-partitions, of the files and of the engine, are described as pieces of each parameter (`Piece`), and what overlaps is
-copied. It is copied in place: CUDA graphs and Transformer Engine's FP8 copies rely on the addresses of weights. Files
-are memory-mapped, so that the ranks of a node share their pages.
+DeepSpeed partitions the float32 weights and the moments (two for AdamW, one for Muon) by ZeRO stage and number of
+ranks. This module describes the partition of the files and that of the engine as pieces of each parameter (`Piece`) and
+copies the overlapping elements. It copies in place, because CUDA graphs and Transformer Engine's FP8 copies rely on the
+addresses of the weights. Files are memory-mapped, so the ranks of a node share their pages.
 
-This file knows DeepSpeed's checkpoint files (of 0.19.8); train/engine/zero.py knows its engine.
+This module depends on the checkpoint files of DeepSpeed 0.19.8; train/engine/zero.py depends on its engine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ Sizes = list[tuple[str, int]]  # name, elements; in the order of a flat tensor
 
 @dataclass
 class Piece:
-    """Elements of a flattened parameter from `start` on: 1-D tensors of equal length, by WEIGHT and the names of
-    moments (train/engine/zero.py)."""
+    """A contiguous range of elements of a flattened parameter.
+
+    `tensors` holds 1-D tensors of equal length: the weight under WEIGHT, and the moments under their names
+    (train/engine/zero.py).
+    """
 
     start: int
     tensors: Tensors
@@ -52,25 +55,27 @@ Pieces = dict[str, list[Piece]]  # by the parameter's name
 
 @dataclass
 class Contents:
-    """What the files of a checkpoint hold."""
+    """The content of the files of a checkpoint."""
 
     pieces: Pieces
-    steps: set[float]  # AdamW's counts; empty before the first step
+    steps: set[float]  # AdamW's step counts; empty before the first step
     loss_scale: dict[str, Any]
-    counters: dict[str, int]  # the engine's
+    counters: dict[str, int]  # of the engine
 
 
 @torch.no_grad()
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
-    """Load weights, optimizer and counters of the checkpoint `path`, whose run state is `state`, into `engine`.
-    Collective.
+    """Load the weights, optimizer state and counters of the checkpoint `path` into `engine`. Collective.
 
-    The weights are the float32 ones rounded to their type, as they were.
+    The weights of the model are the float32 weights rounded to its dtype, as in training.
 
-    Raises CheckpointError: a file is missing, cannot be read, or lacks something; it is of another model.
+    Args:
+        state: run state of the checkpoint.
+
+    Raises: CheckpointError: a file is missing, unreadable or incomplete, or the checkpoint is of another model.
     """
     sizes = {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}
-    # the order in which an optimizer without ZeRO has them
+    # the order of parameters in an optimizer without ZeRO
     groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
     ordered = [p for group in groups for p in group["params"]]
     saved = read(path, state, [zero.name_of(engine, p) for p in ordered])
@@ -94,20 +99,26 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
 
 
 def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
-    """Raise CheckpointError: the files of the checkpoint `path` do not hold exactly the parameters of `sizes` (name ->
-    elements), after one number of steps."""
+    """Check that the checkpoint `path` holds exactly the parameters of `sizes`, all after the same number of steps.
+
+    Args:
+        sizes: number of elements by parameter name.
+
+    Raises: CheckpointError: it does not."""
     if len(saved.steps) > 1:
-        raise CheckpointError(f"{path}: AdamW's step differs between parameters: {sorted(saved.steps)}")
+        raise CheckpointError(f"{path}: AdamW's step count differs between parameters: {sorted(saved.steps)}")
     pieces = saved.pieces
     missing, unknown = sorted(sizes.keys() - pieces.keys()), sorted(pieces.keys() - sizes.keys())
     if missing or unknown:
-        raise CheckpointError(f"{path} is of another model: missing are {missing}, unknown are {unknown}")
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: missing parameters {missing}, unknown parameters {unknown}"
+        )
     for name, found in pieces.items():
         ends = [0, *(piece.end for piece in found)]
         if [piece.start for piece in found] != ends[:-1] or ends[-1] != sizes[name]:
             stretches = ", ".join(f"{piece.start} to {piece.end}" for piece in found)
             raise CheckpointError(
-                f"{path} does not hold all {sizes[name]} elements of {name}: the shards hold {stretches}"
+                f"{path} does not hold all {sizes[name]} elements of {name}. Its shards hold {stretches}"
             )
 
 
@@ -117,9 +128,11 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
 def flat_partition(
     sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of ZeRO 1 and 2: the parameters of a group lie one after another, with paddings[i] elements
-    after the i-th, and rank r has the elements from r * `length` on. Without ZeRO: a group of one parameter, all of
-    rank 0."""
+    """Yield (name, piece) for the partition of ZeRO 1 and 2.
+
+    The parameters of a group are concatenated, with paddings[i] elements after the i-th. Rank r holds `length` elements
+    from r * length on. Without ZeRO, each parameter is a group, with rank 0 and its whole length.
+    """
     begin, position = rank * length, 0
     for (name, numel), padding in zip(sizes, paddings, strict=True):
         first, end = max(position, begin), min(position + numel, begin + length)
@@ -130,8 +143,11 @@ def flat_partition(
 
 
 def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of ZeRO 3: rank r has the r-th of `world` parts of each parameter, all as long as the first; the
-    last ones are padded. A rank's parts lie one after another."""
+    """Yield (name, piece) for the partition of ZeRO 3.
+
+    Each parameter is split into `world` parts of equal length, with padding at the end. Rank r holds the r-th part of
+    each parameter; its parts are concatenated.
+    """
     offset = 0
     for name, numel in sizes:
         part = math.ceil(numel / world)
@@ -145,7 +161,11 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 
 
 def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
-    """Yield what this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
+    """Yield (name, piece) for each part of a parameter that this rank holds.
+
+    Args:
+        steps: AdamW's step count, at most one; without it the pieces have no moments.
+    """
     optimizer = zero.base_optimizer(engine)
     for master in zero.masters(engine):
         packed = optimizer if isinstance(optimizer, PackedAdamW) else None
@@ -161,19 +181,22 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
                     state[moment] = torch.zeros_like(master.tensor.data)
                 tensors[moment] = state[moment].view(-1)
             if master.moments == MOMENTS:
-                # as torch.optim.AdamW allocates it: where its kernel reads it
+                # on the device where the kernel of torch.optim.AdamW reads it
                 device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
                 state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
         yield from pieces_of_master(engine, master, tensors)
-        if packed:  # the caller has filled the tensors
+        if packed:  # the caller has filled the tensors by now
             packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
 
 
 def pieces_of_master(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield (name, piece) of each parameter that this rank has a part of in `master`. The 1-D `tensors` are partitioned
-    as it is."""
+    """Yield (name, piece) for each parameter in `master`.
+
+    Args:
+        tensors: 1-D tensors with the same partition as `master`.
+    """
     rank, world, stage = dist.get_rank(), dist.get_world_size(), engine.zero_optimization_stage()
     sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
     if stage == 3:
@@ -187,12 +210,13 @@ def pieces_of_master(
 
 
 def read(path: Path, state: RunState, names: list[str]) -> Contents:
-    """Return what the files of the checkpoint `path` hold, memory-mapped.
+    """Return the content of the files of the checkpoint `path`, memory-mapped.
 
     Args:
-        names: the model's parameters in the order of an optimizer without ZeRO, whose file does not have them.
+        state: run state of the checkpoint.
+        names: names of the parameters in the order of an optimizer without ZeRO, whose file has no names.
 
-    Raises CheckpointError: a file is missing, cannot be read, or lacks something.
+    Raises: CheckpointError: a file is missing, unreadable or incomplete.
     """
     file = model_file(path, state)
     saved, model = Contents(defaultdict(list), set(), {}, {}), load_shard(file, mmap=True)
@@ -213,9 +237,9 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
 
 def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
-    """Return the float32 weights of a checkpoint of ZeRO 3, which has them in the shards of the optimizer, by name.
+    """Return the float32 weights of a ZeRO 3 checkpoint by name; they are in the shards of the optimizer.
 
-    Raises CheckpointError as `read` and `check`.
+    Raises: CheckpointError: as `read` and `check`.
     """
     file = model_file(path, state)
     model = load_shard(file)
@@ -232,7 +256,7 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
-    """Read the optimizer without ZeRO: torch's, or DeepSpeed's wrapper for bf16 with its float32 weights."""
+    """Read the optimizer state without ZeRO: of torch's optimizer, or of DeepSpeed's wrapper with float32 weights."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         masters = list(itertools.chain(*optimizer["fp32_groups"]))
@@ -246,7 +270,7 @@ def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> Non
 def _read_shard(
     content: dict[str, Any], groups: list[Sizes], rank: int, state: RunState, saved: Contents
 ) -> None:
-    """Read a rank's part: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
+    """Read the part of one rank: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
     scaler = content.get("loss_scaler")
     saved.loss_scale = {name: getattr(scaler, name, None) for name in zero.LOSS_SCALE}
     if state.zero_stage == 3:
@@ -258,14 +282,14 @@ def _read_shard(
         if state.zero_stage == 3:
             found = partition_of_each(sizes, rank, state.world_size, tensors)
         else:
-            # The plain optimizer does not save what pads the last partitions; BF16_Optimizer does, and saves no
-            # "zero_stage".
+            # DeepSpeedZeroOptimizer does not save the padding of the last partition. BF16_Optimizer does; its files
+            # have no "zero_stage".
             left_out = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
             length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
             if length * state.world_size < total:
                 raise CheckpointError(
-                    f"{state.world_size} partitions of {length} elements do not hold the {total} of group {index}"
+                    f"{state.world_size} partitions of {length} elements are too small for the {total} of group {index}"
                 )
             found = flat_partition(sizes, paddings, rank, length, tensors)
         for name, piece in found:
@@ -275,8 +299,15 @@ def _read_shard(
 def _tensors(
     master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, steps: set[float]
 ) -> Tensors:
-    """Return the flat float32 weight with the optimizer's state of number `index`, if there is any: before the first
-    step there is none. Muon's has no count of steps."""
+    """Return the flat float32 weight and its moments.
+
+    Before the first step there are no moments. Add AdamW's step count to `steps`; Muon has none.
+
+    Args:
+        master: float32 weight.
+        of_optimizer: optimizer state by index.
+        index: index of this weight.
+    """
     if not of_optimizer:
         return {WEIGHT: master.view(-1)}
     state = of_optimizer[index]
@@ -290,16 +321,16 @@ def _tensors(
 
 
 def _shard(path: Path, rank: int) -> Path:
-    """Return DeepSpeed's file of the optimizer of a rank. Its name begins with bf16_ for a run in bf16."""
+    """Return DeepSpeed's file with the optimizer state of a rank. For a run in bf16 its name begins with bf16_."""
     candidates = [path / f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for kind in ("bf16_", "")]
     for file in candidates:
         if file.exists():
             return file
-    raise CheckpointError(f"{candidates[0]} is missing, and so is {candidates[1].name}")
+    raise CheckpointError(f"neither {candidates[0]} nor {candidates[1].name} exists")
 
 
 def model_file(path: Path, state: RunState) -> Path:
-    """Return DeepSpeed's file of the model, with ZeRO 3 that of rank 0."""
+    """Return DeepSpeed's file with the model; with ZeRO 3, that of rank 0."""
     prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
     return path / f"{prefix}mp_rank_00_model_states.pt"
 
@@ -307,7 +338,7 @@ def model_file(path: Path, state: RunState) -> Path:
 def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
     """Load a .pt file of a checkpoint without executing code in it. All programs load checkpoints with this function.
 
-    Raises CheckpointError: the file cannot be read, or has a type that neither torch allows nor zero.SHARD_TYPES has.
+    Raises: CheckpointError: the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
     """
     with named(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
         return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
@@ -315,7 +346,7 @@ def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) 
 
 @contextlib.contextmanager
 def named(file: Path) -> Iterator[None]:
-    """Raise errors of a file in the block as a CheckpointError that names it."""
+    """Convert errors in the block to a CheckpointError that names `file`."""
     try:
         yield
     except CheckpointError as error:
@@ -323,11 +354,11 @@ def named(file: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except pickle.UnpicklingError as error:
-        # torch's own message advises to allow the type; its first sentence names it
+        # torch's message advises to allow the type; use only its first sentence, which names the type
         reason = str(error.__context__ or error).partition(". ")[0]
         raise CheckpointError(
-            f"{file} is refused: {reason}. A checkpoint of this program holds tensors and plain values; another type "
-            "could execute code. Take a checkpoint from a source that you trust"
+            f"{file} is refused: {reason}. Checkpoints of this program contain only tensors and plain values; other "
+            "types could execute code. Use a checkpoint from a source that you trust"
         ) from error
     except (
         RuntimeError,
@@ -338,20 +369,19 @@ def named(file: Path) -> Iterator[None]:
         AssertionError,
         EOFError,
     ) as error:
-        raise CheckpointError(
-            f"{file} does not hold what DeepSpeed 0.19.8 writes there: {error!r}"
-        ) from error
+        raise CheckpointError(f"{file} does not have the format of DeepSpeed 0.19.8: {error!r}") from error
 
 
 # ---------------------------------------------------------------- FP8
 
 
 def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
-    """Return the FP8 state of the `world` ranks that wrote the checkpoint `path`. With delayed scaling they reduce
-    their amaxes and so have the same, but for the first row of a history, where each gathers its own amaxes until the
-    next reduction: that takes their maximum.
+    """Merge the FP8 states of the `world` ranks that wrote the checkpoint `path`.
 
-    Raises CheckpointError: the ranks have different states.
+    With delayed scaling the ranks reduce their amaxes, so their states are equal, except for the first row of each
+    history. There each rank collects its own amaxes until the next reduction; the merged row is their maximum.
+
+    Raises: CheckpointError: the ranks have different states.
     """
     files = [path / rank_file(rank) for rank in range(world)]
     states = [load_shard(file)["fp8"] for file in files]
@@ -363,8 +393,8 @@ def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
             rows = slice(1, None) if key.endswith(".amax_history") else slice(None)
             if not torch.equal(tensor[rows].view(torch.int32), first[key][rows].view(torch.int32)):
                 raise CheckpointError(
-                    f"{file} and {files[0]} differ in {key}: each rank scaled by its own amaxes (precision.reduce_amax "
-                    f"false), or one of them is wrong. Only {world} ranks can go on from {path.name}"
+                    f"{file} and {files[0]} differ in {key}. Either each rank used its own amaxes "
+                    f"(precision.reduce_amax false), or one file is wrong. Resume from {path.name} with {world} ranks"
                 )
     histories = [key for key in first if key.endswith(".amax_history")]
     return first | {key: torch.stack([state[key] for state in states]).amax(0) for key in histories}

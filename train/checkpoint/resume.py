@@ -1,7 +1,7 @@
-"""Decide whether a run may resume from a checkpoint, at which sample, and with which changes of its configuration.
+"""Decide whether a run may resume from a checkpoint, at which sample, and with which configuration changes.
 
-A changed key is free, allowed by allow_changes_on_resume, or structural: then the checkpoint cannot be used. The rule
-of a key stands at its field (`resume=` of model.keys.option). Nothing here imports torch.
+A key may change freely, may change only if allow_changes_on_resume names it, or is structural and cannot change. The
+rule is at the field of each key (`resume=` of model.keys.option). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from train.config.schedule import arguments_of_phase, phase_at
 from train.record.run_folder import RunFolder
 
 ALLOW = "allow_changes_on_resume"
-# Keys that decide how DeepSpeed's files are partitioned, and what is in them.
+# Keys that determine the partitioning and the content of DeepSpeed's files.
 PARTITION_KEYS = ("deepspeed.zero_optimization.", "deepspeed.data_types.", "precision.optimizer_")
-# Keys of the model's configuration that decide the shapes of its weights.
+# Keys of the model configuration that determine the shapes of the weights.
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "tie_word_embeddings".split()
@@ -48,11 +48,12 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between a run and the checkpoint that it resumes from.
+    """A difference between the configuration of a run and that of its checkpoint.
 
     Attributes:
-        key: the key that allow_changes_on_resume has to name.
-        never: the reason why the change cannot be allowed, or "".
+        what: the key with its old and new value.
+        key: the key to list in allow_changes_on_resume.
+        never: the reason why this key cannot change, or "".
     """
 
     what: Difference
@@ -60,11 +61,11 @@ class Change:
     never: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}" + (f" (cannot change on a resume: {self.never})" if self.never else "")
+        return f"{self.what}" + (f" (cannot change on resume: {self.never})" if self.never else "")
 
 
 class ChangesError(CheckpointError):
-    """The configuration differs from that of the checkpoint, and the differences are not or cannot be allowed.
+    """The configuration differs from that of the checkpoint, and the changes are not allowed.
 
     Attributes:
         changes: the differences.
@@ -75,20 +76,20 @@ class ChangesError(CheckpointError):
 
     @property
     def keys(self) -> list[str]:
-        """Keys that allow_changes_on_resume has to name, or that cannot change."""
+        """The changed keys: those to list in allow_changes_on_resume, or those that cannot change."""
         return list(dict.fromkeys(change.key for change in self.changes))
 
 
 def is_new_run(args: TrainingArguments) -> bool:
-    """Whether the run resumes from no checkpoint."""
+    """Return whether the run starts without a checkpoint."""
     setting = args.resume_from_checkpoint
     return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """Return the checkpoint the run will resume from, without reading it; None for a new run.
+    """Return the checkpoint from which the run will resume, or None for a new run. Hashes are not checked.
 
-    Raises CheckpointError: see `branch_at`, `check_given`.
+    Raises: CheckpointError: as `branch_at` and `check_given`.
     """
     own = RunFolder(args.output_dir).checkpoints
     if is_new_run(args):
@@ -103,14 +104,16 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
-    """Continue `state` where `saved`, the state of the checkpoint `path`, stopped. Return lines for the log.
+    """Update `state` to continue from `saved`, the run state of the checkpoint `path`.
 
-    The number of ranks and the ZeRO stage may differ. Every other change of the numbers has to be in `allow`
-    (allow_changes_on_resume), and is added to `state.changes`. With another sequence length the run resumes at the same
+    The number of ranks and the ZeRO stage may differ. Every other change that affects results must be in `allow`
+    (allow_changes_on_resume) and is added to `state.changes`. With another sequence length, the run resumes at the same
     number of tokens, rounded up to a whole sample.
 
+    Returns: lines for the log.
+
     Raises:
-        CheckpointError: rollback.json is damaged; as `allowed_changes`.
+        CheckpointError: rollback.json is damaged, or a change is not allowed.
         ConfigurationError: as `allowed_changes`.
     """
     found = allowed_changes(state, saved, path, allow)
@@ -126,9 +129,9 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     state.began_at = saved.began_at if is_own else origin(path)
     lines = []
     given, began = (config["model"].get("init_from") for config in (new, old))
-    new["model"]["init_from"] = began  # the model card names what the run began with
+    new["model"]["init_from"] = began  # the model card names the initial weights
     if given not in (None, began):
-        lines.append(f"model.init_from {given} is ignored: the weights are those of {path}")
+        lines.append(f"model.init_from {given} is ignored, because the weights come from {path}")
     if saved.world_size != state.world_size:
         lines.append(
             f"{saved.world_size} ranks -> {state.world_size}: weights, optimizer and FP8 state are resharded; "
@@ -143,8 +146,8 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         state.skipped_samples = saved.skipped_samples if skipped is None else skipped
     else:
         lines.append(
-            f"the order of samples changes: the run resumes at sample {state.consumed_samples:,} of the new one. Texts "
-            "may come twice, or not at all, until the current epochs end"
+            f"the order of samples changes: the run resumes at sample {state.consumed_samples:,} of the new order. "
+            "Until the current epochs end, some texts may be repeated or skipped"
         )
     return lines
 
@@ -152,10 +155,13 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
 def allowed_changes(
     state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]
 ) -> list[Change]:
-    """Return the differences of `state` from `saved`, of the checkpoint `path`, that `allow` names.
+    """Return the changes from `saved`, the run state of the checkpoint `path`, to `state`, if `allow` permits all.
+
+    Args:
+        allow: allow_changes_on_resume: the allowed keys, or True for all.
 
     Raises:
-        ChangesError: a difference that is not or cannot be allowed.
+        ChangesError: a change is not allowed.
         ConfigurationError: max_steps is below the step of the checkpoint.
     """
     found = changes(state, saved)
@@ -191,7 +197,7 @@ def allowed_changes(
 
 
 def changes(state: RunState, saved: RunState) -> list[Change]:
-    """Return the differences of `state` from `saved` that are not free."""
+    """Return the changes from `saved` to `state`, except those that are always allowed."""
     old, new = saved.train_config, state.train_config
     found = []
     for each in resume_differences(old, new):
@@ -199,21 +205,21 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
         if not (follows_from_stage and saved.zero_stage != state.zero_stage):
             found.append(Change(each, key_of(each.key), why_never(each)))
     for each in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):
-        if each.key not in ("data.seq_length", "data.seed"):  # named as keys of the configuration
+        if each.key not in ("data.seq_length", "data.seed"):  # already found as keys of the configuration
             found.append(Change(each, _key_of_data(each, old, new)))
     for each in differences(saved.model_config, _through_json(state.model_config), "model configuration"):
         is_size = each.key.split(".")[1] in SIZES
         found.append(
-            Change(each, "model.config", "the checkpoint has weights of these sizes" if is_size else "")
+            Change(each, "model.config", "it determines the shapes of the saved weights" if is_size else "")
         )
     return found
 
 
 def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
-    """Return the phase of precision.schedule and the levels of modules of the next step.
+    """Return the phase of precision.schedule and the fallback recipes of modules for the next step.
 
-    If the evaluation of the step before was skipped, return that step's, if the configuration still has its precision:
-    they change after the evaluation.
+    Both change after an evaluation. If the evaluation of the last step was skipped, return those of the last step, so
+    that the evaluation runs first, provided that the configuration still has its precision.
     """
     phase = phase_at(args, state.step, state.consumed_tokens)
     if not state.evaluation_due:
@@ -228,8 +234,10 @@ def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, d
 
 
 def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
-    """Return whether DeepSpeed's files of `saved` may be partitioned differently from those of `state` although the
-    number of ranks and the ZeRO stage are the same."""
+    """Return whether DeepSpeed's files of `saved` may be partitioned differently from those of `state`.
+
+    This compares keys of the configuration, for the same number of ranks and ZeRO stage.
+    """
     found = resume_differences(saved.train_config, state.train_config) if saved.train_config else []
     return any(each.key.startswith(PARTITION_KEYS) for each in found)
 
@@ -241,8 +249,7 @@ def half_rate_options(path: Path, learning_rate: float) -> str:
 
 
 def resume_option(args: TrainingArguments) -> str:
-    """Return the option with which the command of a run resumes from its newest checkpoint, or "" if it does so as it
-    is."""
+    """Return the option to add to the command of a run to resume from its newest checkpoint, or "" if not needed."""
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     starts_again = setting == "never" or (setting != "auto" and belongs_to(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
@@ -254,7 +261,7 @@ def allow_option(keys: Iterable[str]) -> str:
 
 
 def _key_of_data(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the key that changed a value of the data's fingerprint."""
+    """Return the configuration key that changed a value of the data fingerprint."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

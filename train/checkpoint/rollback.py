@@ -1,7 +1,7 @@
-"""on_spike rollback: load the last checkpoint before a spike, and skip the samples that led to the spike.
+"""Roll back after a spike (on_spike rollback): load the last checkpoint and skip the samples that led to the spike.
 
-The skipped samples are ranges of positions in the order of samples, kept in the state of each checkpoint. Until the
-next save they are in `rollback.json` beside the checkpoints, for a restart after a crash.
+The skipped samples are ranges of positions in the order of samples, stored in the run state of each checkpoint. Until
+the next save they are in `rollback.json` beside the checkpoints, in case of a crash.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from train.record.metrics import MetricsLogger
 logger = logging.getLogger(__name__)
 
 MOST_ROLLBACKS = (
-    3  # to one checkpoint, restarts included: what spikes that often is not the fault of some samples
+    3  # to one checkpoint, including restarts: after that many spikes, single samples are not the cause
 )
-# What a rollback does not take from the checkpoint's state.
+# Fields of the run state that a rollback keeps.
 KEPT = (
     "train_config",
     "world_size",
@@ -51,19 +51,19 @@ def roll_back(
     metrics: MetricsLogger,
     stream: SampleStream,
 ) -> bool:
-    """Load the last checkpoint under `root` into `engine` and `state`. Collective.
+    """Load the newest good checkpoint under `root` into `engine` and `state`. Collective.
 
-    The run then skips the samples from the step before the first spike to the last spike: the update of that step
-    causes a spike of the loss as often as the spike's own samples do.
+    The run then skips the samples from the step before the first spike to the last spike. The step before is included
+    because its update causes a spike of the loss as often as the samples of the spike itself.
 
     Args:
-        samples: of a step.
+        samples: number of samples per step.
 
     Returns:
-        False, with a warning, where there is nothing to go back to.
+        Whether the run was rolled back. If not, the reason is logged as a warning.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is good.
+        CheckpointError: there are checkpoints, but none is good.
         OSError: rollback.json cannot be written.
     """
     path = choose_checkpoint(root, "auto")
@@ -85,7 +85,7 @@ def roll_back(
     end = max(spike.first_sample for spike in spikes) + samples
     ranges = [*state.skipped_samples, [first, end]]
     if dist.get_rank() == 0:
-        move_later_checkpoints(root, saved.step)  # newer ones were not good
+        move_later_checkpoints(root, saved.step)  # checkpoints after `path` are damaged
         note_rollback(path, ranges)
     metrics.rewind(saved.step)
     load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
@@ -102,8 +102,8 @@ def roll_back(
 
 
 def _find_obstacle(saved: RunState, state: RunState, precision: Precision) -> str:
-    """Return why a run of `state` cannot go back to a checkpoint with the state `saved`, or ""."""
-    if saved.data_fingerprint != state.data_fingerprint:  # positions would be other samples
+    """Return why the run cannot go back to the checkpoint with the run state `saved`, or ""."""
+    if saved.data_fingerprint != state.data_fingerprint:  # the positions would refer to other samples
         return "was saved before the order of samples changed"
     if not fits_fp8_state(saved, precision):
         return "was saved before the precision changed"

@@ -1,11 +1,11 @@
-"""Save checkpoints while training continues: tensors are copied to the host, and a thread of each rank writes them.
+"""Save checkpoints in the background: copy tensors to host memory, and write them in a thread of each rank.
 
-    main thread   begin: copies of all that is saved ............ finish: the outcome
-    save thread        room -> files, flushed and hashed -> all ranks have written -> manifest -> old ones go
+    main thread   begin: copy tensors ......................... finish: wait, report errors
+    save thread        check disk space -> write, flush and hash files -> manifest -> remove old checkpoints
 
-The ranks agree between these steps over a process group of their own. A save that fails on one rank fails on all of
-them with one message, and leaves earlier checkpoints as they were. Without `background` the main thread does the same
-work, on the tensors themselves instead of copies.
+The save threads synchronize between these steps over their own process group. If a save fails on one rank, it fails on
+all ranks with the same message, and earlier checkpoints stay unchanged. Without `background`, the main thread does the
+same work directly on the tensors.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from train.files import may_pass, size_text, write_durably
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 20  # smaller writes are hashed in the same thread
-DISK_MARGIN = 1.05  # for file system blocks that are not full
+DISK_MARGIN = 1.05  # for partly filled blocks of the file system
 
 
 class SaveError(CheckpointError):
-    """A save that failed, the same on every rank. Earlier checkpoints are as they were.
+    """A failed save; every rank raises the same error. Earlier checkpoints are unchanged.
 
     Args:
-        may_pass: whether a restart may succeed, on each rank that had an error.
+        may_pass: whether a restart may succeed: the errors of all failed ranks may pass.
     """
 
     code = "save"
@@ -67,7 +67,7 @@ class SaveError(CheckpointError):
 
 
 class Ranks:
-    """The ranks that save. They communicate over a gloo group of their own, since the others are in use meanwhile."""
+    """Collectives of the save threads, over their own gloo group, because training uses the other groups meanwhile."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -82,53 +82,57 @@ class Ranks:
         return values
 
     def run(self, action: Callable[[], T]) -> list[T]:
-        """Return what `action`, which has no collectives in it, returns on each rank.
+        """Run `action` on each rank and return the results of all ranks. `action` must not contain collectives.
 
-        Raises SaveError on all ranks: it failed on one; the message says on which and why.
+        Raises: SaveError, on all ranks: `action` failed on some rank. The message names the rank and the reason.
         """
         result, problem, passes = None, None, True
         try:
             result = action()
-        except Exception as error:  # of any kind: the other ranks would wait for this one
+        except Exception as error:  # any error, because the other ranks wait for this one
             problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             passes = may_pass(error)
         found = self.all_gather((result, problem, passes))
         if any(problem for _, problem, _ in found):
             message = "; ".join(f"rank {r}: {p}" for r, (_, p, _) in enumerate(found) if p)
             raise SaveError(message, all(passes for _, _, passes in found))
-        return [result for result, _, _ in found]  # type: ignore[misc]  # None only where action gave that
+        return [result for result, _, _ in found]  # type: ignore[misc]  # None only if action returned it
 
 
 class Saver:
-    """Saves checkpoints of one engine: saver.begin(state, background=True); training; saver.finish().
+    """Saves checkpoints of one engine: `saver.begin(state, background=True)`, then train, then `saver.finish()`.
 
-    Every rank calls the same at the same points.
+    All ranks must call the methods at the same points.
 
     Args:
-        root: of the checkpoints.
-        keep: number of the newest checkpoints that stay; 0: all.
+        root: folder of the checkpoints.
+        keep: number of newest checkpoints to keep; 0 keeps all.
     """
 
     def __init__(self, engine: Any, root: Path, precision: Precision, keep: int):
         self.engine, self.root, self.precision, self.keep = engine, root, precision, keep
         self.ranks = Ranks()
-        self._buffers: dict[str, HostBuffer] = {}  # by the name of the file
+        self._buffers: dict[str, HostBuffer] = {}  # by file name
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether there is a save whose outcome `finish` has not returned; the same on every rank."""
+        """Whether a save has begun and `finish` has not been called yet; the same on every rank."""
         return self._job is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes: `finish` would wait."""
+        """Whether this rank is still writing, so that `finish` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: RunState, background: bool) -> None:
-        """Save `state` and what the engine holds now. In the background: return when it is copied; else when it is
-        written, without a copy."""
+        """Begin to save `state` and the current state of the engine.
+
+        Args:
+            background: whether to return after copying the tensors. Otherwise return after writing them, without a
+                copy.
+        """
         assert not self.pending, "call finish() first"
         start = time.perf_counter()
         job = Job(
@@ -142,13 +146,13 @@ class Saver:
         if job.error is None:
             try:
                 take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
-            except Exception as error:  # raised when the ranks agree
+            except Exception as error:  # the ranks raise it together in Job.run
                 job.error = error
         self._job = job
         if background:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies are complete
-            # no daemon: a process that ends by itself completes its save first
+            # not a daemon: a process that exits normally first completes its save
             self._thread = threading.Thread(target=job.run, name="save")
             self._thread.start()
         else:
@@ -156,9 +160,9 @@ class Saver:
         job.waited_s = time.perf_counter() - start
 
     def finish(self) -> Job | None:
-        """Wait for the save under way, which is then committed, and return it; None if there is none.
+        """Wait until the current save is committed and return it, or None if there is none.
 
-        Raises SaveError, on all ranks: it failed. What it wrote is removed, and no other checkpoint.
+        Raises: SaveError, on all ranks: the save failed. Its files are removed; other checkpoints stay.
         """
         job, start = self._job, time.perf_counter()
         if job is None:
@@ -172,36 +176,36 @@ class Saver:
         return job
 
     def _copy(self, name: str, value: Any) -> Snapshot:
-        """Copy what goes into the file `name`. Raises MemoryError: the host has no room for it."""
+        """Copy the content of the file `name` to host memory. Raises MemoryError: host memory is full."""
         buffer = self._buffers.setdefault(name, HostBuffer())
         try:
             return Snapshot(value, buffer)
         except (OSError, MemoryError) as error:
             raise MemoryError(
-                f"no host memory for a copy of what goes into {name}: {error}. Set save_async to false: training then "
-                "waits for its saves, and needs no copy"
+                f"not enough host memory to copy the content of {name}: {error}. Set save_async to false; training "
+                "then waits for saves, which need no copy"
             ) from error
 
 
 @dataclass
 class Job:
-    """A save whose tensors are copied: it does not hold up training."""
+    """One save, which runs in the save thread once its tensors are copied."""
 
     path: Path
     ranks: Ranks
     keep: int
     run_state: dict[str, Any]
     unscheduled: set[int]
-    start: float  # by time.perf_counter
+    start: float  # time.perf_counter()
     files: dict[str, Snapshot] = field(default_factory=dict)
-    error: Exception | None = None  # of the copies
-    needed: int = 0  # bytes of all ranks' files
+    error: Exception | None = None  # error while copying
+    needed: int = 0  # bytes of the files of all ranks
     failure: BaseException | None = None
     seconds: float = 0.0  # from `begin` to the commit
-    waited_s: float = 0.0  # of these, seconds for which training waited
+    waited_s: float = 0.0  # the part of `seconds` for which training waited
 
     def run(self) -> None:
-        """Write, agree, commit. Raises nothing: `failure` has the error."""
+        """Write and commit the checkpoint. Store an error in `failure` instead of raising it."""
         try:
             self._save()
         except BaseException as error:  # `finish` raises it in the main thread
@@ -227,21 +231,23 @@ class Job:
     def _message(self, error: SaveError) -> str:
         remedy = "Free disk space there, lower save_total_limit, or choose another output_dir"
         if error.may_pass:
-            remedy = "The fault may pass: start the run again (run_training.sh does so by itself)"
+            remedy = "The error may be temporary: start the run again (run_training.sh does so automatically)"
         return (
-            f"the checkpoint {self.path} could not be saved: {error}. In {self.path.parent} a save needs about "
-            f"{size_text(self.needed)}; earlier checkpoints are as they were. {remedy}"
+            f"the checkpoint {self.path} could not be saved: {error}. A save needs about {size_text(self.needed)} in "
+            f"{self.path.parent}. Earlier checkpoints are unchanged. {remedy}"
         )
 
     def _bytes(self) -> int:
-        """Return the bytes of this rank's files. Raises the error of the copies."""
+        """Return the size of this rank's files in bytes. Raise the error that occurred while copying."""
         if self.error is not None:
             raise self.error
         return sum(file.bytes for file in self.files.values()) + len(self._state_text())
 
     def _write(self) -> list[dict[str, Any]]:
-        """Write this rank's files. Return their entries in the manifest."""
-        self.path.mkdir(exist_ok=True)  # on network file systems rank 0's may not be visible yet
+        """Write this rank's files. Return their entries for the manifest."""
+        self.path.mkdir(
+            exist_ok=True
+        )  # on a network file system, the folder of rank 0 may not be visible yet
         entries = [write_tensors(self.path / name, file.value()) for name, file in self.files.items()]
         if text := self._state_text():
             write_durably(self.path / RUN_STATE, text)
@@ -249,7 +255,7 @@ class Job:
         return entries
 
     def _state_text(self) -> str:
-        """Return the content of run_state.json, which rank 0 writes."""
+        """Return the content of run_state.json, or "" on ranks that do not write it."""
         return json.dumps(self.run_state, indent=1) if self.ranks.rank == 0 else ""
 
 
@@ -257,7 +263,7 @@ class Job:
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
-    """Return what each rank saves besides DeepSpeed's files: random generators, FP8 scales and histories."""
+    """Return the state that each rank saves beyond DeepSpeed's files: random states, FP8 scales and histories."""
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     return {
@@ -270,8 +276,11 @@ def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file for torch.save that hashes what is written. It keeps an error: torch ignores what `write` returns, and an
-    exception would pass through C code."""
+    """A file for torch.save that hashes the written data.
+
+    `write` stores an error instead of raising it: torch ignores its return value, and an exception would pass through
+    C code.
+    """
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self.file, self.pool = file, pool
@@ -286,7 +295,7 @@ class _Hashed:
                     self.sha256.update(data)
                     self.file.write(data)
                 else:
-                    # both release the interpreter lock; `data` is valid only until this returns
+                    # both release the GIL; `data` is valid only until this method returns
                     hashed = self.pool.submit(self.sha256.update, data)
                     try:
                         self.file.write(data)
@@ -302,14 +311,14 @@ class _Hashed:
 
 
 def write_tensors(path: Path, value: Any) -> dict[str, Any]:
-    """Write `value` to `path` with torch.save, flushed to the disk. Return its entry in the manifest.
+    """Write `value` to `path` with torch.save and flush it to the disk. Return its entry for the manifest.
 
-    Raises OSError with the file's name, whatever failed.
+    Raises: OSError, with the file name, for any error.
     """
     try:
         with open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
             hashed = _Hashed(file, pool)
-            torch.save(value, hashed)  # type: ignore[arg-type]  # it writes, and needs nothing else
+            torch.save(value, hashed)  # type: ignore[arg-type]  # torch.save only calls write and flush
             if hashed.error is not None:
                 raise hashed.error
             file.flush()

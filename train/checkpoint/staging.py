@@ -1,7 +1,7 @@
-"""Copy what torch.save would write of an object, so that training may change its tensors meanwhile.
+"""Copy an object for torch.save, so that training can change the tensors while the copy is written.
 
-The copies lie in host memory that is kept from save to save (`HostBuffer`). Of tensors on a GPU it is pinned, so that
-copies run at the speed of the bus and all of them are queued before one is waited for.
+The copies are in host memory that is reused for every save (`HostBuffer`). For tensors on a GPU this memory is pinned:
+copies then run at the speed of the bus, and all of them are queued before waiting for one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
 PAGE, TOUCHING_THREADS = 4096, 8
-# Bytes of a file besides its tensors' and the pickle: headers and padding of each tensor's record, and of the whole.
+# Estimated bytes of a file in addition to tensors and pickle: header and padding of each tensor, and of the file.
 RECORD_BYTES = 256
 FILE_BYTES = 4096
 
 
 class HostBuffer:
-    """Host memory, mapped when it is first needed and kept while it has the right size.
+    """Host memory that is allocated on first use and reused while the size stays the same.
 
-    It is not torch's: the pinned allocator rounds sizes up to a power of two, and torch.save would write a part of a
-    tensor as the whole of it.
+    It does not come from torch: torch's pinned allocator rounds sizes up to a power of two, and torch.save writes the
+    whole storage of a tensor that is a part of one.
     """
 
     def __init__(self) -> None:
@@ -39,22 +39,22 @@ class HostBuffer:
         self._unpin: weakref.finalize | None = None
 
     def reserve(self, size: int, pin: bool) -> None:
-        """Allocate `size` bytes; what was there before is lost. Raises OSError, MemoryError: the host has no room."""
+        """Allocate `size` bytes and discard the previous content. Raises OSError, MemoryError: host memory is full."""
         if size == self.size:
             return
         if self._unpin is not None:
-            self._unpin()  # once
+            self._unpin()  # a finalizer runs only once
         self._memory, self.size = None, 0
         self._memory, self.size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the kernel does not support huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         if pin:
             self._touch()
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
     def _touch(self) -> None:
-        """Touch the pages in several threads. Pinning would do so one by one, which took 5 s for 9 GB."""
+        """Touch all pages in several threads. Pinning alone touches them in one thread, which took 5 s for 9 GB."""
         share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
 
         def touch(start: int) -> None:
@@ -70,21 +70,21 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
             self._unpin.atexit = False
         else:
-            with contextlib.suppress(RuntimeError):  # CUDA reports the error again, to the next kernel
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel
                 torch.ones(1, device="cuda")
             logger.warning(
-                f"{self.size / 1e9:.1f} GB of host memory for saves in the background could not be pinned (CUDA error "
-                f"{status}; ulimit -l may be low): copies to it will be several times slower"
+                f"{self.size / 1e9:.1f} GB of host memory for background saves could not be pinned (CUDA error "
+                f"{status}). Copies will be several times slower. Check ulimit -l"
             )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return uint8 [size], `size` > 0: a view of the memory with a storage of its own."""
+        """Return uint8 [size], size > 0: a view of the memory with its own storage."""
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles everything but plain tensors, which it collects."""
+    """Pickles an object without its plain tensors, which it collects in `tensors`."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -93,14 +93,14 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if not _is_plain(value) or value.__dict__:
-            return None  # a Parameter, or a tensor of another class, is pickled as plain ones
+            return None  # Parameters and other subclasses are pickled; they consist of plain tensors
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(value)  # keeps it alive, so that its id stays unique
         return place
 
     def reducer_override(self, value: Any) -> Any:
-        """Keep the attributes that DeepSpeed gives some tensors: torch.save writes them too."""
+        """Pickle the attributes that DeepSpeed adds to some tensors, as torch.save does."""
         if _is_plain(value):
             return _with_attributes, (value.detach().requires_grad_(value.requires_grad), value.__dict__)
         return NotImplemented
@@ -116,15 +116,17 @@ def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.
 
 
 class Snapshot:
-    """A copy of `value` in a buffer. Copies from a GPU are only queued: call torch.cuda.synchronize before they are
-    used. Without a buffer the tensors are those of `value`, and must not change until they are written.
+    """A copy of `value` in a buffer.
 
-    Whole storages are copied, and once each, because that is what torch.save writes: the files are the same, byte for
-    byte, with and without a buffer.
+    Copies from a GPU are only queued: call torch.cuda.synchronize before using them. Without a buffer, the snapshot
+    refers to the tensors of `value`, which must not change until they are written.
+
+    Like torch.save, the snapshot copies whole storages, each only once. So the files are equal, byte for byte, with and
+    without a buffer.
 
     Raises:
-        OSError, MemoryError: the host has no room.
-        PicklingError and the like: torch.save could not write it either.
+        OSError, MemoryError: host memory is full.
+        PicklingError and similar: torch.save cannot write `value` either.
     """
 
     def __init__(self, value: Any, buffer: HostBuffer | None):
@@ -144,7 +146,7 @@ class Snapshot:
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
-        """Return an object equal to the given one, with the tensors of this snapshot."""
+        """Return an object equal to the original `value`, with the tensors of this snapshot."""
         self._pickle.seek(0)
         unpickler = pickle.Unpickler(self._pickle)
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]
@@ -152,7 +154,7 @@ class Snapshot:
 
 
 def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
-    """Return a copy in `buffer` of each storage; copies from a GPU are only queued."""
+    """Copy each storage into `buffer`. Copies from a GPU are only queued."""
     offsets, size = {}, 0
     for key, storage in storages.items():
         offsets[key] = size
@@ -172,7 +174,7 @@ def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> di
 
 
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` on another storage."""
+    """Return a tensor like `tensor` with another storage."""
     empty = torch.empty(0, dtype=tensor.dtype)
     copy = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
     return copy.requires_grad_(tensor.requires_grad)

@@ -1,11 +1,11 @@
-"""The DeepSpeed engine: DeepSpeed around a model, its optimizer and schedule, one micro-batch, the process group.
+"""The DeepSpeed engine, its optimizer and learning-rate schedule, the micro-batch step, and the process group.
 
-May import model, train.data, train.config and train.files. `step`: build_engine, MicroStep and SkipDecision;
-`optimizer`: learning_rate_at; `held_out`: losses of evaluation sets; `distributed`: init_distributed. `zero` is the one
-file with DeepSpeed's private attributes (checkpoint/reshard.py knows its checkpoint files).
+May import model, train.data, train.config and train.files. `step`: build_engine, MicroStep and SkipDecision.
+`optimizer`: learning_rate_at. `held_out`: losses of evaluation sets. `distributed`: init_distributed. Only `zero` uses
+private attributes of DeepSpeed; checkpoint/reshard.py reads its checkpoint files.
 """
 
 from model.fp8.machine import leave_out
 
-# DeepSpeed prints this to standard output when it is imported without a GPU. Only files of this package import it.
+# DeepSpeed prints this line to standard output when it is imported without a GPU. Only this package imports DeepSpeed.
 leave_out("DeepSpeed", "Setting accelerator to CPU")

@@ -1,6 +1,7 @@
-"""Monitors of a running training: each file watches for one kind of problem.
+"""Monitors of a running training: each file detects one kind of problem.
 
-May import model, train.engine and what that may; knows no checkpoints. `lock`: another run in the same folder;
-`signals`: asked to stop; `watchdog`: a rank that hangs; `slow_ranks`: one that is slow; `health`: steps that are not
-finite, spikes; `replicas`: ranks whose weights differ. train/trainer.py asks them at fixed points of each step.
+May import model, train.engine and its dependencies, but not train.checkpoint. `lock`: another run uses the same folder.
+`signals`: stop requests. `watchdog`: a rank hangs. `slow_ranks`: a rank is slow. `health`: non-finite steps and spikes.
+`replicas`: the weights of ranks differ. `fp8_alarms`: FP8 loses too much of an operand. train/trainer.py calls them at
+fixed points of each step.
 """
