@@ -1,4 +1,4 @@
-"""From a configuration to a model: one of the variants, from scratch or from a folder."""
+"""Build a model variant from a configuration, with new weights or with those of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 def choose_attention(
     asked: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
 ) -> str:
-    """Have Transformer Engine run the attention that a value of model.attention_backend means for this model, from the
-    next forward on; returns it.
+    """Set Transformer Engine's attention backend for this model, from the next forward on, and return it.
 
-    Raises BackendError: an unknown one, or with a document mask one that does not attend so here."""
+    Args:
+        asked: a value of model.attention_backend.
+
+    Raises BackendError: unknown backend, or with a document mask one that cannot attend within documents on this
+    machine.
+    """
     if document_mask:
         asked = te_backend.document_attention(asked, precision.te, precision.dtype)
     elif VARIANTS[variant].te:
@@ -45,24 +49,29 @@ def build_model(
     compile: bool | None = None,
     document_mask: bool = False,
 ) -> nn.Module:
-    """A model to train, on `precision.device` in `precision.dtype`, initialized from `seed` or from the Hugging Face
-    folder `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
-    document_mask: te_*: attention stays within the `documents` of each forward.
+    """Build a model to train, on `precision.device` and in `precision.dtype`.
 
-    Raises ModelConfigError: an unknown variant, or one that has no document mask;
-    WeightsError: an `init_from` of another architecture, or with weights that cannot be used;
-    PrecisionError: a precision or `compile` that the variant does not have, a bf16_modules pattern that matches
-    nothing, dimensions FP8 cannot take, float16 on a CPU.
+    Args:
+        seed: seed of the initial weights.
+        init_from: a Hugging Face folder with the initial weights; None initializes them from `seed`.
+        compile: whether torch.compile compiles the layers of hf and torchao. None: compile torchao's if there is a GPU.
+        document_mask: te_* only: attention stays within the `documents` passed to each forward.
+
+    Raises:
+        ModelConfigError: unknown variant, or a variant without a document mask.
+        WeightsError: `init_from` has another architecture or unusable weights.
+        PrecisionError: the variant does not support the precision or `compile`, a bf16_modules pattern matches nothing,
+            FP8 does not accept the dimensions, or float16 on a CPU.
     """
     if variant not in VARIANTS:
         message = f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}"
         raise ModelConfigError(message, key="model.variant")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
-    # a backward takes minutes there
+    # a float16 backward takes minutes on a CPU
     if precision.config.compute == "fp16" and precision.device.type == "cpu":
         raise PrecisionError(
-            "precision.compute: fp16 needs a CUDA device to train on and there is none; use bf16 or fp32",
+            "precision.compute: training in fp16 needs a CUDA device and there is none; use bf16 or fp32",
             code="no_gpu",
             key="precision.compute",
         )
@@ -73,7 +82,7 @@ def build_model(
             key="data.document_mask",
         )
     weights: Any = None
-    if init_from is not None:  # before anything is on a GPU
+    if init_from is not None:  # fail before anything is allocated on a GPU
         check_init_from(init_from, config)
         weights = read_hf_folder(init_from, config, precision.dtype)
     model: Any = make_modules(config, variant, precision, speed or SpeedConfig(), document_mask)
@@ -96,7 +105,7 @@ def build_model(
 def make_modules(
     config: MistralConfig, variant: str, precision: Precision, speed: SpeedConfig, document_mask: bool = False
 ) -> nn.Module:
-    """The modules of a variant on `precision.device`, which may be meta, with weights that are yet to be set."""
+    """Build the modules of a variant on `precision.device` (which may be meta), with weights not yet set."""
     if VARIANTS[variant].te:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
         return module.MistralForCausalLM(config, precision, speed, document_mask)

@@ -1,5 +1,7 @@
-"""Configurations of Mistral models: read and checked; and what follows from their sizes alone: parameters, FLOPs a
-token, memory. transformers takes seconds to import: `load_config` does, `load_sizes` hardly ever."""
+"""Read and check Mistral model configurations, and compute parameters, FLOPs per token and memory from their sizes.
+
+Importing transformers takes seconds. `load_config` always imports it, `load_sizes` only for unusual files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONFIGS = Path(__file__).parent / "configs"
 
-# What must agree for weights of one configuration to be the same model under another.
+# Keys that must be equal for one configuration to load the weights of another.
 ARCHITECTURE = (
     "vocab_size",
     "hidden_size",
@@ -38,11 +40,11 @@ POSITIVE = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings".split()
 )
-# In an exported config.json: the max_seq_length of its training. Other programs ignore it.
+# In an exported config.json: the max_seq_length of the training. Other programs ignore it.
 TRAINED_LENGTH = "trained_sequence_length"
-WINDOW = "sliding_window"  # of which 0 is a window to transformers, in which a token sees nothing
-# Keys of a config.json that MistralConfig takes besides its fields (older names, options of transformers), and keys of
-# other tools and models that resemble a field's name and change nothing here.
+WINDOW = "sliding_window"  # transformers treats 0 as a window in which a token sees nothing
+# Keys of a config.json that MistralConfig accepts in addition to its fields (older names, options of transformers), and
+# keys of other tools and models that resemble a field's name and have no effect here.
 LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
 ORDINARY_KEYS = frozenset(
     "attention_bias attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder "
@@ -50,35 +52,35 @@ ORDINARY_KEYS = frozenset(
     "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
     f"transformers.js_config unk_token_id use_return_dict {TRAINED_LENGTH}".split()
 )
-# What config.json files of Mistral models have besides ARCHITECTURE and POSITIVE, and does not change their sizes.
+# Common keys of Mistral config.json files, in addition to ARCHITECTURE and POSITIVE, that do not change the sizes.
 USUAL_KEYS = frozenset(
     "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_act id2label "
     "initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
     f"problem_type return_dict transformers_version use_cache _name_or_path {TRAINED_LENGTH}".split()
 )
-# What rope_parameters, or rope_scaling, its older name, may have: without scaling nothing else of them is read.
+# Allowed keys of rope_parameters (older name: rope_scaling). Without scaling no other key is read.
 ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
-# How alike (difflib's ratio) an unknown key and a field are when the one must be meant to be the other: 0.7 finds
-# num_layers and hidden_dim.
+# difflib similarity ratio from which an unknown key counts as a misspelt field: 0.7 finds num_layers and hidden_dim.
 MISSPELT = 0.7
 
 
 class JsonError(UserError, ValueError):
-    """A JSON file of the user that cannot be read; its key is the path, or the key given twice."""
+    """A JSON file of the user cannot be read. Its key is the path, or the duplicate key."""
 
     code = "json"
 
 
 class ModelConfigError(UserError, ValueError):
-    """A model configuration that cannot be used; its key is the field of config.json, or the path."""
+    """A model configuration cannot be used. Its key is the field of config.json, or the path."""
 
     code = "model_config"
 
 
 def read_json_file(path: Path) -> Any:
-    """Read a JSON file that a user writes.
+    """Read a JSON file written by a user.
 
-    Raises JsonError: it cannot be read, is no JSON, has a key twice in one object, or NaN or Infinity.
+    Raises JsonError: the file cannot be read, is not valid JSON, has a duplicate key in an object, or has NaN or
+    Infinity.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def read_json_file(path: Path) -> Any:
         raise JsonError(f"{path}: {name} is not JSON; give a finite number", code="not_json", key=str(path))
 
     if path.suffix in (".yaml", ".yml"):
-        message = f"{path}: YAML is not read; write the same keys as JSON in a file named .json"
+        message = f"{path}: YAML is not supported; write the same keys as JSON in a .json file"
         raise JsonError(message, code="yaml", key=str(path))
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
@@ -113,8 +115,11 @@ def read_json_file(path: Path) -> Any:
 
 
 def config_file(name_or_path: str) -> Path:
-    """The file of a configuration that is given by name (a file of model/configs), as a config.json or as a folder that
-    has one; only looked for, not read. Raises ModelConfigError: nothing there."""
+    """Return the path of a configuration given by name (a file of model/configs), by file or by folder with a
+    config.json.
+
+    The file is not read. Raises ModelConfigError: there is no such file.
+    """
     path = Path(name_or_path)
     if not path.exists():
         path = CONFIGS / f"{name_or_path}.json"
@@ -126,7 +131,7 @@ def config_file(name_or_path: str) -> Path:
             key=name_or_path,
         )
     if path.is_dir() and not (path / "config.json").exists():
-        exported = f": that of a run is in {path / 'hf'}" if (path / "hf/config.json").exists() else ""
+        exported = f"; use the run's {path / 'hf'}" if (path / "hf/config.json").exists() else ""
         raise ModelConfigError(
             f"model.config: the folder {name_or_path!r} has no config.json{exported}",
             code="no_config_json",
@@ -136,17 +141,16 @@ def config_file(name_or_path: str) -> Path:
 
 
 def model_name(name_or_path: str | Path) -> str:
-    """What a model is called where the folders of somebody's machine are left out: by its own folder or file, and the
-    export of a run, which always is hf/, by the run's, too."""
+    """Return a model's name without the folders that lead to it: its file or folder name, for a run's export RUN/hf."""
     path = Path(name_or_path)
     return f"{path.parent.name}/{path.name}" if path.name == "hf" and path.parent.name else path.name
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """A MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
+    """Load a MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
 
-    Raises ModelConfigError: nothing there, not JSON, not a Mistral, a key that looks like a misspelt one (transformers
-    would ignore it and take the default of what was meant), a value of another type or one that no model has.
+    Raises ModelConfigError: no such file, invalid JSON, another model type, a key that looks misspelt (transformers
+    would ignore it and use the default), or a value of the wrong type or out of range.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -157,15 +161,17 @@ def load_config(name_or_path: str) -> MistralConfig:
         config = MistralConfig.from_dict(values)
     except Exception as error:  # transformers checks types with exceptions of its own
         raise ModelConfigError(f"model.config: {path}: {' '.join(str(error).split())}") from error
-    # of the weights beside it, not of the architecture: a model trained from scratch has others
+    # it describes the stored weights, not the architecture, and does not apply to a model trained from scratch
     vars(config).pop("quantization_config", None)
     check_config(config, f"{path}: ")
     return config
 
 
 def load_sizes(name_or_path: str) -> Any:
-    """The same without an import of transformers, as far as it can be: of a file with every key of ARCHITECTURE (but
-    for head_dim, which may follow from others) and no unusual one its keys as attributes, else a MistralConfig.
+    """Load the sizes of a configuration without importing transformers if possible.
+
+    Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim may
+    be missing) and no unusual key, else a MistralConfig.
 
     Raises ModelConfigError: as load_config.
     """
@@ -185,23 +191,23 @@ def load_sizes(name_or_path: str) -> Any:
 
 
 def numbers_of(config: MistralConfig) -> dict[str, Any]:
-    """The configuration without what changes no number (where it was read, by which version)."""
+    """Return the values of the configuration that can change numbers, without its path or library version."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """What is in a config.json. Raises ModelConfigError: not JSON, not a Mistral, a size that is not positive."""
+    """Read a config.json. Raises ModelConfigError: not JSON, not a Mistral, a size that is not positive."""
     try:
         values = read_json_file(path)
     except JsonError as error:
         raise ModelConfigError(f"model.config: {error}", code=error.code, key=error.key) from error
     if not isinstance(values, dict):
-        message = f"model.config: {path} holds no JSON object"
+        message = f"model.config: {path} is not a JSON object"
         raise ModelConfigError(message, code="not_an_object", key=str(path))
     if "model_type" not in values:
         raise ModelConfigError(
-            f'model.config: {path} has no model_type; give it "model_type": "mistral", the only one',
+            f'model.config: {path} has no model_type; add "model_type": "mistral", the only supported type',
             key="model_type",
         )
     if values["model_type"] != "mistral":
@@ -221,14 +227,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse(start: str, problems: dict[str, str]) -> None:
-    """Raise ModelConfigError if there are problems, by the key of config.json that each is about."""
+    """Raise ModelConfigError if there are `problems`: messages by the key of config.json they are about."""
     if problems:
         raise ModelConfigError(start + "; ".join(problems.values()), key=next(iter(problems)))
 
 
 def _check_keys(path: Path, values: dict[str, Any]) -> None:
-    """Raises ModelConfigError: a key of `values`, from `path`, that MistralConfig would let through, misspelt, or in
-    rope_parameters one that it does not read."""
+    """Raise ModelConfigError for misspelt keys, which MistralConfig would ignore, and for unread keys of
+    rope_parameters.
+    """
     from transformers import MistralConfig
 
     fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
@@ -243,41 +250,39 @@ def _check_keys(path: Path, values: dict[str, Any]) -> None:
         if not isinstance(rope, dict) or _rope_type(rope) != "default":
             continue
         if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS)):
-            problems[name] = f"{name} has {unknown}: only rope_type and rope_theta are read; remove it"
+            problems[name] = f"{name} has {unknown}, but only rope_type and rope_theta are read; remove it"
     _refuse(f"model.config: {path}: ", problems)
 
 
 def check_config(config: MistralConfig, where: str = "") -> None:
-    """Raise ModelConfigError for a configuration that is not a Mistral as modelled here. where: begins the message."""
+    """Raise ModelConfigError if this model implementation does not support `config`. where: prefix of the message."""
     problems = {}
     if config.hidden_act != "silu":
-        problems["hidden_act"] = f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)"
+        problems["hidden_act"] = f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU) is supported"
     if config.num_attention_heads % config.num_key_value_heads:
         problems["num_attention_heads"] = (
             f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
             f"{config.num_key_value_heads}"
         )
     if getattr(config, "attention_dropout", 0.0):
-        problems["attention_dropout"] = f"attention_dropout {config.attention_dropout}: only 0"
+        problems["attention_dropout"] = f"attention_dropout {config.attention_dropout}: only 0 is supported"
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         problems["pad_token_id"] = (
-            f"pad_token_id {pad} is not below vocab_size {config.vocab_size}; set it to null, it is not used"
+            f"pad_token_id {pad} is not below vocab_size {config.vocab_size}; set it to null (it is not used)"
         )
     if head_dim(config) % 8:
         problems["head_dim"] = f"head_dim {head_dim(config)} is not a multiple of 8"
     rope = _rope_parameters(config)
     if (rope_type := _rope_type(rope)) != "default":
-        problems["rope_type"] = (
-            f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
-        )
+        problems["rope_type"] = f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling"
     if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
-        problems["rope_theta"] = f"rope_theta {theta!r} is no positive number"
+        problems["rope_theta"] = f"rope_theta {theta!r} is not a positive number"
     _refuse(f"model.config: {where}", problems)
 
 
 def rope_theta(config: MistralConfig) -> float:
-    """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`."""
+    """Return the base of the rotary frequencies, which transformers 5 keeps in `rope_parameters`."""
     return float(_rope_theta(config))
 
 
@@ -298,19 +303,22 @@ def head_dim(config: MistralConfig) -> int:
 
 
 def trained_length(config: MistralConfig) -> int | None:
-    """Return the sequence length that an exported model was trained with, at most max_position_embeddings; None: the
-    configuration does not record it."""
+    """Return the sequence length that an exported model was trained with, at most max_position_embeddings, or None if
+    unknown.
+    """
     length = getattr(config, TRAINED_LENGTH, None)
     return min(length, config.max_position_embeddings) if isinstance(length, int) and length > 1 else None
 
 
 def window_size(config: MistralConfig) -> tuple[int, int]:
-    """TE's (left, right) window. Hugging Face's sliding_window W lets a token see itself and W - 1 before it."""
+    """Return TE's (left, right) window. Hugging Face's sliding_window W lets a token see itself and the W - 1 before
+    it.
+    """
     return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
 
 
 def matmul_parameters(config: MistralConfig) -> int:
-    """Weights that take part in matrix products for every token: all but the embedding and the norms."""
+    """Return the number of weights in the matrix products of every token: all except the embedding and the norms."""
     q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
     attention = config.hidden_size * (2 * q + 2 * kv)
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -318,12 +326,12 @@ def matmul_parameters(config: MistralConfig) -> int:
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:
-    """Weights of the matrices of the decoder layers, which optim "muon" orthogonalizes."""
+    """Return the number of matrix weights of the decoder layers, which optim "muon" orthogonalizes."""
     return matmul_parameters(config) - config.vocab_size * config.hidden_size
 
 
 def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's tensors of a model by name, with their shapes. Tied embeddings appear once, as embed_tokens."""
+    """Return the shapes of a model's Hugging Face tensors by name. Tied embeddings appear once, as embed_tokens."""
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, H)}
@@ -347,23 +355,28 @@ def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: MistralConfig) -> int:
-    """All parameters; tied embeddings count once."""
+    """Return the number of parameters. Tied embeddings count once."""
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return matmul_parameters(config) + norms + embedding
 
 
 def attention_pairs(config: MistralConfig, seq_length: int) -> float:
-    """Mean number of earlier tokens, itself included, that a token attends to, counted as T / 2 for the causal half
-    of a sequence (the usual convention), less with a sliding window W < T: W - W^2 / (2 T)."""
+    """Return the mean number of tokens that a token attends to, including itself.
+
+    The causal half of a sequence counts as T / 2 (the usual convention), with a sliding window W < T as W - W^2 / (2
+    T).
+    """
     window = min(config.sliding_window or seq_length, seq_length)
     return window - window**2 / (2 * seq_length)
 
 
 def flops_per_token(config: MistralConfig, seq_length: int) -> float:
-    """Floating-point operations of forward and backward for one token of a sequence of `seq_length`: 6 a matmul
-    weight, and 12 x N x D a visible token and layer (Kaplan et al. 2020, appendix B of Chowdhery et al. 2022, with
-    only the causal half counted). Recomputation does not count."""
+    """Return the floating-point operations per token of forward and backward for sequences of `seq_length` tokens.
+
+    6 for each matmul weight, and 12 x N x D for each visible token and layer (Kaplan et al. 2020, and appendix B of
+    Chowdhery et al. 2022 with only the causal half). Recomputation does not count.
+    """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim(config)
     return 6 * matmul_parameters(config) + attention * attention_pairs(config, seq_length)
 
@@ -377,14 +390,15 @@ def state_parts_gib(
     optimizer_bytes: float | None = None,
     optim: str = "adamw",
 ) -> dict[str, float]:
-    """GiB a rank of "weights", "gradients" and "optimizer" under a ZeRO stage (Rajbhandari et al. 2020,
-    table 1).
+    """Return the memory per rank of "weights", "gradients" and "optimizer" in GiB (Rajbhandari et al. 2020, table 1).
 
-    compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
-    (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments. float32_gradients: they are
-    accumulated in 4 bytes; None: at ZeRO 1 to 3, as the shipped DeepSpeed configuration has it. optimizer_bytes: of a
-    parameter's states, where they are not these (PrecisionConfig.optimizer_bytes). optim: Muon has one moment, AdamW
-    two.
+    Args:
+        compute: precision.compute. fp32 takes 4 + 4 bytes per parameter for weight and gradient and 8 for moments. The
+            others take 2 + 2 bytes and 12 for float32 master weights and moments (FP8 layers keep bf16 weights).
+        float32_gradients: gradients accumulate in 4 bytes. None: at ZeRO 1 to 3, as in the shipped DeepSpeed
+            configuration.
+        optimizer_bytes: bytes per parameter of optimizer states if different (PrecisionConfig.optimizer_bytes).
+        optim: Muon has one moment, AdamW two.
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8
@@ -410,8 +424,10 @@ def state_memory_gib(
     optimizer_bytes: float | None = None,
     optim: str = "adamw",
 ) -> float:
-    """The sum of `state_parts_gib`; activations, buckets and FP8 copies of weights come on top:
-    train/planning/memory.py has them."""
+    """Return the sum of `state_parts_gib`.
+
+    Activations, buckets and FP8 copies of weights are not included; train/planning/memory.py adds them.
+    """
     return sum(
         state_parts_gib(
             config, zero_stage, world_size, compute, optimizer_bytes=optimizer_bytes, optim=optim

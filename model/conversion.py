@@ -1,7 +1,7 @@
-"""Convert weights between Hugging Face's names and each variant, without loss.
+"""Convert weights between Hugging Face's names and those of each variant, without loss.
 
-Every parameter of every variant is one Hugging Face tensor or several stacked along the rows. So the map is a table of
-names (`hf_parts`), and the two directions are a split and a concatenation.
+Every parameter of every variant is one Hugging Face tensor, or several stacked along the rows. So a table of names
+(`hf_parts`) is enough: one direction splits, the other concatenates.
 
 | te_layer parameter                          | Hugging Face tensors, top to bottom                |
 |---------------------------------------------|----------------------------------------------------|
@@ -29,20 +29,20 @@ Parts = list[tuple[str, int]]
 
 
 class ConversionError(UserError, ValueError):
-    """Weights that do not fit the model."""
+    """The weights do not fit the model."""
 
     code = "conversion"
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
-    """Return the Hugging Face tensors, with their rows, that the parameter `name` of any variant consists of."""
+    """Return the Hugging Face tensors, with their rows, that make up the parameter `name` of any variant."""
     layer, _, rest = (
         name.partition(".self_attention.")
         if ".self_attention." in name
         else name.partition(".layernorm_mlp.")
     )
     if not rest:
-        return [(name, shape[0])]  # hf, te_linear, and what surrounds the layers of te_layer
+        return [(name, shape[0])]  # hf, te_linear, and the modules around the layers of te_layer
     q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
     table: dict[str, Parts] = {
         "layernorm_qkv.layer_norm_weight": [("input_layernorm.weight", config.hidden_size)],
@@ -63,7 +63,7 @@ def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[str, torch.Tensor]:
-    """Return a variant's tensors under Hugging Face's names, as contiguous copies."""
+    """Return a variant's tensors as contiguous copies under Hugging Face's names."""
     out = {}
     for name, tensor in weights.items():
         parts = hf_parts(name, tensor.shape, config)
@@ -79,18 +79,20 @@ def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Fill any variant from Hugging Face weights. With tied embeddings these have no lm_head.
+    """Load Hugging Face weights into any variant. With tied embeddings they have no lm_head.
 
-    Raises ConversionError: tensors missing, unknown or of another shape.
+    Raises ConversionError: tensors are missing, unknown or have another shape.
     """
     parameters = dict(model.named_parameters())
     parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
     expected = {part: (rows, *parameters[name].shape[1:]) for name, ps in parts.items() for part, rows in ps}
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wrong := sorted(name for name in {*expected, *given} if given.get(name) != expected.get(name)):
-        shapes = [f"{name}: {given.get(name)}, the model has {expected.get(name)}" for name in wrong[:5]]
+        shapes = [
+            f"{name} has shape {given.get(name)} and the model {expected.get(name)}" for name in wrong[:5]
+        ]
         raise ConversionError(
-            f"{len(wrong)} weights do not fit the model, such as (None: not there) {'; '.join(shapes)}",
+            f"{len(wrong)} weights do not fit the model: {'; '.join(shapes)} (None: no such tensor)",
             key=wrong[0],
         )
     for name, parameter in parameters.items():
@@ -101,10 +103,10 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Initialize from scratch: matrices and embeddings normal(0, initializer_range), norms 1.
+    """Initialize from scratch: matrices and embeddings from normal(0, initializer_range), norms with 1.
 
-    Each Hugging Face tensor has its own random stream, keyed by (seed, name) and drawn in float32. So one seed gives
-    the same model in every variant and, up to rounding, in every precision on one kind of device.
+    Each Hugging Face tensor has its own random stream, keyed by (seed, name) and drawn in float32. So on one kind of
+    device, a seed gives the same model in every variant and, up to rounding, in every precision.
     """
     for name, parameter in model.named_parameters():
         parts = hf_parts(name, parameter.shape, model.config)

@@ -6,11 +6,11 @@ from __future__ import annotations
 class UserError(Exception):
     """An error the user can fix.
 
-    Programs print the message without a traceback and exit with status 2: the same command would fail again. If
-    `may_pass` is true, as for a fault of a file system, the status is 1, which is worth a restart.
+    Programs print the message without a traceback and exit with status 2, because the same command would fail again. If
+    `may_pass` is true, for example for a file system error, they exit with status 1, and a restart may help.
 
     Args:
-        message: what is wrong with its value, what is allowed, what to do.
+        message: what is wrong, with the value; what is allowed; what to do.
         code: identifies the error for programs and tests, in lower case with underscores. It does not change when the
             message is reworded. Default: the code of the class.
         key: the configuration key, command line option or path that the error is about.

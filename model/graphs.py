@@ -1,11 +1,12 @@
-"""Forward and backward of a model as CUDA graphs: captured once, then each micro-batch is two launches.
+"""Capture forward and backward of a model as CUDA graphs, so that each micro-batch needs two launches.
 
-Small models spend their time in launching kernels; FP8, with more and shorter kernels, suffers most. Captured is the
-model from token ids to loss, including Transformer Engine's update of scales and amax histories. The caller sees the
-same `model(...)`: a replayed forward returns a loss whose backward replays the captured backward and hands each
-parameter its gradient, so that whatever hooks an engine has set on parameters run as ever.
+Small models spend much of their time launching kernels. FP8 suffers most, because it has more and shorter kernels. The
+graphs contain the model from token ids to loss, including Transformer Engine's update of scales and amax histories. The
+caller still uses `model(...)`. A replayed forward returns a loss whose backward replays the captured backward and
+passes each parameter its gradient, so hooks that an engine has set on parameters run as before.
 
-Parameters, gradients that GEMMs add into, and FP8 state must keep their addresses (DeepSpeed's ZeRO 0 to 2 keep them).
+Parameters, gradient buffers that GEMMs add into, and FP8 state must keep their addresses (they do with DeepSpeed's ZeRO
+0 to 2).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
 WARMUP_PASSES = 3
-ROOM = 2  # for how many times the documents of the batch that is captured; each costs the attention a little
+ROOM = 2  # capacity for documents, as a multiple of those in the captured batch; unused ones cost attention a little
 
 
 class _Passes:
     """Forward and backward of `model` on a static batch, through stand-ins for its parameters.
 
-    The stand-ins share the parameters' memory (and the buffers GEMMs add gradients into) but not their autograd nodes:
-    an engine that holds on to those, as DeepSpeed does, has tied them to the default stream, on which a captured
-    backward must not wait.
+    The stand-ins share the parameters' memory (and the buffers that GEMMs add gradients into) but not their autograd
+    nodes. DeepSpeed holds on to those nodes, which ties them to the default stream, and a captured backward must not
+    wait for that stream.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class _Passes:
         return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
 
     def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-        """A gradient a parameter; None where a GEMM has added it to its buffer."""
+        """Return a gradient per parameter, or None if a GEMM has already added it to its buffer."""
         gradients = torch.autograd.grad(loss, list(self.stand_ins.values()), upstream, allow_unused=True)
         return [None if g is None else g.detach() for g in gradients]
 
     def take(self, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None) -> bool:
-        """Copy a batch into the static one; False, and nothing is copied, where it does not fit in."""
+        """Copy a batch into the static one and return True. If it does not fit, copy nothing and return False."""
         if input_ids.shape != self.input_ids.shape or (documents is None) != (self.documents is None):
             return False
         if documents is not None and self.documents is not None:
@@ -74,8 +75,11 @@ class _Passes:
 
 
 class _Captured:
-    """One captured forward and backward with its static tensors. `is_first_microbatch` is baked in, and so is a check
-    of FP8's health where there is one, whose totals are static, too."""
+    """One captured forward and backward with its static tensors.
+
+    The value of `is_first_microbatch` is fixed in the graph. So is an FP8 health check, if there is one; its totals are
+    static, too.
+    """
 
     def __init__(
         self,
@@ -86,10 +90,10 @@ class _Captured:
         check: HealthCheck | None = None,
     ):
         self.parameters = list(passes.parameters.values())
-        # which the graph reads, and in whose place a longer sequence puts others
+        # keep the angles that the graph reads: a longer sequence would replace them in the model
         self.angles = passes.model._rope_freqs
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
+        # thread_local: other threads (data, NCCL's watchdog) may continue to call CUDA
         watching = check.watching if check else nullcontext
         with count_gemms(passes.model, precision) as self.gemms, watching():
             with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
@@ -116,17 +120,17 @@ class _Replay(torch.autograd.Function):
         count_replay(Counter(), captured.gemms.backward)
         if captured.totals is not None:
             took_replay(captured.totals)
-        # copies: what is handed on may be kept, and the next replay writes over the static ones
+        # copies: the caller may keep gradients, and the next replay overwrites the static ones
         return None, *(None if g is None else g.clone() for g in captured.gradients)
 
 
 def _warm_up_and_capture(
     model: nn.Module, passes: _Passes, precision: Precision, kinds: Sequence[bool | None], health: bool
 ) -> tuple[dict[bool | None, _Captured], _Captured | None]:
-    """The graphs of each of `kinds` (is_first_microbatch), and with `health` the one that looks."""
+    """Return the graph for each of `kinds` (is_first_microbatch), and the one with a health check if `health`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    # whoever counts does not count these passes
+    # the nested contexts keep these passes out of outer GEMM counts and health checks
     with torch.cuda.stream(stream), count_gemms(model, precision), unwatched():
         for index in range(WARMUP_PASSES):
             looks = HealthCheck(model, precision).watching if health and index == 0 else nullcontext
@@ -138,7 +142,7 @@ def _warm_up_and_capture(
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     gc.collect()
-    torch.cuda.empty_cache()  # what the warm-up held is not available to the graphs' own pool
+    torch.cuda.empty_cache()  # the graphs' own pool cannot reuse the memory of the warm-up
 
     collecting = gc.isenabled()
     gc.disable()  # freeing another graph during a capture breaks it
@@ -162,23 +166,28 @@ def use_cuda_graphs(
     documents: Documents | None = None,
     health: bool = False,
 ) -> None:
-    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU), `documents`
-    (there too, of a model with a document mask) and replace `model.forward` by one that replays it. Other calls
-    (evaluation, another shape, a cache, more than ROOM times the documents) run as before.
+    """Capture the training pass of `model` and replace `model.forward` by a function that replays it.
 
-    The tensors between a forward and its backward are static: the backward has to come before the next forward.
+    Calls that do not match the captured batch (evaluation, another shape, a cache, more than ROOM times the documents)
+    run without graphs as before.
 
-    cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state,
-    torch's random generators and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into
-    are not: zero them.
+    The tensors between a forward and its backward are static: the backward must run before the next forward.
 
-    health: capture the first micro-batch of a step once more, as a HealthCheck looks at it; it is what is replayed
-    while one does. It has gradients of its own in memory, where GEMMs do not add them into buffers.
+    FP8 state, torch's random generators and `.grad` are restored afterwards. Buffers that GEMMs add gradients into are
+    not: zero them.
 
-    Raises ValueError: no documents for a model with a document mask.
+    Args:
+        input_ids: int64 [B, T], on the GPU, as in the run's batches.
+        labels: int64 [B, T], on the GPU.
+        cache_weights: whether calls pass is_first_microbatch as True and False (two captures) or as None (one).
+        documents: on the GPU, for a model with a document mask.
+        health: capture the first micro-batch of a step once more with a HealthCheck, and replay this graph while a
+            check is running. It has its own gradients in memory unless GEMMs add them into buffers.
+
+    Raises ValueError: the model has a document mask and there are no documents.
     """
     if model.document_mask and documents is None:
-        raise ValueError("the CUDA graphs of a model with a document mask are captured with documents")
+        raise ValueError("CUDA graphs of a model with a document mask need documents; pass documents=")
     eager = model.forward
     room = None if documents is None else documents.padded(ROOM * documents.pieces)
     passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())

@@ -1,11 +1,12 @@
-"""An lm_head with the forward in bf16 and both gradients as FP8 products with block scaling.
+"""An lm_head that computes the forward in bf16 and both gradients as FP8 GEMMs with block scaling.
 
-In a token's gradient of the logits the label's entry is thousands of times larger than most others: e4m3 with one scale
-for the tensor makes these zero, and all gradients behind them wrong. A scale for each 128 entries keeps them. What the
-forward, in FP8, would add is as large as all that the layers' FP8 leaves room for (docs/performance.md).
+In a token's gradient of the logits, the entry of the label is thousands of times larger than most others. With one e4m3
+scale per tensor, these others become zero, and all gradients that follow are wrong. A scale for each 128 entries keeps
+them. The forward stays in bf16, because in FP8 it would cost as much accuracy as the FP8 of all layers
+(docs/performance.md).
 
-Given labels it computes the loss, too: the kernel of the loss's gradient then writes FP8, and the logits' gradient in
-bf16 is never in memory. Shape suffixes: M tokens, H hidden, V vocabulary.
+With labels the head also computes the loss. The kernel of the loss's gradient then writes FP8 directly, so the bf16
+gradient of the logits is never in memory. Shape suffixes: M tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from model.fp8.quantizers import Source, note_operand
 
 
 def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, **placement: Any) -> nn.Module:
-    """`te`'s Linear; with fp8_gradients its gradients are FP8 products, which take sizes that are multiples of 16."""
+    """Return `te`'s Linear. With fp8_gradients, both sizes must be multiples of 16 and the gradients are FP8 GEMMs."""
     if not fp8_gradients:
         return te.Linear(hidden_size, vocab_size, bias=False, **placement)
 
@@ -32,7 +33,10 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
             is_first_microbatch: bool | None = None,
             labels: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            """Logits; with `labels`, one for each row of hidden states, -100 ignored, their mean cross entropy."""
+            """Return the logits, or with `labels` the mean cross entropy.
+
+            labels: one per row of hidden states; -100 is ignored.
+            """
             hidden_MH = inp.reshape(-1, inp.shape[-1])
             if labels is not None:
                 return _Head.apply(hidden_MH, self.weight, labels.flatten(), self, te)
@@ -45,7 +49,7 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
 
 
 class _Head(torch.autograd.Function):
-    """Logits, or with labels their mean cross entropy."""
+    """Compute the logits, or with labels their mean cross entropy."""
 
     @staticmethod
     def forward(

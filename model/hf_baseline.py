@@ -1,7 +1,7 @@
-"""transformers' own Mistral: the variants hf and torchao.
+"""transformers' own Mistral, for the variants hf and torchao.
 
-Importing transformers' model class takes seconds, and the variants te_linear and te_layer do without: this file is
-imported where it is used.
+Importing transformers' model class takes seconds, and te_linear and te_layer do not need it. Import this file only
+where it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.mistral_base import causal_lm_loss
 
 
 class HuggingFaceMistral(MistralForCausalLM):
-    """transformers' own MistralForCausalLM, the baseline, with the forward signature of the other variants."""
+    """The baseline: transformers' MistralForCausalLM with the forward signature of the other variants."""
 
     variant = "hf"
     compiled = False
@@ -25,12 +25,14 @@ class HuggingFaceMistral(MistralForCausalLM):
 
     @classmethod
     def build(cls, config: MistralConfig, precision: Precision) -> Self:
-        """In training mode, with weights that are yet to be set."""
-        given = config.dtype  # of the weights that somebody exported; what is computed in, `precision` says
+        """Build the model in training mode, with weights not yet set."""
+        given = (
+            config.dtype
+        )  # describes exported weights; restored below, as `precision` sets the compute dtype
         with precision.device:
             model = cls._from_config(config, attn_implementation="sdpa", dtype=precision.dtype).train()
         config.dtype = given
-        # torch gives the row of a padding_idx no gradient, and pad_token_id may be a token that the data has
+        # torch gives the padding_idx row no gradient, but pad_token_id may occur in the data
         model.model.embed_tokens.padding_idx = None
         return model
 
@@ -46,8 +48,10 @@ class HuggingFaceMistral(MistralForCausalLM):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves and casts, but keeps the rotary frequencies in float32: `model.bfloat16()`, which DeepSpeed calls,
-        would round them and so change the model."""
+        """Move and cast the model, but keep the rotary frequencies in float32.
+
+        `model.bfloat16()`, which DeepSpeed calls, would round them and change the model.
+        """
         rope = self.model.rotary_emb
         inv_freq = rope.inv_freq
         super()._apply(fn, recurse)
@@ -56,12 +60,12 @@ class HuggingFaceMistral(MistralForCausalLM):
         return self
 
     def compile_layers(self) -> None:
-        """Have torch.compile compile each decoder layer, in place (names stay), when it first runs.
+        """Compile each decoder layer in place with torch.compile when it first runs. Names do not change.
 
-        One graph serves all layers. What of a layer cannot be compiled, or more shapes than torch keeps graphs for (8),
-        is an error of torch._dynamo when it is met: left uncompiled it would only show as slowness.
+        One graph serves all layers. If part of a layer cannot be compiled, or if there are more shapes than torch keeps
+        graphs for (8), torch._dynamo raises an error. Running uncompiled instead would only show as slowness.
         """
-        # by default kernels are chosen by benchmarks, whose outcome, and so the last bits, differ between runs
+        # by default benchmarks choose the kernels; their choice, and so the last bits, differ between runs
         options = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
         for layer in self.model.layers:
             layer.compile(fullgraph=True, dynamic=False, options=options)
@@ -69,6 +73,6 @@ class HuggingFaceMistral(MistralForCausalLM):
 
 
 class TorchaoMistral(HuggingFaceMistral):
-    """The same, to have its Linears swapped for torchao's FP8 ones."""
+    """The same model; torchao replaces its Linears by FP8 ones."""
 
     variant = "torchao"

@@ -1,7 +1,7 @@
-"""Read the weights of Hugging Face folders: one reader for training, evaluation, the demo and exports.
+"""Read the weights of Hugging Face folders. Training, evaluation, the demo and exports all use this reader.
 
-Weights are read in the dtype of the file; the dtype in config.json does not count. What `find_weights` refuses is known
-from config.json and the headers of the safetensors files, without torch.
+Weights are read in the dtype of the file; the dtype in config.json is ignored. The checks of `find_weights` need only
+config.json and the headers of the safetensors files, not torch.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ if TYPE_CHECKING:
     from model.te_reference.quantize import Quantized
 
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
-"""What the two FP8 formats of model/fp8/hf_fp8.py append to the name of a matrix to name its scales."""
+"""Suffixes for the names of scales in the two FP8 formats of model/fp8/hf_fp8.py."""
 BLOCK = 128  # rows and columns of a block that shares a scale
 FP8, FP8_MAX, FP8_NAN = "F8_E4M3", 448, 0x7F
 COMPUTE = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32"}
-"""The dtypes of safetensors files that are read, with the precision.compute that holds their values."""
+"""Supported dtypes of safetensors files, and the precision.compute that can hold their values."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 AGAIN = "copy or download it again"
 
 
 class WeightsError(UserError, ValueError):
-    """Weights of a Hugging Face folder that cannot be used; the message names the files or tensors."""
+    """The weights of a Hugging Face folder cannot be used. The message names the files or tensors."""
 
     code = "weights"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, by its header: its name in `file`, the dtype as safetensors names it."""
+    """A tensor in a safetensors file, as its header describes it.
+
+    Attributes:
+        name: name in `file`.
+        dtype: the safetensors name of the dtype.
+        scale: the scales, for FP8 codes.
+    """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    scale: StoredTensor | None = None  # of FP8 codes
+    scale: StoredTensor | None = None
 
 
 def check_init_from(folder: str, config: Any) -> None:
-    """Check that the Hugging Face folder `folder` can initialize a model of `config`, by its config.json.
+    """Check from its config.json that the Hugging Face folder `folder` can initialize a model of `config`.
 
-    Raises WeightsError: no such folder, another architecture than `config`, quantized weights.
+    Raises WeightsError: there is no such folder, its architecture differs from `config`, or its weights are quantized.
     """
 
     def architecture(of: Any) -> dict[str, Any]:
@@ -65,7 +71,7 @@ def check_init_from(folder: str, config: Any) -> None:
         message = f"model.init_from: {str(error).removeprefix('model.config: ')}"
         raise WeightsError(message, code=error.code, key=error.key) from error
     differences = {
-        key: f"{key}: {theirs[key]} there, {ours[key]} in model.config"
+        key: f"{key} is {theirs[key]} there and {ours[key]} in model.config"
         for key in ours
         if theirs[key] != ours[key]
     }
@@ -77,7 +83,7 @@ def check_init_from(folder: str, config: Any) -> None:
         )
     if method := quantization_of(folder).get("quant_method"):
         raise WeightsError(
-            f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving. Give a folder with "
+            f"model.init_from: the weights of {folder!r} are quantized for serving ({method}). Pass a folder with "
             "unquantized weights: a run's hf/, or an export with --format hf",
             code="quantized",
             key="model.init_from",
@@ -87,11 +93,14 @@ def check_init_from(folder: str, config: Any) -> None:
 def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
     """Find the weights of a model of `config` in a Hugging Face folder, by the names of `weight_shapes`.
 
-    Names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings the file may have lm_head as
-    well, or instead. Needs no torch. config: of load_config or load_sizes.
+    Names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings the files may have lm_head in
+    addition to or instead of the embedding. Does not need torch.
 
-    Raises WeightsError: no safetensors files, damaged ones, a quantization that is not read here, tensors that are
-    missing, unknown, stored twice, or of another shape or dtype than allowed.
+    Args:
+        config: as returned by load_config or load_sizes.
+
+    Raises WeightsError: there are no safetensors files, they are damaged, the quantization is not supported, or tensors
+    are missing, unknown, stored twice, or have another shape or dtype.
     """
     folder = Path(folder)
     suffix, shapes = _scale_suffix(folder), weight_shapes(config)
@@ -118,10 +127,10 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
         tensor, needed = found.get(name), shapes.get(name)
         if tensor is None or tensor.shape != needed:
             problems.append(
-                f"{name} has shape {tensor and tensor.shape}, needed is {needed} (None: no such tensor)"
+                f"{name} has shape {tensor and tensor.shape}, but the model needs {needed} (None: no such tensor)"
             )
         elif tensor.dtype not in COMPUTE and name not in quantized:
-            problems.append(f"{name} has dtype {tensor.dtype}; allowed here are {', '.join(COMPUTE)}")
+            problems.append(f"{name} has dtype {tensor.dtype}; allowed are {', '.join(COMPUTE)}")
     _refuse(folder, problems)
     return {
         name: replace(found[name], scale=found[f"{name}{suffix}"] if name in quantized else None)
@@ -135,10 +144,13 @@ def read_hf_folder(
 ) -> dict[str, torch.Tensor | Quantized]:
     """Read the weights of a model of `config` from a Hugging Face folder, by the names of `weight_shapes`.
 
-    dtype: what the program computes in. The weights are not converted to it, but their values must be finite in it.
-    Returns: tensors on the CPU in the dtype of the file and mapped into memory; FP8 matrices as Quantized.
+    Args:
+        dtype: compute dtype. The weights are not converted to it, but their values must be finite in it.
 
-    Raises WeightsError: as find_weights; weights that are not finite in `dtype`; tied embeddings with another lm_head.
+    Returns: tensors on the CPU, memory-mapped and in the dtype of the file; FP8 matrices as Quantized.
+
+    Raises WeightsError: as find_weights; a weight is not finite in `dtype`; config.json ties embeddings, but lm_head
+    differs.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -162,14 +174,14 @@ def read_hf_folder(
     for name, tensor in stored.items():
         weights[name] = values = read(tensor)
         if tensor.scale is None:
-            extremes = torch.stack(values.aminmax())  # NaN where any value is
+            extremes = torch.stack(values.aminmax())  # NaN if any value is NaN
         else:
             weights[name] = Quantized(values, read(tensor.scale).float())
             extremes = torch.stack(weights[name].scale.aminmax()) * FP8_MAX
             if ((values.view(torch.uint8) & FP8_NAN) == FP8_NAN).any():
                 extremes *= torch.nan
         if not extremes.isfinite().all():
-            problems.append(f"{name} has values that are not finite; take another checkpoint")
+            problems.append(f"{name} has values that are not finite; use another checkpoint")
         elif not extremes.to(dtype).isfinite().all():
             problems.append(
                 f"{name} has values up to {float(extremes.abs().max()):g}, too large for {dtype}; choose bf16 or fp32"
@@ -177,21 +189,21 @@ def read_hf_folder(
     _refuse(folder, problems)
     if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():
         raise WeightsError(
-            f"{folder}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false",
+            f"{folder}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set tie_word_embeddings "
+            "to false",
             key=HEAD,
         )
     return {name: weights[name] for name in weight_shapes(config)}
 
 
 def stored_compute(weights: Mapping[str, StoredTensor]) -> str:
-    """Return the precision.compute that holds all unquantized weights of a folder: bf16, fp16 or fp32."""
+    """Return the precision.compute that can hold all unquantized weights of a folder: bf16, fp16 or fp32."""
     kinds = {COMPUTE[tensor.dtype] for tensor in weights.values() if tensor.dtype != FP8}
     return kinds.pop() if len(kinds) == 1 else "fp32"
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return (dtype, shape) of each tensor in a safetensors file. Raises WeightsError: it cannot be read, or is cut
-    off."""
+    """Return (dtype, shape) of each tensor in a safetensors file. Raises WeightsError: unreadable or truncated."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -205,14 +217,14 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     except SafetensorError as error:
         with open(file, "rb") as opened:
             if opened.read(8) == b"version ":
-                message = f"{file} is a Git LFS pointer, not the weights; run git lfs pull in its folder"
+                message = f"{file} is a Git LFS pointer and not the weights; run git lfs pull in its folder"
                 raise WeightsError(message, code="git_lfs_pointer", key=str(file)) from None
-        message = f"{file} is not a safetensors file, or is cut off ({error}); {AGAIN}"
+        message = f"{file} is not a safetensors file or is truncated ({error}); {AGAIN}"
         raise WeightsError(message, code="not_safetensors", key=str(file)) from error
 
 
 def quantization_of(folder: str | Path) -> dict[str, Any]:
-    """Return the quantization_config of a Hugging Face folder, {} where its weights are not quantized.
+    """Return the quantization_config of a Hugging Face folder, or {} if its weights are not quantized.
 
     Raises WeightsError: config.json cannot be read.
     """
@@ -234,7 +246,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except FileNotFoundError:
         raise WeightsError(
             f"{folder} has no weights: neither model.safetensors nor {index.name}. Only safetensors files are read; "
-            "give a Hugging Face folder that has them, such as a run's hf/",
+            "pass a Hugging Face folder that has them, such as a run's hf/",
             code="no_weights",
             key=str(folder),
         ) from None
@@ -244,7 +256,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _scale_suffix(folder: Path) -> str | None:
-    """Return what names the scales in `folder`; None: no FP8 weights. Raises WeightsError: another quantization."""
+    """Return the suffix of scale names in `folder`, or None without FP8 weights.
+
+    Raises WeightsError: the quantization is not supported.
+    """
     config = quantization_of(folder)
     if not config:
         return None
@@ -267,16 +282,16 @@ def _scale_suffix(folder: Path) -> str | None:
         }:
             return ROW_SCALE
     raise WeightsError(
-        f"{folder}: the weights are quantized as {given}, which is not read here. Allowed is what train/export.py "
-        f"--format hf-fp8 writes: compressed-tensors in FP8 with a scale a channel, and quant_method fp8 with blocks "
-        f"of {BLOCK} x {BLOCK}",
+        f"{folder}: the quantization {given} of the weights is not supported. Use the formats of train/export.py "
+        f"--format hf-fp8: compressed-tensors in FP8 with a scale per channel, or quant_method fp8 with blocks of "
+        f"{BLOCK} x {BLOCK}",
         code="quantized",
         key="quantization_config",
     )
 
 
 def _refuse(folder: str | Path, problems: list[str]) -> None:
-    """Raise WeightsError if there are problems, and name five of them."""
+    """Raise WeightsError with the first five problems, if there are any."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise WeightsError(

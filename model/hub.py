@@ -1,4 +1,4 @@
-"""Download a folder of the Hugging Face Hub that is named as org/name."""
+"""Download a repository of the Hugging Face Hub that is given as org/name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class HubError(UserError, ValueError):
 
 
 def local_folder(name: str, weights: bool = True) -> str:
-    """Return `name`, or where it is org/name and no local path the folder of the downloaded repository.
+    """Return `name`, or the folder of the downloaded repository if `name` is org/name and not a local path.
 
-    Several processes of a node may call it: huggingface_hub locks each file while one of them downloads it.
+    Several processes of a node may call it: huggingface_hub locks each file during its download.
 
     Args:
         weights: also download *.safetensors.
 
-    Raises HubError: it cannot be downloaded.
+    Raises HubError: the download fails.
     """
     path = Path(name)
     if not HUB_ID.fullmatch(name) or path.exists() or path.parent.exists() or path.suffix == ".json":
@@ -41,7 +41,7 @@ def local_folder(name: str, weights: bool = True) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0]
         raise HubError(
-            f"{name} is not a local folder, and cannot be downloaded from the Hugging Face Hub ({why}). Check the "
-            f"name, or run where the Hub can be reached: hf download {name} --local-dir DIR, and give DIR",
+            f"{name} is not a local folder and cannot be downloaded from the Hugging Face Hub ({why}). Check the "
+            f"name, or run `hf download {name} --local-dir DIR` on a machine with access to the Hub and pass DIR",
             key=name,
         ) from error

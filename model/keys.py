@@ -1,7 +1,7 @@
-"""Declare configuration keys, and types of command line arguments.
+"""Declare configuration keys, and argparse types for command lines.
 
-`option` makes a pydantic field with every fact about a key: train/config takes messages, --help, the schema for editors
-and the resume rules from it. `between`, `unicode`, `given_path` and `json_file` are types for argparse.
+`option` makes a pydantic field with every fact about a key. train/config generates messages, --help, the schema for
+editors and the resume rules from it. `between`, `unicode`, `given_path` and `json_file` are argparse types.
 `why_not_written` and `why_no_file` check before any work whether its result can be written.
 """
 
@@ -21,7 +21,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 # The resume rule of a key: whether a run that resumes from a checkpoint may have another value.
 RESUME = {
-    "free": "may change on a resume",  # it does not change what a step computes
+    "free": "may change on a resume",  # has no effect on a step's result
     "allowed": "may change on a resume with allow_changes_on_resume",
     "structural": "cannot change on a resume",
 }
@@ -39,14 +39,14 @@ def option(
     before: Any = None,
     **limits: Any,
 ) -> Any:
-    """A field with its unit and meaning; without a default it is required.
+    """Return a pydantic field with its description and unit. Without a default the key is required.
 
     Args:
         resume: a key of RESUME.
         why: the reason, for a structural key.
-        example: a value for messages about a key that takes an object or a list.
-        before: the value that versions without the key had, if it is not the default.
-        limits: pydantic's, such as gt, ge, lt, le and min_length.
+        example: an example for messages, for a key that takes an object or a list.
+        before: the value that versions without the key used, if it is not the default.
+        limits: pydantic's limits, such as gt, ge, lt, le and min_length.
     """
     assert resume in RESUME and bool(why) == (resume == "structural")
     examples = None if example is None else [example]
@@ -56,19 +56,19 @@ def option(
 
 
 def between(low: float, high: float = math.inf, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: numbers of `kind` from `low` to `high`."""
+    """Return an argparse type for numbers of type `kind` from `low` to `high`."""
 
     def number(text: str) -> float:
         if not low <= (value := kind(text)) <= high:
             allowed = f"{low} to {high}" if high < math.inf else f"{low} or more"
-            raise argparse.ArgumentTypeError(f"{text}: allowed is {allowed}")
+            raise argparse.ArgumentTypeError(f"{text} is out of range; allowed is {allowed}")
         return value
 
     return number
 
 
 def unicode(text: str) -> str:
-    """An argparse type: text that is valid UTF-8, which a path need not be."""
+    """Argparse type for text that is valid UTF-8; paths may not be."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -77,17 +77,17 @@ def unicode(text: str) -> str:
 
 
 def given_path(text: str) -> Path:
-    """An argparse type: a path. Refuses "", which an unset shell variable gives and means the current folder."""
+    """Argparse type for a path. Refuses "" (usually an unset shell variable), which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)
 
 
 def json_file(text: str) -> Path:
-    """An argparse type: the path of a .json file that can be written."""
+    """Argparse type for the path of a .json file that can be written."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(
-            f"{text}: allowed is a file that ends in .json; a plot is written beside it as .png"
+            f"{text}: the file name must end in .json; a plot is written next to it as .png"
         )
     if why := why_no_file(Path(text)):
         raise argparse.ArgumentTypeError(f"{text} {why}")
@@ -95,17 +95,17 @@ def json_file(text: str) -> Path:
 
 
 def why_no_file(path: Path) -> str:
-    """Return why this user cannot write the file `path`, in a folder that may have to be made, or ""."""
+    """Return why the user cannot write the file `path`, whose folder may not exist yet, or ""."""
     return "is a folder; name a file" if path.is_dir() else why_not_written(path.parent)
 
 
 def why_not_written(folder: Path) -> str:
-    """Return why this user cannot make `folder` or write into it, or ""."""
+    """Return why the user cannot create `folder` or write into it, or ""."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
-    if not place.is_dir():  # a link to nothing as well
-        return f"cannot be written: {place} is no folder; choose another place"
+    if not place.is_dir():  # also true for a broken link
+        return f"cannot be written: {place} is not a folder; choose another path"
     if not os.access(place, os.W_OK | os.X_OK):
-        return f"cannot be written: {place} is not this user's to write to; choose another folder"
+        return f"cannot be written: no permission to write to {place}; choose another folder"
     return ""

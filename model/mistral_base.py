@@ -1,4 +1,4 @@
-"""What the two Transformer Engine variants share: embedding, rotary frequencies, stack of layers, head, loss.
+"""Shared parts of the two Transformer Engine variants: embedding, rotary frequencies, layer stack, head and loss.
 
 Shape suffixes: B batch, T tokens, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
 """
@@ -24,9 +24,9 @@ from model.variants import SpeedConfig
 
 
 def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = None) -> nn.Module:
-    """Return the attention module of a model of `config`; `documents.attend` calls it.
+    """Return the attention module for `config`. Call it through `documents.attend`.
 
-    It takes q [B, T, N, D], k and v [B, T, K, D] and returns [B, T, N * D].
+    Its inputs are q [B, T, N, D] and k and v [B, T, K, D]; its output is [B, T, N * D].
     """
     return te.DotProductAttention(
         config.num_attention_heads,
@@ -52,7 +52,10 @@ def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.T
 
 
 class Embedding(nn.Embedding):
-    """An embedding. With gradients `fused(ids, weight)` computes it instead, unless it is None."""
+    """Token embedding that can use a fused kernel.
+
+    If `fused` is set and gradients are enabled, it computes `fused(ids, weight)`.
+    """
 
     fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
@@ -77,9 +80,10 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """A Mistral causal language model with Hugging Face's names around its layers, which a variant makes.
+    """Causal language model around the layers of a variant, with Hugging Face's parameter names outside the layers.
 
-    document_mask: attention stays within documents and positions start at 0 in each; the parameters are the same.
+    Args:
+        document_mask: attention stays within documents, and positions start at 0 in each. The parameters are the same.
     """
 
     variant: ClassVar[str]
@@ -91,7 +95,7 @@ class MistralBase(nn.Module):
         check_config(config)
         self.config, self.speed, self.document_mask = config, speed, document_mask
         self.precision = precision
-        # not measured with float16
+        # the fused kernel has not been tested with float16
         fused = speed.fused_cross_entropy and precision.dtype != torch.float16
         self.fused_cross_entropy = precision.te.cross_entropy if fused else None
         layers = (
@@ -112,10 +116,12 @@ class MistralBase(nn.Module):
         _drop_extra_state(self)
 
     def recompute_layers(self) -> None:
-        """Save only the input of each layer in training from now on, and run the layer again in the backward.
+        """Recompute the activations of each layer in the backward (gradient checkpointing); only the layer inputs are
+        saved.
 
-        The second forward runs inside the hooks of the layer. ZeRO 3 gathers weights in a hook before the backward and
-        frees them in a hook after the forward; the second forward must not trigger these.
+        The layer's forward is wrapped instead of the call, because the recomputation must run inside the layer's hooks.
+        ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the forward; the
+        recomputation must not trigger these.
         """
         for layer in self.model.layers:
             layer.forward = partial(self._recomputed, layer, layer.forward)
@@ -135,24 +141,24 @@ class MistralBase(nn.Module):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        """Make layer `index`, which is called as layer(hidden, is_first_microbatch=..., **arguments)."""
+        """Build layer `index`. It is called as layer(hidden, is_first_microbatch=..., **arguments)."""
         raise NotImplementedError
 
     def enter_layers(
         self, hidden_BTH: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the hidden states and the other arguments as each layer takes them."""
+        """Return the hidden states and the keyword arguments in the form that each layer takes."""
         freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
         if documents is None:
             return hidden_BTH, {"rotary_pos_emb": freqs}
-        # The batch as one row, with an angle for each token instead of one for each position.
+        # Flatten the batch into one row, with an angle for each token instead of one for each position.
         freqs = freqs[documents.positions.flatten()]
         return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
 
-        They are neither a buffer nor a submodule, because `model.bfloat16()`, which DeepSpeed calls, would round them.
+        They are not a buffer or submodule, because `model.bfloat16()`, which DeepSpeed calls, would round them.
         """
         cached = self._rope_freqs
         if cached is None or cached.shape[0] < length or cached.device != device:
@@ -175,14 +181,15 @@ class MistralBase(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. -100 is ignored.
-            is_first_microbatch: None quantizes the weights in this call; True also keeps the FP8 copy; False reuses it
-                (later micro-batches of an optimizer step).
-            documents: for a model with a document mask, on the device of input_ids; None: each row is a document.
+            is_first_microbatch: None quantizes the weights in this call. True also keeps the FP8 copies, and False
+                reuses them (later micro-batches of an optimizer step).
+            documents: for a model with a document mask, on the device of input_ids. None: each row is one document.
 
-        Returns: loss (float32 scalar, nats a token) and logits [B, T, V]. logits is None where a fused loss overwrites
-        them with their gradient.
+        Returns:
+            loss: float32 scalar, nats per token.
+            logits: [B, T, V], or None if a fused loss overwrites them with their gradient.
 
-        Raises ValueError: documents of another shape, or for a model without a document mask.
+        Raises ValueError: `documents` has another shape, or the model has no document mask.
         """
         documents = self._documents(documents, input_ids)
         with self.precision.autocast():
@@ -225,9 +232,9 @@ class MistralBase(nn.Module):
 
 
 def _drop_extra_state(model: nn.Module) -> None:
-    """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load.
+    """Remove TE's `_extra_state` from state dicts. It is a pickle that TE itself refuses to load.
 
-    `fp8_state` in model/fp8/state.py saves FP8 state as plain tensors.
+    `fp8_state` in model/fp8/state.py saves the FP8 state as plain tensors.
     """
 
     def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:

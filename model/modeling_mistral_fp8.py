@@ -1,6 +1,6 @@
-"""The te.Linear variant: Mistral as Hugging Face writes it, each Linear a te.Linear, parameter names unchanged.
+"""The te_linear variant: Hugging Face's Mistral with each Linear replaced by te.Linear, and the same parameter names.
 
-It is the easy one to read. The fused variant is in modeling_mistral_fp8_trans.py. Shape suffixes: see mistral_base.py.
+This is the variant to read first. modeling_mistral_fp8_trans.py has the fused one. Shape suffixes: see mistral_base.py.
 """
 
 from __future__ import annotations

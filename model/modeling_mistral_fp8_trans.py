@@ -1,9 +1,10 @@
-"""The te.TransformerLayer variant: norm + fused qkv, attention and norm + fused SwiGLU MLP in one TE module a layer.
+"""The te_layer variant: each layer is one te.TransformerLayer (norm + fused qkv, attention, norm + fused SwiGLU MLP).
 
-With `speed.fused_rope` the same parts are put together here, so that one kernel takes the place of the copies and
-rotations between the qkv projection and attention; parameters and their names are te.TransformerLayer's either way.
-The same model as modeling_mistral_fp8.py with fewer, larger kernels: the one to train with. conversion.py has the map
-between its parameters and Hugging Face's.
+It computes the same model as modeling_mistral_fp8.py with fewer, larger kernels, so it is the variant to train with.
+conversion.py maps its parameters to Hugging Face's.
+
+With `speed.fused_rope` this file assembles the layer from the same TE modules, so that one kernel replaces the copies
+and rotations between the qkv projection and attention. Parameters and their names do not change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _transformer_layer(
         normalization="RMSNorm",
         activation="swiglu",
         bias=False,
-        # TE's defaults are 0.1: a model that silently drops out is another model
+        # TE's default is a dropout of 0.1
         hidden_dropout=0.0,
         attention_dropout=0.0,
         self_attn_mask_type="padding_causal" if document_mask else "causal",
@@ -42,7 +43,7 @@ def _transformer_layer(
         attn_input_format="thd" if document_mask else "bshd",
         layer_number=index + 1,
         fuse_qkv_params=True,
-        # rows in the plain order [q; k; v], see conversion.py
+        # keep the rows in the order [q; k; v], see conversion.py
         qkv_weight_interleaved=False,
         params_dtype=precision.dtype,
         device=precision.device,
@@ -79,7 +80,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedTransformerLayer(nn.Module):
-    """te.TransformerLayer's parts under its names, around FusedAttention."""
+    """A layer with te.TransformerLayer's modules and parameter names, around FusedAttention."""
 
     def __init__(self, config: MistralConfig, precision: Precision, index: int):
         super().__init__()
@@ -130,7 +131,7 @@ class MistralForCausalLM(MistralBase):
         if documents is None:
             hidden_BTH, arguments = super().enter_layers(hidden_BTH, documents)
             return hidden_BTH, {**arguments, "window_size": window}
-        # te.TransformerLayer begins the positions of each document anew by itself
+        # te.TransformerLayer itself restarts the positions in each document
         freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
         arguments = {"rotary_pos_emb": freqs, "window_size": window, **documents.attention_arguments()}
         return hidden_BTH.flatten(0, 1), arguments

@@ -1,8 +1,8 @@
 """Quantize the weights of a trained model to FP8 for serving.
 
-For a model that trained in Transformer Engine's FP8, these are the codes and scales that training multiplies with: the
-modules of the CPU reference, which equal Transformer Engine's bit for bit, make them from the tensors of a checkpoint.
-For any other model each row gets a scale.
+For a model that was trained in Transformer Engine's FP8, the result has the same codes and scales that training
+multiplies with. The modules of the CPU reference, which equal Transformer Engine's bit for bit, compute them from the
+tensors of a checkpoint. For other models, each row gets a scale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Weights = Mapping[str, torch.Tensor]
 class Matrix:
     """The weight of GEMM number `gemm` of the FP8 module `module`.
 
-    parts: the Hugging Face tensors that it consists of, top to bottom, with their rows. They share a per-tensor scale.
+    Attributes:
+        parts: the Hugging Face tensors it consists of, top to bottom, with their rows. They share a per-tensor scale.
     """
 
     module: str
@@ -44,20 +45,20 @@ class Matrix:
 
 
 class TrainedFP8:
-    """The weights that a run of te_linear or te_layer multiplies in FP8.
+    """The weights that a te_linear or te_layer run multiplies in FP8.
 
-    lm_head is not among them: no server runs it in FP8. Neither are modules whose fallback has block scaling where the
-    recipe has a scale a tensor: a folder holds one kind of scales.
+    lm_head is excluded, because no server runs it in FP8. With a per-tensor recipe, modules that fell back to block
+    scaling are excluded as well, because a folder can hold only one kind of scales.
 
     Args:
         levels: see Precision.
 
     Attributes:
-        names: of the Hugging Face tensors.
-        blocks: whether there is a scale for each block.
-        recipes: of the modules.
+        names: names of the Hugging Face tensors.
+        blocks: whether each block has a scale.
+        recipes: recipes of the modules.
 
-    Raises PrecisionError: there is no such weight, or a size that the blocks of 128 do not divide.
+    Raises PrecisionError: there is no such weight, or blocks of 128 do not divide a size.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class TrainedFP8:
         self.recipes = [*dict.fromkeys(recipe_of(self.precision.level(m.module)) for m in self.matrices)]
         if not self.names:
             raise PrecisionError(
-                f"no weight of the layers has the scales of recipe {precision.recipe} at this checkpoint: "
-                "precision.bf16_modules and precision.on_trouble took all out. Export with --format hf",
+                f"no layer of this checkpoint has weights with scales of recipe {precision.recipe}: "
+                "precision.bf16_modules and precision.on_trouble exclude all of them. Export with --format hf",
                 code="no_fp8_module",
             )
         if self.blocks:
             self._check_sizes()
 
     def _fits(self, level: str) -> bool:
-        """Return whether a folder with this recipe's scales can hold the weights of a module at `level`."""
+        """Return whether a folder with this recipe's scales can hold the weights of a module at fallback `level`."""
         return level != "bf16" and (recipe_of(level) == "block") == self.blocks
 
     def _check_sizes(self) -> None:
@@ -103,9 +104,9 @@ class TrainedFP8:
         if uneven:
             more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
             raise PrecisionError(
-                f"block scaling has a scale for {BLOCK} x {BLOCK} weights, and what serves such models needs "
-                f"sizes that {BLOCK} divides; this model has {', '.join(uneven[:3])}{more}. Export it with --format "
-                "hf, or train with precision.recipe current or delayed",
+                f"block scaling has one scale per {BLOCK} x {BLOCK} weights, and servers need sizes divisible by "
+                f"{BLOCK}; this model has {', '.join(uneven[:3])}{more}. Export it with --format hf, or train with "
+                "precision.recipe current or delayed",
                 code="block_dimensions",
                 key=uneven[0].partition(" ")[0],
             )
@@ -114,11 +115,14 @@ class TrainedFP8:
     def quantize(self, weights: Weights, fp8_state: dict[str, torch.Tensor]) -> dict[str, Quantized]:
         """Quantize the weights as the next training step would.
 
-        The training's own modules do it, those of the CPU reference: these are the FP8 weights that they keep for the
-        micro-batches of a step. weights: by Hugging Face's names, in the dtype of training. fp8_state: as of
-        model/fp8/state.py, empty for recipes without.
+        The CPU reference's modules quantize them. The result equals the FP8 copies that a step keeps for its
+        micro-batches.
 
-        Raises PrecisionError: weights that are not finite.
+        Args:
+            weights: by Hugging Face's names, in the dtype of training.
+            fp8_state: as returned by model/fp8/state.py; empty for recipes without state.
+
+        Raises PrecisionError: a weight is not finite.
         """
         for matrix in self.matrices:
             self.model.get_submodule(matrix.module).to_empty(device="cpu")
@@ -148,7 +152,7 @@ class TrainedFP8:
 def differences(
     written: Mapping[str, torch.Tensor | Quantized], quantized: Mapping[str, Quantized]
 ) -> list[str]:
-    """Return the names of the tensors of `quantized` that `written`, as read back, does not hold bit for bit."""
+    """Return the names of tensors of `quantized` that differ from `written` (read back from disk) in any bit."""
     return [
         name
         for name, ours in quantized.items()
@@ -157,7 +161,7 @@ def differences(
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
-    """Return the names of the weights to serve in FP8 of a model that was not trained in Transformer Engine's FP8.
+    """Return the names of the weights to serve in FP8 for a model that was not trained in Transformer Engine's FP8.
 
     These are all Linears except lm_head and those that a torchao run kept in bf16.
     """
@@ -171,26 +175,26 @@ def linears(hf_model: nn.Module) -> list[str]:
 
 
 def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
-    """Quantize the matrices `names` with a scale for each row. Raises PrecisionError: weights that are not finite."""
+    """Quantize the matrices `names` with one scale per row. Raises PrecisionError: a weight is not finite."""
     for name in names:
         _check_finite(name, weights[name])
     return {name: quantize_rows(weights[name]) for name in names}
 
 
 def trained_in_fp8(precision: PrecisionConfig) -> bool:
-    """Return whether a run trained in the FP8 of Transformer Engine or its reference."""
+    """Return whether a run trained in FP8 with Transformer Engine or its reference."""
     return precision.compute == "fp8" and RECIPES[precision.recipe].package == "te"
 
 
 def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the names and weights of the GEMMs of one module, in order."""
+    """Return the names and weights of a module's GEMMs, in order."""
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if not tensor.isfinite().all():
         raise PrecisionError(
-            f"{name} has values that are not finite: the training had gone wrong by this checkpoint",
+            f"{name} has values that are not finite: training had failed before this checkpoint. Choose an earlier one",
             code="not_finite",
             key=name,
         )

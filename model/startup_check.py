@@ -1,9 +1,8 @@
-"""Startup check: before its first step a run verifies what it runs on, or refuses to start.
+"""Startup check: before the first step, check that FP8 and attention run as configured; refuse to start otherwise.
 
-One small batch goes forward and backward through the model, and its FP8 GEMMs are counted (gemms.py). The attention
-is compared with torch's SDPA in float32, forward and backward, at the sequence length of the run: FlashAttention-4 has
-been seen to be fast and wrong (it took a window of (-1, 0) literally), and Transformer Engine chooses a backend for
-each length.
+A small batch runs forward and backward through the model, and its FP8 GEMMs are counted (gemms.py). Attention is
+compared with torch's SDPA in float32, forward and backward, at the sequence length of the run: FlashAttention-4 has
+been fast and wrong (it took a window of (-1, 0) literally), and Transformer Engine chooses a backend for each length.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from model.mistral_base import causal_attention
 from model.variants import VARIANTS
 
 PROBE_TOKENS = 256
-# `sdpa` takes 256 queries at a time, fewer where their scores would take more than 1 GiB.
+# `sdpa` computes 256 queries at a time, or fewer if their scores would need more than 1 GiB.
 QUERIES_AT_A_TIME = 256
 SCORES_AT_A_TIME = 2**28
-# Allowed relative error by precision.compute. bf16 has 8 bits: an attention of bf16 inputs is within 1e-2 of float32.
-# FP8 models run attention in bf16.
+# Allowed relative error by precision.compute. bf16 has 8 significant bits, so attention with bf16 inputs is within 1e-2
+# of float32. FP8 models run attention in bf16.
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
 class StartupCheckError(UserError, RuntimeError):
-    """The run does not do what its configuration says."""
+    """The startup check found that the run does not compute as configured."""
 
     code = "startup_check"
 
@@ -52,20 +51,20 @@ def check_startup(
 ) -> list[str]:
     """Run the startup check and return its lines for the log.
 
-    Weights and gradients do not change; FP8 state is reset to that before the first step.
+    Weights and gradients do not change. FP8 state is reset to its initial values.
 
     Args:
-        attention_backend: what the user asked for. On a GPU only "unfused" allows an unfused attention.
-        seq_length: tokens of the run's samples, at which the attention is compared.
+        attention_backend: the configured backend. On a GPU, unfused attention is allowed only if this is "unfused".
+        seq_length: tokens per sample of the run; attention is compared at this length.
 
-    Raises StartupCheckError: a planned FP8 module did not run in FP8, forward or backward; Transformer Engine loaded
-    another cuDNN than torch; an unfused attention; an attention that differs from SDPA.
+    Raises StartupCheckError: a planned FP8 module did not run in FP8 (forward or backward), Transformer Engine and
+    torch loaded different cuDNNs, attention is unfused, or attention differs from SDPA.
     """
     te = VARIANTS[model.variant].te
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
         precision.require("block", "set precision.fp8_head_gradients to false")
     lines = [_check_cudnn()] if te and precision.te.name == "transformer_engine" else []
-    # torch.compile would take a minute for the shape of this batch
+    # torch.compile would need a minute to compile for this batch shape
     eager = nullcontext() if te else torch.compiler.set_stance("force_eager")
     with eager, count_gemms(model, precision) as gemms:
         _run_random_batch(model, seed)
@@ -74,26 +73,29 @@ def check_startup(
         raise StartupCheckError(problem, code="fp8_gemms")
     lines += gemms.lines()
     if gemms.ran:
-        lines.append(f"FP8 GEMMs of the probe: {gemms.forward.total()} forward, {gemms.backward} backward")
+        lines.append(
+            f"FP8 GEMMs in the startup check: {gemms.forward.total()} forward, {gemms.backward} backward"
+        )
     if te:
         return [*lines, _compare_attention(model, precision, attention_backend, seq_length)]
     lines.append("attention: transformers with torch SDPA")
     if model.compiled:
-        lines.append("torch.compile: each decoder layer, in the first step")
+        lines.append("torch.compile: compiles each decoder layer in the first step")
     elif precision.torchao and not precision.emulated:
         lines.append(
             "warning: torchao's FP8 without torch.compile is slower than bf16, because scaling and rounding run as "
-            "separate kernels; remove model.compile false"
+            "separate kernels; remove model.compile: false"
         )
     return lines
 
 
 @contextmanager
 def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iterator[None]:
-    """Context for `passes` forward and backward passes of a model or module: check that they run FP8 as planned.
+    """Context that checks that `passes` forward and backward passes of a model or module run FP8 as planned.
 
-    transformers and torchao models are not checked: their layers may be compiled, and compiled GEMMs are not counted.
-    Raises StartupCheckError: other FP8 GEMMs ran than planned.
+    transformers and torchao models are not checked: their layers may be compiled, and compiled GEMMs cannot be counted.
+
+    Raises StartupCheckError: the FP8 GEMMs that ran are not the planned ones.
     """
     if not of_transformer_engine(model):
         yield
@@ -105,23 +107,23 @@ def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Itera
 
 
 def backend_in_use(model: nn.Module, precision: Precision) -> str:
-    """Return the package, with its version, that the modules of `model` come from."""
+    """Return the package, with its version, that provides the modules of `model`."""
     if not VARIANTS[model.variant].te:
         return torchao_fp8.version(precision.emulated) if precision.torchao else "transformers' own modules"
     return precision.te.version
 
 
 def attention_in_use(model: nn.Module, precision: Precision) -> str:
-    """Return the attention that the last forward used."""
+    """Return the attention backend of the last forward."""
     if not VARIANTS[model.variant].te:
         return "torch SDPA"
     return te_backend.attention_backend_in_use(precision.te)
 
 
 def check_attention(model: nn.Module, precision: Precision, checked: str) -> None:
-    """Check after the first step, whose batch has another shape, that it ran the attention that was `checked`.
+    """Check after the first step that it ran the attention that the startup check covered; its batch has another shape.
 
-    Raises StartupCheckError: it ran another one.
+    Raises StartupCheckError: it ran another backend.
     """
     ran = attention_in_use(model, precision)
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
@@ -140,8 +142,8 @@ def _check_cudnn() -> str:
     if theirs != torchs:
         raise StartupCheckError(
             f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two cuDNNs end in a slow attention. Set "
-            "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn) and put its lib folder first in "
-            "LD_LIBRARY_PATH, as run_training.sh does",
+            "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn), and put its lib folder first in "
+            "LD_LIBRARY_PATH. run_training.sh does this",
             code="two_cudnns",
             key="CUDNN_HOME",
         )
@@ -149,13 +151,13 @@ def _check_cudnn() -> str:
 
 
 def probe_tokens(config: MistralConfig) -> int:
-    """Return the sequence length of the random batch: at most PROBE_TOKENS, a multiple of what FP8 GEMMs take."""
+    """Return the sequence length of the random batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs accept."""
     unit = FP8_TRAIN_ROW_MULTIPLE
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 
 def _run_random_batch(model: nn.Module, seed: int) -> None:
-    """Run one forward and backward on random tokens and drop the gradients."""
+    """Run one forward and backward on random tokens and discard the gradients."""
     device = model.lm_head.weight.device
     tokens = probe_tokens(model.config)
     generator = torch.Generator().manual_seed(seed)
@@ -175,14 +177,14 @@ def _compare_attention(model: nn.Module, precision: Precision, asked_for: str, s
     backend = attention_in_use(model, precision)
     if backend == te_backend.NO_ATTENTION_YET:
         raise StartupCheckError(
-            "attention ran, but Transformer Engine reports none: this version is not supported; "
+            "attention ran, but Transformer Engine reports no backend, so this version is not supported; run "
             "pip install -r requirements-gpu.txt",
             code="no_attention",
         )
     if backend == "unfused" and asked_for != "unfused":
         raise StartupCheckError(
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
-            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it",
+            "Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set model.attention_backend to unfused to allow it",
             code="unfused_attention",
             key="model.attention_backend",
         )
@@ -208,10 +210,10 @@ def attention_errors(
     seed: int = 0,
     document_mask: bool = False,
 ) -> tuple[float, float]:
-    """Return the relative error of a model's attention against SDPA in float32, (forward, backward).
+    """Return the relative errors (forward, backward) of a model's attention against SDPA in float32.
 
-    The inputs are two random samples of `tokens` tokens, with document_mask cut into random documents. The error is
-    |a - b| / |b| in the Frobenius norm, in the backward the largest of q, k and v.
+    The inputs are two random samples of `tokens` tokens, with document_mask divided into random documents. The error is
+    |a - b| / |b| in the Frobenius norm. The backward error is the largest of q, k and v.
     """
     generator = torch.Generator().manual_seed(seed)
     N, K, D = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
@@ -231,14 +233,22 @@ def attention_errors(
         ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
     truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(config), documents)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
-    return errors[0], float(torch.tensor(errors[1:]).max())  # NaN if one is, unlike Python's max
+    return errors[0], float(torch.tensor(errors[1:]).max())  # unlike Python's max, this keeps NaN
 
 
 def sdpa(
     qkv: list[torch.Tensor], upstream: torch.Tensor, window: tuple[int, int], documents: Documents | None
 ) -> list[torch.Tensor]:
-    """Return torch's attention of q [B, T, N, D], k and v [B, T, K, D], [B, T, N * D], and the gradients of q, k and v
-    for its gradient `upstream`. Takes the queries in parts: the scores of all would not fit into memory."""
+    """Compute torch's attention and its gradients.
+
+    The queries are processed in parts, because the scores of all queries would not fit into memory.
+
+    Args:
+        qkv: q [B, T, N, D], k and v [B, T, K, D].
+        upstream: gradient of the output, [B, T, N * D].
+
+    Returns: the output [B, T, N * D] and the gradients of q, k and v.
+    """
     q, k, v = (t.transpose(1, 2) for t in qkv)
     outputs, grad_q = [], []
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
@@ -247,7 +257,7 @@ def sdpa(
     for rows in positions.split(max(1, min(QUERIES_AT_A_TIME, fitting))):
         age = rows[:, None] - positions[None, : int(rows[-1]) + 1]
         visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
-        # a key is in the query's document where it is not older than the query's position
+        # a key belongs to the query's document if its age is at most the query's position in the document
         if documents is not None:
             visible = visible & (age <= documents.positions[:, None, rows, None])
         seen = slice(0, age.shape[1])

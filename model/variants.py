@@ -17,8 +17,12 @@ from model.keys import STRICT, option
 class Variant:
     """A model variant.
 
-    te: its modules are Transformer Engine's, else transformers'. recipes: its FP8 recipes. documents: it can mask
-    attention across documents. graphs: it supports CUDA graphs. compiles: it supports torch.compile.
+    Attributes:
+        te: whether the modules are Transformer Engine's; otherwise they are transformers'.
+        recipes: supported FP8 recipes.
+        documents: whether attention can be masked across documents.
+        graphs: whether CUDA graphs are supported.
+        compiles: whether torch.compile is supported.
     """
 
     name: str
@@ -41,7 +45,7 @@ VARIANTS = {
     )
 }
 
-# backend -> environment variables of Transformer Engine
+# Transformer Engine's environment variables for each backend
 ATTENTION_BACKENDS = {
     "auto": {},
     "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
@@ -54,8 +58,8 @@ ATTENTION_BACKENDS = {
 FLASH_HEAD_DIMS = (64, 128, 256)
 
 
-# docs/performance.md has the measured effect of each switch. With all of them off, a model computes what
-# te.TransformerLayer and torch compute by themselves, bit for bit.
+# docs/performance.md lists the measured effect of each switch. With all of them off, a model equals te.TransformerLayer
+# and torch bit for bit.
 @dataclass(config=STRICT)
 class SpeedConfig:
     """The "speed" section. Switches that need a GPU have no effect on a CPU."""
@@ -93,35 +97,35 @@ class SpeedConfig:
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """Return what `variant` (one of VARIANTS) does not support, a sentence each."""
+    """Return a sentence for each setting that `variant` (one of VARIANTS) does not support."""
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
     if precision.compute == "fp8":
         if not recipes:
             problems.append(
-                f"model.variant {variant} runs no FP8; choose te_linear, te_layer or torchao, or set "
+                f"model.variant {variant} does not support FP8; choose te_linear, te_layer or torchao, or set "
                 "precision.compute to bf16"
             )
         elif precision.recipe not in recipes:
             problems.append(
-                f"model.variant {variant} has no recipe {precision.recipe}; set precision.recipe to "
+                f"model.variant {variant} does not support recipe {precision.recipe}; set precision.recipe to "
                 f"{' or '.join(recipes)}"
             )
     elif variant == "torchao":
         problems.append(
-            f"model.variant torchao is for FP8, and precision.compute is {precision.compute}; without FP8 it is "
-            "model.variant hf (with model.compile true, compiled as torchao is)"
+            f"model.variant torchao needs FP8, and precision.compute is {precision.compute}; set precision.compute "
+            "to fp8, or use model.variant hf (with model.compile true it is compiled like torchao)"
         )
     if compile and not VARIANTS[variant].compiles:
         problems.append(
-            f"model.compile: the modules of {variant} are Transformer Engine's, which are not compiled; remove it, "
-            f"or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
+            f"model.compile: torch.compile does not support {variant}, whose modules are Transformer Engine's; remove "
+            f"it, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
         )
     return problems
 
 
 def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> bool:
-    """Return whether torch.compile compiles the layers of `variant`. compile: what the user configured."""
+    """Return whether torch.compile compiles the layers of `variant`. compile: the configured value."""
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
 
 
@@ -131,15 +135,15 @@ def why_no_graphs(
     """Return why CUDA graphs are not possible and what to do instead, or None. emulated: see PrecisionConfig."""
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
-        return f"CUDA graphs are for {capable}; set speed.cuda_graphs to false, or take one of these"
+        return f"only {capable} support CUDA graphs; use one of them, or set speed.cuda_graphs to false"
     if gradient_checkpointing:
         return (
-            "recomputation reads the random generator's state, which CUDA graphs cannot capture; turn "
-            "gradient_checkpointing or speed.cuda_graphs off"
+            "gradient_checkpointing reads the random generator's state, which CUDA graphs cannot capture; set "
+            "gradient_checkpointing or speed.cuda_graphs to false"
         )
     if zero_stage == 3:
         return (
-            "ZeRO 3 moves the weights, and CUDA graphs need them in place; use ZeRO stage 0, 1 or 2, or set "
+            "ZeRO 3 moves the weights, but CUDA graphs need them in place; use ZeRO stage 0, 1 or 2, or set "
             "speed.cuda_graphs to false"
         )
     return "a CUDA graph needs a GPU" if emulated else None
