@@ -1,8 +1,8 @@
 """An lm_head that computes the forward in bf16 and both gradients as FP8 GEMMs with block scaling.
 
 In a token's gradient of the logits, the entry of the label is thousands of times larger than most others. With one e4m3
-scale per tensor, these others become zero, and all gradients that follow are wrong. A scale for each 128 entries keeps
-them. The forward stays in bf16, because in FP8 it would cost as much accuracy as the FP8 of all layers
+scale per tensor these others become zero, and all gradients that follow are wrong. A scale for each 128 entries keeps
+them. The forward stays in bf16, because in FP8 it would add as much error as FP8 in the layers allows in total
 (docs/performance.md).
 
 With labels the head also computes the loss. The kernel of the loss's gradient then writes FP8 directly, so the bf16

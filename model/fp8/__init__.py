@@ -1,8 +1,12 @@
-"""FP8: which recipes there are (recipes.py, without torch), what a configuration means on a machine (precision.py),
-which modules are meant to run it (modules.py), the count of what ran (gemms.py), how healthy that is (health.py, by
-what quantizers.py shows), its state and first scales, and the two libraries that it comes from (te_backend,
-torchao_fp8).
+"""FP8: recipes, precision of a model, module selection, startup checks and health.
 
-Of model/ it imports what has no model in it (errors, keys, variants, config, documents, hf_folder, te_reference,
-fused). Others ask Precision, fp8_modules, and count_gemms around a pass.
+- recipes.py: the recipes and the "precision" section, without torch.
+- precision.py: the section resolved on this machine.
+- modules.py: which modules run FP8. gemms.py counts the FP8 GEMMs that ran.
+- health.py: statistics of FP8 operands, which quantizers.py intercepts.
+- state.py, calibration.py: state and first scales of delayed scaling.
+- te_backend.py, torchao_fp8.py: the two libraries.
+
+From model/ this package imports only modules that contain no model (errors, keys, variants, config, documents,
+hf_folder, te_reference, fused). Other code uses Precision, fp8_modules, and count_gemms around a pass.
 """

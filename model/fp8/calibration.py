@@ -1,10 +1,10 @@
-"""Scales for delayed scaling before the first step.
+"""Initial scales for delayed scaling.
 
-Delayed scaling casts with a scale from earlier passes; before the first pass there is none, and Transformer Engine
-begins with 1. Activations bear that. Gradients do not: those of a mean over thousands of tokens are about 1e-6, below
-what e4m3 (2e-3) and e5m2 (1.5e-5) resolve, so most of the first backward is lost, and the first steps of Adam, which
-takes gradients of any size for full ones, go astray. Here a few passes over the first micro-batch, whose gradients are
-dropped, fill the histories first.
+Delayed scaling casts with a scale from earlier passes. Before the first pass there is none, and Transformer Engine
+starts with 1. This is good enough for activations, but not for gradients. The gradients of a mean over thousands of
+tokens are about 1e-6, below the resolution of e4m3 (2e-3) and e5m2 (1.5e-5). Most of the first backward would be lost,
+and because Adam scales gradients of any size to full steps, its first steps would go in wrong directions. Calibration
+runs a few passes over the first micro-batch to fill the amax histories, and discards the gradients.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ def calibrate(
     accumulation: int,
     documents: Documents | None = None,
 ) -> list[str]:
-    """Fill the amax histories of a model that has not trained yet; returns lines for the log.
+    """Fill the amax histories of a model that has not trained yet, and return lines for the log.
 
-    input_ids, labels: int64 [B, T], with documents where the run has them, a micro-batch of the run on the model's
-    device. accumulation: micro-batches of a step, by which the run divides its loss. More than one pass, because a
-    gradient that was cast with a wrong scale is wrong for all below it; the residual stream, which is not cast, keeps
-    that to a layer. Nothing but FP8 state changes. With other recipes, or precision.calibration_passes 0, nothing is
-    done.
+    Only FP8 state changes. With other recipes, or with precision.calibration_passes 0, this does nothing.
+
+    There is more than one pass, because a gradient cast with a wrong scale makes all gradients below it wrong. The
+    residual stream, which is not cast, limits the error to one layer.
+
+    Args:
+        input_ids: int64 [B, T], a micro-batch of the run on the model's device, as labels and documents.
+        accumulation: micro-batches per step; the run divides its loss by it.
     """
     passes = precision.config.calibration_passes
     if not (precision.has_state and passes):

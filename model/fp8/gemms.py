@@ -1,7 +1,7 @@
-"""Count the FP8 GEMMs that ran by their operands, forward and backward.
+"""Count the FP8 GEMMs that ran, forward and backward, by their operands.
 
-Neither the type of a module nor an enabled switch shows that FP8 runs. For example, NVTE_BACKWARD_OVERRIDE makes
-Transformer Engine compute all gradients in bf16 with the recipes current and block, and its modules still report `fp8`.
+Neither the type of a module nor an enabled switch shows that FP8 runs. For example, with NVTE_BACKWARD_OVERRIDE
+Transformer Engine computes all gradients of the recipes current and block in bf16, and its modules still report `fp8`.
 Each weight has three GEMMs: the output, the gradient of the input and the gradient of the weight.
 
     with count_gemms(model, precision) as gemms:
@@ -25,14 +25,15 @@ from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules, gemm_modules, matrices, of_transformer_engine
 from model.fp8.precision import Precision
 
-_counting: list[Gemms] = []  # nested counts, of which only the innermost counts
+_counting: list[Gemms] = []  # nested contexts; only the innermost counts
 
 
 class Gemms:
-    """Counts of the FP8 GEMMs that ran.
+    """Counts of the FP8 GEMMs that ran. Recomputed GEMMs in the backward do not count.
 
-    forward: by the module in whose forward they ran. backward: of all gradients. GEMMs that a recomputation in the
-    backward repeats do not count.
+    Attributes:
+        forward: count for each module, in its forward.
+        backward: count for all gradients together.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -41,12 +42,12 @@ class Gemms:
         self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
         # modules whose gradients are also computed in FP8
         self.backwards = [name for name in self.weights if precision.level(name) != "bf16_backward"]
-        # an lm_head of which only the gradients are FP8 products
+        # an lm_head with FP8 GEMMs only for its gradients
         self.gradients_alone = 2 * sum(getattr(module, "fp8_gradients", False) for module in modules.values())
         self.recipe = precision.config.recipe if precision.fp8 else None
         self.forward: Counter[str] = Counter()
         self.backward = 0
-        self._module: str | None = None  # whose forward runs
+        self._module: str | None = None  # the module whose forward is running
 
     def add(self, forward: Counter[str], backward: int = 0) -> None:
         self.forward.update(forward)
@@ -72,7 +73,7 @@ class Gemms:
         return [name for name, count in self.forward.items() if count]
 
     def problem(self, passes: int = 1, backward: bool = True) -> str:
-        """Return what ran otherwise than planned in `passes` passes and what to do, or "".
+        """Return the difference between planned and actual GEMMs of `passes` passes and what to do, or "".
 
         backward: whether each forward had a backward.
         """
@@ -90,8 +91,8 @@ class Gemms:
         if self.backward != expected:
             return (
                 f"the backward of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; "
-                "look for environment variables (NVTE_...) that change what Transformer Engine computes in, and for a "
-                "version that requirements-gpu.txt does not name"
+                "unset environment variables (NVTE_...) that change Transformer Engine's precision, and install the "
+                "versions of requirements-gpu.txt"
             )
         return ""
 
@@ -102,9 +103,9 @@ class Gemms:
 
 @contextmanager
 def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
-    """Context that counts the FP8 GEMMs of `model` or a single module.
+    """Context that counts the FP8 GEMMs of `model`, which may be a single module.
 
-    With torchao's FP8 it runs without torch.compile. In nested contexts only the innermost counts.
+    torchao models run without torch.compile in it. In nested contexts only the innermost counts.
     """
     gemms = Gemms(model, precision)
     with ExitStack() as stack:
@@ -125,6 +126,6 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
-    """Count the GEMMs of a replayed CUDA graph, which were counted when it was captured."""
+    """Count the GEMMs of a replayed CUDA graph, as counted during its capture."""
     if _counting:
         _counting[-1].add(forward, backward)

@@ -5,11 +5,11 @@
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 
-quantizers.noted_quantizations shows each operand together with what it was quantized from. The check changes no number
+quantizers.noted_quantizations passes each operand to the check together with its source. The check changes no number
 and draws no random number. Only the first quantization of an operand counts: a recomputation repeats it, and a weight
-is quantized only with the first micro-batch of a step.
+is quantized only in the first micro-batch of a step.
 
-Nothing here waits for the GPU, so a CUDA graph (model/graphs.py) can contain it.
+Nothing here waits for the GPU, so a CUDA graph (model/graphs.py) can contain the check.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from model.te_reference.quantize import FP8_MAX, dequantize
 
 OPERANDS = ("input", "weight", "gradient")
 STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
-# The last GEMM of an MLP, whose input is what SwiGLU makes: outliers of FP8 runs grow there (arXiv 2409.12517).
+# The last GEMM of an MLP. Its input is the output of SwiGLU, where outliers of FP8 runs grow (arXiv 2409.12517).
 DOWN_PROJECTIONS = ("down_proj", "fc2")
 
-# The magnitude from which on rounding alone would leave the format: the largest value and half a step of its binade.
-# Up to there the clamp changes nothing that rounding would not.
+# Magnitude above which rounding alone would leave the format: the largest value plus half a step of its binade. Below
+# it, clamping gives the same value as rounding.
 OVERFLOW = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
 
-# Of an operand: sums over its elements, which ranks add, and one maximum.
+# Totals of an operand: sums over its elements, which ranks add, and one maximum.
 SUMS = ("nonzero", "kept", "saturated", "error2", "x2", "x1", "x3", "x4", "elements")
 TOTALS = (*SUMS, "range")
 
-_watching: list[HealthCheck | None] = []  # the innermost counts; None: nobody
+_watching: list[
+    HealthCheck | None
+] = []  # nested contexts; only the innermost collects; None: no check collects
 
 
 class HealthCheck:
-    """Totals of the operands of all FP8 GEMMs of a TE or reference model in one forward and backward.
+    """Totals of the operands of all FP8 GEMMs of a TE or reference model, for one forward and backward.
 
     Attributes:
-        gemms: names of the GEMMs; a LayerNormMLP has <module>.fc1 and <module>.fc2. An lm_head of which only the
-            gradients are FP8 products (model/head.py) is included, with the operands of these.
+        gemms: names of the GEMMs; a LayerNormMLP has <module>.fc1 and <module>.fc2. Includes an lm_head with FP8 GEMMs
+            only for its gradients (model/head.py).
         not_fp8: the operands in high precision, (GEMM, operand).
         blocks: the GEMMs with block scaling.
     """
@@ -75,7 +77,7 @@ class HealthCheck:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which this check collects, also from a replayed CUDA graph that was captured with a check."""
+        """Context in which this check collects totals, also from a CUDA graph that was captured with a check."""
         with noted_quantizations(self.precision.te, self._note), _innermost(self):
             yield
 
@@ -96,10 +98,10 @@ class HealthCheck:
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
     ) -> None:
-        """See noted_quantizations."""
+        """Collect the totals of an operand; called by noted_quantizations."""
         if _watching[-1] is not self:
             return
-        if self._slots.keys().isdisjoint(slots):  # quantizers come with a module's first forward
+        if self._slots.keys().isdisjoint(slots):  # a module's first forward creates its quantizers
             self._slots = self._find_slots()
         row = next((self._slots[slot] for slot in slots if slot in self._slots), None)
         if row is None or row in self._seen:
@@ -116,7 +118,7 @@ class HealthCheck:
 
 
 def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """Return the modules of `model` with FP8 GEMMs by name, including an lm_head with FP8 gradients."""
+    """Return the modules of `model` with FP8 GEMMs by name, including an lm_head whose gradients are FP8 GEMMs."""
     planned = fp8_modules(model, precision).planned
     return {
         name: module
@@ -126,10 +128,12 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 
 
 def check_due(model: nn.Module, precision: Precision, step: int, again: bool = False) -> HealthCheck | None:
-    """Return a check for the first micro-batch of `step`, which also quantizes the weights.
+    """Return a health check for the first micro-batch of `step`, or None.
 
-    Returns None if none is due or no module has FP8 operands. again: the last check found trouble that leads to a
-    fallback (on_trouble escalate) if this step confirms it.
+    None means that no check is due or no module has FP8 operands.
+
+    Args:
+        again: the last check found trouble. With on_trouble escalate, this step checks again to confirm it.
     """
     steps = precision.health_steps
     again &= precision.config.on_trouble == "escalate"
@@ -147,17 +151,19 @@ def _innermost(check: HealthCheck | None) -> Iterator[None]:
 
 
 def unwatched() -> Any:
-    """Context in which no check collects, for example for passes before a capture."""
+    """Context in which no check collects, for example for warm-up passes before a graph capture."""
     return _innermost(None)
 
 
 def is_watched() -> bool:
-    """Return whether a check collects now."""
+    """Return whether a check is collecting."""
     return bool(_watching) and _watching[-1] is not None
 
 
 def took_replay(totals: torch.Tensor) -> None:
-    """Give the running check the totals of a replayed CUDA graph, which the next replay overwrites."""
+    """Pass the totals of a replayed CUDA graph to the running check, which copies them: the next replay overwrites
+    them.
+    """
     if _watching and (check := _watching[-1]) is not None:
         check._replayed = totals.clone()
 
@@ -165,13 +171,13 @@ def took_replay(totals: torch.Tensor) -> None:
 def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
     """Return the totals of an operand [M, N]: float64 [TOTALS].
 
-    Args:
-        source: what was quantized. On a CPU always a "matrix": the reference quantizes nothing else.
-        codes: float8 [M, N].
-        scale_inv: float32, one or one a tile, as in QuantizedMatrix; on a GPU tiles have 128 columns.
-        moments: also compute the sums of odd and fourth powers, else 0.
+    Sums are in float32 within a row (or a block of the kernel), and in float64 across rows.
 
-    Sums are in float32 within a row (or a block of a kernel), and in float64 over these.
+    Args:
+        source: the tensor that was quantized. On a CPU always a "matrix", because the reference quantizes nothing else.
+        codes: float8 [M, N].
+        scale_inv: float32, one for the tensor or one per tile, as in QuantizedMatrix. On a GPU, tiles have 128 columns.
+        moments: also compute the sums of x, x^3 and x^4; otherwise they are 0.
     """
     if codes.is_cuda:
         kernel: Any = importlib.import_module("model.fused.operand_totals")
@@ -182,7 +188,7 @@ def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moment
         scale_inv = dequantize(torch.ones_like(codes, dtype=torch.float32).to(codes.dtype), scale_inv)
     values, magnitude = codes.float(), x.abs()
     kept = _norm(values, 0)
-    # of dimensions, so that it is not rounded to the type of x
+    # keep dimensions: the comparison would round a 0-dimensional tensor to the type of x
     beyond = (scale_inv * OVERFLOW[codes.dtype]).view(*scale_inv.shape or (1, 1))
     saturated = _norm((magnitude > beyond).to(x.dtype), 0)
     largest = _norm(magnitude / scale_inv if scale_inv.dim() else magnitude, math.inf).amax().double()
@@ -199,19 +205,19 @@ def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moment
 
 
 def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
-    """Return the norm of each row in float32, in one pass without a copy of `x`; of order 0 the count of nonzeros."""
+    """Return the norm of each row in float32, in one pass without copying `x`. Order 0 counts nonzero elements."""
     return torch.linalg.vector_norm(x, order, dim=1, dtype=torch.float32)
 
 
 def statistics(totals: torch.Tensor) -> torch.Tensor:
-    """Return float64 [..., STATISTICS] of `totals` [..., TOTALS]; NaN where unknown.
+    """Return float64 [..., STATISTICS] from `totals` [..., TOTALS]; NaN if unknown.
 
     - underflow: share of the nonzero elements that became 0.
-    - saturated: share of the nonzero elements that the clamp made smaller than rounding would have.
-    - range: the largest magnitude times its scale, divided by the format's largest value. Above 1 it was clamped; far
+    - saturated: share of the nonzero elements that clamping made smaller than rounding would have.
+    - range: the largest magnitude times its scale, divided by the format's largest value. Above 1 it was clamped. Far
       below 1 a scale lags behind or the margin is wide.
     - error: |quantized - x| / |x|, Euclidean.
-    - kurtosis: fourth central moment divided by the square of the second, 3 for a normal distribution; only for the
+    - kurtosis: fourth central moment divided by the square of the second, 3 for a normal distribution. Only for the
       input of the last GEMM of an MLP.
     """
     nonzero, kept, saturated, error2, x2, x1, x3, x4, n, largest = totals.unbind(-1)

@@ -1,14 +1,14 @@
-"""FP8 weights in Hugging Face folders, which model/hf_folder.py reads.
+"""FP8 weights in Hugging Face folders; model/hf_folder.py reads them.
 
-Two formats, which transformers, vLLM and SGLang read:
+transformers, vLLM and SGLang read these two formats:
 
 | config.json's quantization_config                  | in model.safetensors, for each FP8 matrix NAME [R, C]         |
 |----------------------------------------------------|---------------------------------------------------------------|
 | compressed-tensors, float-quantized, a scale a row | NAME float8_e4m3fn, NAME_scale [R, 1]                         |
 | fp8, weight_block_size [128, 128]                  | NAME float8_e4m3fn, NAME_scale_inv [ceil(R/128), ceil(C/128)] |
 
-Scales are those of dequantization in both, whatever they are called: a value is code * scale. Activations are quantized
-by whoever multiplies, a row (or a row's 128 values) at a time.
+In both formats a value is code * scale, whatever the scale is called. The server quantizes activations, by row or by
+128 values of a row.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from model.te_reference.quantize import BLOCK, Quantized, quantize_blocks
 
 
 def quantize_rows(weight: torch.Tensor) -> Quantized:
-    """[R, C] with a scale a row: its largest magnitude / 448; of a row of zeros 1. float64 is taken as float32."""
+    """Quantize [R, C] with one scale per row: its largest magnitude / 448, or 1 for a row of zeros.
+
+    float64 is converted to float32 first.
+    """
     weight = weight.float() if weight.dtype == torch.float64 else weight
     codes, scale = quantize_blocks(weight, (1, weight.shape[1]), torch.float8_e4m3fn, power_2_scale=False)
     return Quantized(codes, scale)
 
 
 def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
-    """What config.json says of FP8 weights with a scale a row, or with `blocks` a block. unquantized: the Linears that
-    have none."""
+    """Return the quantization_config of config.json for FP8 weights with a scale per row, or per block with `blocks`.
+
+    unquantized: names of the Linears that are not quantized.
+    """
     if blocks:
         return {
             "quant_method": "fp8",
@@ -56,7 +61,7 @@ def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
 
 
 def flat(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
-    """The tensors of a folder that holds `weights`, all of one format, by name."""
+    """Return the tensors to store for `weights` by name. All FP8 weights must have the same format."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if isinstance(weight, Quantized):

@@ -1,5 +1,7 @@
-"""What a report says of where it was made: the machine, and the software that FP8 ran on. It names hardware and
-versions, and nothing that names a host, a user or a path. And which remarks of that software a user need not read."""
+"""Describe the machine and software for reports, and suppress log messages that users need not read.
+
+The description has hardware and versions, but no host, user or path.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Distributions of which "versions" tells, where installed; Transformer Engine is named by its backend.
+# Packages whose versions are reported if installed. The backend reports Transformer Engine's.
 PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "liger-kernel", "megatron-core", "triton")
 
 
 def leave_out(logger: str, *beginnings: str) -> None:
-    """Drop what is logged to exactly `logger` and begins so."""
+    """Drop messages with these beginnings that are logged to exactly `logger`."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(beginnings))
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
-    """(machine, versions): processor, GPU, its memory and driver; Python, torch, CUDA, cuDNN, what runs FP8
-    ("fp8"), and the packages that matter, where installed."""
+    """Return (machine, versions).
+
+    machine has the processor, GPU, GPU memory and driver. versions has Python, torch, CUDA, cuDNN, the FP8 backend
+    ("fp8") and the relevant packages that are installed.
+    """
     import torch
 
     from model.fp8 import te_backend
@@ -58,7 +63,7 @@ def describe() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def headline(machine: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
-    """One line of `describe`, for the log."""
+    """Summarize `describe` in one line for the log."""
     return f"{machine.get('gpu', machine['cpu'])}, torch {versions['torch']}, FP8 by {versions['fp8']}"
 
 
@@ -71,7 +76,7 @@ def _cpu_model() -> str:
 
 
 def _driver_version() -> str | None:
-    """The NVIDIA driver's version; None where nvidia-smi is missing or fails."""
+    """Return the NVIDIA driver's version, or None if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -81,5 +86,5 @@ def _driver_version() -> str | None:
 
 
 def _cudnn(number: int) -> str:
-    """91900 -> "9.19.0", the encoding of cuDNN 9."""
+    """Return a version in the encoding of cuDNN 9 as text: 91900 -> "9.19.0"."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,4 +1,4 @@
-"""The GEMM modules of a model: which run FP8 under a precision, which do not and why."""
+"""The GEMM modules of a model: which ones run FP8, which ones do not, and why."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE, fits_fp8
 from model.variants import VARIANTS
 
-# Names of the fallbacks in the log.
+# Descriptions of the fallbacks for the log.
 WORDS = {
     "current": "current scaling",
     "block": "block scaling",
     "bf16_backward": "block scaling, gradients computed in bf16",
     "bf16": "bf16",
 }
-TAKEN_OUT = "precision.on_trouble took it out"
+TAKEN_OUT = "precision.on_trouble moved it to bf16"
 
 
 @dataclass
 class FP8Report:
-    """Which GEMM modules are to run FP8; gemms.py counts what runs.
+    """Which GEMM modules are planned to run FP8. gemms.py counts those that do.
 
-    planned: names of the modules. kept: the other modules with the reason. levels: the modules of `planned` with a
-    fallback, and its name.
+    Attributes:
+        planned: names of the modules.
+        kept: the other modules, with the reason.
+        levels: the modules of `planned` with a fallback, and its name.
     """
 
     planned: list[str]
@@ -39,7 +41,7 @@ class FP8Report:
     levels: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
-        """Return lines for the log: one for FP8, one for each reason for high precision."""
+        """Return lines for the log: one for FP8, one per fallback, and one per reason for high precision."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
@@ -51,7 +53,7 @@ class FP8Report:
 
 
 def by_value(items: dict[str, str]) -> dict[str, list[str]]:
-    """Return the keys of `items` by their value."""
+    """Group the keys of `items` by their value."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)
@@ -95,7 +97,7 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of the GEMMs of one module: [outputs, inputs] each, partitioned at ZeRO 3."""
+    """Return the GEMM weights of a module, each [outputs, inputs], or partitioned at ZeRO 3."""
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
 
@@ -107,7 +109,7 @@ def bf16_pattern(name: str, patterns: list[str]) -> str | None:
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Report which GEMM modules of `model` are to run FP8, and which are not and why."""
+    """Return which GEMM modules of `model` are planned to run FP8, and which are not and why."""
     report = FP8Report([], {}, {})
     for name, module in gemm_modules(model, precision).items():
         reason = None
@@ -131,18 +133,18 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
 
 def _describe_head_gradients(head: nn.Module, precision: Precision) -> str:
     if getattr(head, "fp8_gradients", False):
-        return "its two gradients do (precision.fp8_head_gradients)"
+        return "its two gradient GEMMs run FP8 (precision.fp8_head_gradients)"
     if not precision.head_gradients:
-        return "precision.on_trouble took its gradients out"
+        return "precision.on_trouble moved its gradients to bf16"
     (weight,) = matrices(head)
-    return f"its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"
+    return f"nor its gradients: FP8 needs multiples of {FP8_FEATURE_MULTIPLE}, and its shape is {tuple(weight.shape)}"
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
-    """Make the modules of `model` run as `precision` says.
+    """Make the modules of `model` run in `precision`.
 
-    Modules that match `bf16_modules` stay out of FP8, and those of `levels` get their own autocast; with torchao, the
-    others are replaced by FP8 ones. Raises PrecisionError: as `check_precision`.
+    Modules that match `bf16_modules` stay in bf16, and modules of `levels` get their own autocast. With torchao, the
+    FP8 modules replace the planned ones. Raises PrecisionError: as `check_precision`.
     """
     if not precision.fp8:
         return
@@ -159,17 +161,17 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
             continue
         level, recipe = precision.level(name), precision.make_recipe(precision.level(name))
         own_scales = name == "lm_head" and _rounds_scales_of_gradients(recipe)
-        if own_scales:  # why: te_reference/gemm.py
+        if own_scales:  # te_reference/gemm.py explains why
             recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
         if own_scales or level != precision.config.recipe:
             run_under(module, precision.te, recipe)
 
 
 def check_precision(model: nn.Module, precision: Precision) -> list[str]:
-    """Return the names of the modules of `model` that would run FP8. Nothing is changed.
+    """Return the names of the modules of `model` that would run FP8, without changing the model.
 
-    Raises PrecisionError: a pattern of `bf16_modules` that matches no module; a GEMM whose features are not multiples
-    of 16; no module left to run FP8.
+    Raises PrecisionError: a pattern of `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
+    or no module is left to run FP8.
     """
     patterns = precision.config.bf16_modules
     names = [name for name, _ in model.named_modules() if name]
@@ -177,7 +179,7 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
         if not fnmatch.filter(names, pattern):
             examples = ", ".join(names[:3] + names[-1:])
             raise PrecisionError(
-                f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}",
+                f"precision.bf16_modules: {pattern!r} matches no module; examples of names: {examples}",
                 code="no_such_module",
                 key="precision.bf16_modules",
             )
@@ -194,7 +196,7 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
 
 
 def _check_features(model: nn.Module, planned: list[str]) -> None:
-    """Raise PrecisionError if FP8 does not take the sizes of modules; it names all, as patterns for all layers."""
+    """Raise PrecisionError if FP8 does not accept the sizes of modules. It lists all, as patterns over layers."""
     patterns, weights = dict[str, None](), dict[str, None]()
     for name in planned:
         for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
@@ -211,6 +213,6 @@ def _check_features(model: nn.Module, planned: list[str]) -> None:
 
 
 def _rounds_scales_of_gradients(recipe: Any) -> bool:
-    """Return whether scales of gradients are powers of two."""
+    """Return whether the recipe rounds the scales of gradients to powers of two."""
     parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
     return parameters is not None and parameters.power_2_scale

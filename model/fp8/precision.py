@@ -1,9 +1,9 @@
 """The precision of a model on this machine.
 
-`Precision` resolves the section "precision" of the training JSON (`recipes.PrecisionConfig`) for this hardware. It
-holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. If FP8 is
-configured and unavailable, it raises `PrecisionError`; a run never falls back to bf16 silently. torchao implements the
-recipes tensorwise and rowwise, Transformer Engine the others.
+`Precision` resolves the "precision" section of the training configuration (`recipes.PrecisionConfig`) for this
+hardware. It holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. If
+FP8 is configured but unavailable, it raises `PrecisionError`; a run never falls back to bf16 silently. torchao
+implements the recipes tensorwise and rowwise, Transformer Engine the others.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from model.fp8.recipes import (
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# What to do if this machine lacks the recipe of a module's fallback.
+# Advice for the case that this machine lacks the recipe of a module's fallback.
 WITHOUT_FALLBACK = (
-    "modules of this checkpoint use it since a fallback (precision.on_trouble): resume on a machine that has it, or "
-    "start over with --resume_from_checkpoint never; evaluate.py has --precision bf16"
+    "modules of this checkpoint fell back to it (precision.on_trouble). Resume on a machine that has it, or start over "
+    "with --resume_from_checkpoint never; to evaluate, pass evaluate.py --precision bf16"
 )
 
 
@@ -43,7 +43,7 @@ class PrecisionError(UserError, ValueError):
 
 
 def check_fp8_gpu() -> None:
-    """Raise PrecisionError if there is a GPU and it is not allowed to run FP8."""
+    """Raise PrecisionError if there is a GPU and it does not support FP8."""
     if torch.cuda.is_available() and (
         why := why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
@@ -51,7 +51,7 @@ def check_fp8_gpu() -> None:
 
 
 def first_key(problem: str) -> str:
-    """Return the configuration key that one of the `problems` of a section begins with."""
+    """Return the configuration key at the beginning of a message of `problems`."""
     return problem.split()[0].rstrip(":")
 
 
@@ -61,12 +61,12 @@ class Precision:
     Attributes:
         te: namespace of TE modules.
         recipe: TE's recipe object or torchao's Float8LinearConfig; None unless compute is fp8.
-        dtype: of parameters and activations.
-        device: the given one, else the GPU if there is one.
+        dtype: dtype of parameters and activations.
+        device: the device given, otherwise the GPU if there is one.
         emulated: see PrecisionConfig.
-        levels: modules with a fallback (precision.on_trouble) and its name, one of LEVELS.
+        levels: fallbacks (precision.on_trouble) by module name, each one of LEVELS.
 
-    Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
+    Raises PrecisionError: the section is invalid, or this machine cannot run its FP8.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Precision:
             raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
         if config.auto:
             raise PrecisionError(
-                "precision.auto: only a training run measures; set it to false, or take the precision section of a "
-                "run's train_config.json, which has the choice in it",
+                "precision.auto: only a training run can measure; set it to false, or use the precision section of a "
+                "run's train_config.json, which contains the choice",
                 key="precision.auto",
             )
         self.config = config
@@ -109,24 +109,25 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Return whether scales come from earlier passes, so that there is FP8 state to save."""
+        """Return whether scales come from earlier passes, so that checkpoints must save FP8 state."""
         return self.fp8 and RECIPES[self.config.recipe].has_state
 
     @property
     def torchao(self) -> bool:
-        """Return whether torchao runs FP8, not TE."""
+        """Return whether torchao runs FP8 instead of TE."""
         return self.fp8 and RECIPES[self.config.recipe].package == "torchao"
 
     @property
     def health_steps(self) -> int:
-        """Return the steps between FP8 health checks; 0: none, or torchao runs FP8."""
+        """Return the steps between FP8 health checks; 0 without checks or with torchao."""
         return self.config.health_steps if self.fp8 and not self.torchao else 0
 
     @cached_property
     def te(self) -> SimpleNamespace:
-        """Return the namespace of TE modules, loaded on first use: transformers' own model and torchao need none.
+        """Return the namespace of TE modules. It is loaded on first use, because transformers' own model and torchao
+        need none.
 
-        Raises PrecisionError: this machine does not have it.
+        Raises PrecisionError: this machine cannot load the backend.
         """
         try:
             return te_backend.load(self.config.backend)
@@ -134,8 +135,10 @@ class Precision:
             raise self._error(error) from error
 
     def require(self, level: str, *instead: str) -> None:
-        """Raise PrecisionError unless this machine runs the recipe or fallback `level`. instead: see
-        te_backend.require_fp8."""
+        """Raise PrecisionError unless this machine supports the recipe or fallback `level`.
+
+        instead: see te_backend.require_fp8.
+        """
         try:
             if self.torchao:
                 torchao_fp8.require()
@@ -145,7 +148,7 @@ class Precision:
             raise self._error(error) from error
 
     def _error(self, error: te_backend.BackendError) -> PrecisionError:
-        """Return the error of a backend as one of the configuration."""
+        """Convert a backend error to a configuration error."""
         message = f"precision.backend {self.config.backend!r}: {error}"
         return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
@@ -156,15 +159,15 @@ class Precision:
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether the gradients of an lm_head in bf16 are FP8 products, if its sizes allow it."""
+        """Return whether the gradients of an lm_head in bf16 are FP8 GEMMs, provided that its sizes allow it."""
         return self.config.head_gradients and self.level("lm_head") not in ("bf16_backward", "bf16")
 
     def one_up(self, name: str, module: nn.Module) -> tuple[str, str]:
-        """Return the level and the next fallback of the FP8 module `name`, which is `module`."""
+        """Return the current recipe or fallback of the FP8 module `name` and its next fallback."""
         if getattr(module, "fp8_gradients", False):
             return "block", "bf16"
         levels = list(LEVELS)
-        if isinstance(module, self.te.LayerNormMLP):  # Transformer Engine has no such backward for it
+        if isinstance(module, self.te.LayerNormMLP):  # Transformer Engine does not support it there
             levels.remove("bf16_backward")
         level = self.level(name)
         return level, levels[levels.index(level) + 1]
@@ -189,19 +192,19 @@ class Precision:
             cls = recipes.Float8CurrentScaling if c.recipe == "current" else recipes.Float8BlockScaling
             recipe = cls(fp8_format=fp8_format)
             power_2 = c.power_2_scales if c.power_2_scales is not None else c.recipe == "block"
-            # Set on the object: TE's constructor arguments for these have no effect (class attributes
-            # computed at import), and unknown ones are swallowed.
+            # Set attributes of the object: TE's constructor arguments for these have no effect (they are class
+            # attributes computed at import), and TE ignores unknown arguments.
             for tensor in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
                 setattr(recipe, tensor, recipes.QParams(power_2_scale=power_2, amax_epsilon=c.amax_epsilon))
         if c.fast_accumulation_wgrad:
-            # in TE's MMParams "split accumulator" means: no fast accumulation
+            # a split accumulator in TE's MMParams means no fast accumulation
             recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
         if level == "bf16_backward":
             recipe.backward_override = "high_precision"
         return recipe
 
     def autocast(self) -> Any:
-        """Return the context in which a model's forward runs, and never its backward."""
+        """Return the context for a model's forward. The backward must not run in it."""
         if not self.fp8 or self.torchao:
             return nullcontext()
         return self.te.autocast(enabled=True, recipe=self.recipe)

@@ -1,9 +1,9 @@
-"""What quantizes the operands of GEMMs, in Transformer Engine and in its reference: seen while it does.
+"""Intercept the quantization of GEMM operands, in Transformer Engine and in its reference.
 
-Of Transformer Engine these are the kernels that cast, alone or after a norm or an activation; what they do stays as it
-is. Its own library for this, nvdlfw-inspect, changes what runs: with it on, norms and SwiGLU write bf16 and kernels of
-their own cast that, which with delayed scaling are other numbers; and what it does each step is Python, which a
-replayed CUDA graph does not run.
+In Transformer Engine this wraps the kernels that cast, alone or after a norm or an activation. They compute the same as
+before. Transformer Engine's own library for this, nvdlfw-inspect, changes the computation: norms and SwiGLU then write
+bf16 and separate kernels cast it, which gives other numbers with delayed scaling. Its per-step Python code also does
+not run in a replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from model.te_reference.quantize import BLOCK
 
 @dataclass(frozen=True)
 class Source:
-    """The matrix [M, N] that was quantized, or what a kernel was given that casts what it computes in float32.
+    """The matrix [M, N] that was quantized, or the inputs of a kernel that computes it in float32 and casts it.
 
-    kind and parts: "matrix", (x [M, N],); "norm", (x [M, N], inverse rms [M] float32, weight [N]); "swiglu",
-    (x [M, 2 N],), gate and up side by side; "swiglu_gradient", (x [M, N], gradient of silu(gate) * up [M, N / 2]);
-    "loss_gradient", (logits [M, N], labels [M], and of model/fused/cross_entropy.py statistics float32 [M, 2], number
-    of labels that count, upstream gradient).
-    rounded: what was computed was rounded to the type of x before it was cast.
+    Attributes:
+        kind: kind of source, which determines `parts`.
+        parts: by kind:
+            "matrix": (x [M, N],).
+            "norm": (x [M, N], inverse rms float32 [M], weight [N]).
+            "swiglu": (x [M, 2 N],) with gate and up side by side.
+            "swiglu_gradient": (x [M, N], gradient of silu(gate) * up [M, N / 2]).
+            "loss_gradient": (logits [M, N], labels [M], then from model/fused/cross_entropy.py: statistics float32 [M,
+            2], number of labels that count, upstream gradient).
+        rounded: the result was rounded to the dtype of x before the cast.
     """
 
     kind: str
@@ -38,18 +43,21 @@ class Source:
 
 
 QuantizationNote = Callable[[tuple[Any, ...], Source, torch.Tensor, torch.Tensor], None]
-_notes: list[QuantizationNote] = []  # of the blocks that we are in
+_notes: list[QuantizationNote] = []  # callbacks of the open contexts, innermost last
 
 
 @contextmanager
 def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator[None]:
-    """A block that calls `note` for each operand that `te` quantizes, with
+    """Context that calls `note(slots, source, codes, scale_inv)` for each operand that `te` quantizes.
 
-    slots: what identifies the operand, any of which may be among those of `quantizer_slots`. source: what was
-    quantized, [M, N]. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128], [M / 128, N / 128]).
+    Arguments of `note`:
+        slots: identifiers of the operand; look each up in `quantizer_slots`.
+        source: the source [M, N].
+        codes: float8 [M, N].
+        scale_inv: float32, one for the tensor or one per tile ([M, N / 128], [M / 128, N / 128]).
 
-    A kernel that norms or activates and casts in one rounds to the type of the activations between the two with all
-    recipes but delayed. Codes and scales are always those that are multiplied.
+    Kernels that fuse a norm or activation with the cast round to the activation dtype in between, except with delayed
+    scaling. Codes and scales are always those that the GEMM uses.
     """
     _notes.append(note)
     try:
@@ -60,9 +68,13 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
 
 
 def note_operand(module: Any, operand: int, source: Source, made: Any) -> None:
-    """Tell who looks of an operand, numbered as in `quantizer_slots`, that `module` casts itself, with no quantizer
-    that is seen. made: (codes, scale_inv), or Transformer Engine's tensor with block scaling; one that has columns
-    alone is shown as the transpose of `source`, a "matrix"."""
+    """Report an operand that `module` casts itself, without an intercepted quantizer.
+
+    Args:
+        operand: number as in `quantizer_slots`.
+        made: (codes, scale_inv), or Transformer Engine's tensor with block scaling. If it has only columnwise data, it
+            is reported as the transpose of `source`, which must be a "matrix".
+    """
     if not _notes:
         return
     if not isinstance(made, tuple):
@@ -129,7 +141,9 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_quantize(arguments: Any, result: Any) -> Any:
-    """(tensor, quantizer, made before or None, ...). A cached weight has a quantizer of its own: its memory tells."""
+    """(tensor, quantizer, optional output, ...) -> output. A cached weight has its own quantizer; its address
+    identifies it.
+    """
     tensor, quantizer, *made = arguments
     made = made[0] if made and made[0] is not None else result
     return quantizer, ("weight", tensor.data_ptr()), "matrix", (_matrix(tensor),), made
@@ -162,15 +176,15 @@ def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
     return quantizer, None, "swiglu_gradient", (_matrix(x), _matrix(gradient)), result
 
 
-# Where callers take them from: Transformer Engine's, their copies, from which module/_common.py takes its own, and the
-# project's.
+# Modules through which callers reach the kernels: Transformer Engine's extension, its re-exports (module/_common.py
+# imports these), and this project's kernels.
 _KERNELS = (
     "transformer_engine_torch",
     "transformer_engine.pytorch.cpp_extensions",
     "model.fused.swiglu_fp8",
 )
-# Kernels that make FP8 operands -> (quantizer, mark of a weight, Source.kind, Source.parts, made), None where one made
-# none.
+# For each kernel that creates FP8 operands, a function of its arguments and result that returns (quantizer, weight key,
+# Source.kind, Source.parts, result), or None if the call created no FP8 operand.
 _CASTING: dict[str, Callable[[Any, Any], Any]] = {
     "quantize": _of_quantize,
     "bgrad_quantize": _of_bias_gradient,
@@ -181,7 +195,9 @@ _CASTING: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(codes, scale_inv), as `noted_quantizations` has them, of Transformer Engine's FP8 tensor; None of another."""
+    """Return (codes, scale_inv) of Transformer Engine's FP8 tensor as in `noted_quantizations`, or None for other
+    tensors.
+    """
     storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
     dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
     if isinstance(made, storage.Float8TensorStorage):
@@ -195,21 +211,25 @@ def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scale_inv) of Transformer Engine's tensor with block scaling; of one without rows its columns, which are
-    kept as the rows of the transpose [N, M]."""
+    """Return (codes, scale_inv) of Transformer Engine's tensor with block scaling.
+
+    Without rowwise data these are the columns, which are stored as the rows of the transpose [N, M].
+    """
     dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
     way = "columnwise" if made._rowwise_data is None else "rowwise"
     data, scale_inv = getattr(made, f"_{way}_data"), getattr(made, f"_{way}_scale_inv")
     codes = data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype])
     rows, tiles = codes.shape[0], -(-codes.shape[1] // BLOCK)
-    # padded to multiples of 4; those of tiles of one row lie the other way round
+    # scales are padded to multiples of 4, and for tiles of one row they are stored transposed
     return codes, scale_inv[:, :tiles] if made._is_2D_scaled else scale_inv.t()[:rows, :tiles]
 
 
 def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, int]]:
-    """What identifies the operands of `module` -> (number of the GEMM; 0 input, 1 weight, 2 gradient of the output).
-    They come into being with its first FP8 forward."""
-    if getattr(module, "fp8_gradients", False):  # which tells of them itself
+    """Return a map from operand identifiers of `module` to (GEMM number; 0 input, 1 weight, 2 gradient of the output).
+
+    The quantizers are created in the module's first FP8 forward.
+    """
+    if getattr(module, "fp8_gradients", False):  # it calls note_operand itself
         return {(id(module), operand): (0, operand) for operand in range(3)}
     slots: dict[Any, tuple[int, int]] = {}
     for gemm, weight in enumerate(matrices(module)):

@@ -1,4 +1,4 @@
-"""The FP8 recipes and the section "precision" of the training configuration.
+"""The FP8 recipes and the "precision" section of the training configuration.
 
 Does not import torch: commands check their arguments with it.
 """
@@ -15,14 +15,14 @@ from typing_extensions import TypedDict
 
 from model.keys import STRICT, option
 
-# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
-# In training rows in multiples of 16: the weight gradient contracts over them.
+# FP8 GEMMs accept input and output features in multiples of 16 and rows (batch x sequence) in multiples of 8. Training
+# needs rows in multiples of 16, because the weight gradient contracts over them.
 FP8_FEATURE_MULTIPLE = 16
 FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def fits_fp8(*features: int) -> bool:
-    """Return whether FP8 GEMMs take matrices of these sizes."""
+    """Return whether FP8 GEMMs accept matrices of these sizes."""
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
@@ -40,8 +40,10 @@ def why_no_fp8(gpu: str, capability: tuple[int, int]) -> str:
 class Recipe:
     """An FP8 recipe.
 
-    package: "te" (Transformer Engine and its reference) or "torchao". has_state: scales come from earlier steps, and
-    checkpoints keep them. knobs: the keys of PrecisionConfig that only some recipes read, of those the ones it reads.
+    Attributes:
+        package: "te" (Transformer Engine and its reference) or "torchao".
+        has_state: scales come from earlier steps, so checkpoints save them.
+        knobs: the keys of PrecisionConfig that this recipe reads, among those that not every recipe reads.
     """
 
     name: str
@@ -64,16 +66,15 @@ RECIPES = {
     )
 }
 
-# Values other than the default that recipes without the key accept; runs of earlier versions have them.
+# Values other than the default that recipes without the key also accept, because runs of earlier versions have them.
 NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
 
-# The order of fallbacks (precision.on_trouble) of a module: recipes, block scaling with gradients computed in bf16, no
-# FP8.
+# The order of a module's fallbacks (precision.on_trouble): the recipes, block scaling with gradients in bf16, no FP8.
 LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unread(precision: dict[str, Any]) -> set[str]:
-    """Return the keys of a section "precision" that no recipe of its phases and fallbacks reads."""
+    """Return the keys of a "precision" section that no recipe of its phases and fallbacks reads."""
     read: set[str] = set()
     for stage in precision.get("schedule") or [{}]:
         own = {**precision, **stage}
@@ -86,28 +87,30 @@ def unread(precision: dict[str, Any]) -> set[str]:
 
 
 def recipe_of(level: str) -> str:
-    """Return the recipe of the forward of a module at `level`, which is not "bf16"."""
+    """Return the recipe of the forward of a module at `level`, which must not be "bf16"."""
     return "block" if level == "bf16_backward" else level
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-# Bytes a parameter of AdamW's states: the rest of the float32 weight, and two moments.
+# Bytes per parameter of AdamW's states: the float32 weight (or the 16 bits that bf16 lacks) and two moments.
 FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
-STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
-# Elements of packed states that a step decodes at a time; it needs about six times their 64 MiB in float32.
+STATE_BLOCK = 256  # elements of 8-bit moments that share a float32 scale
+# Elements of packed states that a step decodes at a time. This needs about six times their 64 MiB in float32.
 STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 
 
 def bytes_of_states(states: str, moments: str) -> float:
-    """Return the bytes a parameter of the optimizer's states.
+    """Return the bytes per parameter of the optimizer's states.
 
-    states: a value of PrecisionConfig.optimizer_states. moments: a key of MOMENT_BYTES.
+    Args:
+        states: a value of PrecisionConfig.optimizer_states.
+        moments: a key of MOMENT_BYTES.
     """
     return FULL_STATES if states == "fp32" else SPLIT_WEIGHT + 2 * MOMENT_BYTES[moments]
 
 
-# A second moment changes by at most 1 - adam_beta2 in a step, and bf16 keeps changes of 1/256 or more.
+# A second moment changes by a share of at most 1 - adam_beta2 per step, and bf16 only keeps changes of 1/256 or more.
 BF16_MOMENTS_MOST_BETA2 = 0.98
 
 
@@ -200,19 +203,19 @@ else:
 
 
 def end_step(stage: PrecisionStage, max_steps: int) -> int:
-    """Return the step of a run of `max_steps` after which a phase ends that does not end by tokens."""
+    """Return the step after which a phase ends in a run of `max_steps`; the phase must not end by tokens."""
     return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
 
 
 def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
-    """Return whether a phase, not the last, of a run of `max_steps` has ended after so many steps and tokens."""
+    """Return whether a phase (not the last) has ended after `step` steps and `tokens` tokens."""
     if "until_tokens" in stage:
         return tokens >= stage["until_tokens"]
     return step >= end_step(stage, max_steps)
 
 
 def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:
-    """Return the number, from 0, of the phase that the next step after so many steps and tokens belongs to."""
+    """Return the number, from 0, of the phase of the step that follows after `step` steps and `tokens` tokens."""
     last = len(stages) - 1
     return next((n for n in range(last) if not is_over(stages[n], max_steps, step, tokens)), last)
 
@@ -247,7 +250,7 @@ class PrecisionConfig(PrecisionSettings):
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
-    # free on a resume: its choice is compared instead
+    # free on a resume, because the resume compares the choice instead
     auto: bool = option(
         "te_linear and te_layer with compute fp8: at startup, measure FP8 and bf16, CUDA graphs and attention "
         "backends for about a minute, and use the fastest. A resumed run keeps the choice of its checkpoint.",
@@ -257,14 +260,16 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def emulated(self) -> bool:
-        """Return whether a CPU emulates what runs on a GPU."""
+        """Return whether a CPU emulates the GPU's FP8."""
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether the gradients of an lm_head with a bf16 forward are FP8 products, if its sizes allow it."""
+        """Return whether the gradients of an lm_head with a bf16 forward are FP8 GEMMs, provided that its sizes allow
+        it.
+        """
         asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
         return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
@@ -276,13 +281,13 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes of optimizer states a parameter, without the weight that the model computes with."""
+        """Return the bytes per parameter of optimizer states, without the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         return bytes_of_states(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """Return this section with another recipe; keys that it does not read get their default."""
+        """Return this section with another recipe. Keys that it does not read get their default."""
         defaults = PrecisionConfig()
         left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(
@@ -290,19 +295,21 @@ class PrecisionConfig(PrecisionSettings):
         )
 
     def described_states(self) -> str | None:
-        """Return a line for the log about optimizer states and gradient communication; None: the default."""
+        """Return a line for the log about optimizer states and gradient communication, or None for the defaults."""
         parts = []
         if self.optimizer_states != "fp32":
             parts.append(
-                f"optimizer states: float32 weights as bf16 and 16 bits more, moments in {self.moment_type}: "
-                f"{self.optimizer_bytes:.3g} bytes a parameter instead of {FULL_STATES}"
+                f"optimizer states: float32 weights as bf16 and 16 more bits, moments in {self.moment_type}: "
+                f"{self.optimizer_bytes:.3g} bytes per parameter instead of {FULL_STATES}"
             )
         if self.gradient_communication:
             parts.append(f"gradients are reduced in {self.gradient_communication}")
         return "; ".join(parts) or None
 
     def described_levels(self, variant: str, max_steps: int) -> str | None:
-        """Return a line for the log about the fallbacks of on_trouble in a run of `max_steps`; None: there are none."""
+        """Return a line for the log about the fallbacks of on_trouble in a run of `max_steps`, or None without
+        fallbacks.
+        """
         if self.compute != "fp8" or self.on_trouble != "escalate":
             return None
         if self.health_steps > max_steps:
@@ -320,15 +327,15 @@ class PrecisionConfig(PrecisionSettings):
         )
 
     def problems(self) -> list[str]:
-        """Return the contradictions in this section, a sentence each."""
+        """Return a sentence for each contradiction in this section."""
         problems: list[str] = []
         recipe = RECIPES[self.recipe]
         torchao = recipe.package == "torchao"
         if self.auto and (self.compute != "fp8" or torchao):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.package == "te")
             problems.append(
-                "precision.auto: it measures te_linear and te_layer with precision.compute fp8 and recipe "
-                f"{theirs}, but compute is {self.compute} and the recipe {self.recipe}; change these or remove it"
+                f"precision.auto needs precision.compute fp8 and recipe {theirs}, but compute is {self.compute} and "
+                f"the recipe is {self.recipe}; change these, or set auto to false"
             )
         if self.compute == "fp8":
             defaults = PrecisionConfig()
@@ -347,13 +354,14 @@ class PrecisionConfig(PrecisionSettings):
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
-                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, torchao has it; remove it"
+                    f"precision.backend: transformer_engine does not support recipe {self.recipe}, which is torchao's; "
+                    "remove backend"
                 )
         if self.compute in ("fp16", "fp32"):
             if self.optimizer_states != "fp32":
                 problems.append(
-                    f"precision.optimizer_states {self.optimizer_states} needs bf16 weights; compute {self.compute} "
-                    "has none. Set it to fp32"
+                    f"precision.optimizer_states {self.optimizer_states} needs bf16 weights, but compute is "
+                    f"{self.compute}; set optimizer_states to fp32"
                 )
             if self.gradient_communication == "bf16":
                 problems.append(

@@ -11,12 +11,12 @@ COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}  # tensors of a GEMM, by directio
 
 
 def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return the scales and amax histories of delayed scaling as float32 tensors, which are not copied.
+    """Return the scales and amax histories of delayed scaling as float32 tensors, without copying them.
 
-    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "....amax_history" ([history, 3 x GEMMs]) and the same for
-    scaling_bwd (2 x GEMMs). Recipes without state have none, nor have modules with a fallback (Precision.level). TE
-    also keeps scales of attention, which nothing uses; they are skipped. TE's own `_extra_state` is a pickle that it
-    refuses to load, so it is not used.
+    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "<module>.scaling_fwd.amax_history" ([history, 3 x GEMMs]) and
+    the same for scaling_bwd (2 x GEMMs). Recipes without state and modules with a fallback (Precision.level) have none.
+    TE also keeps scales for attention, which nothing uses; they are skipped. TE's own `_extra_state` is not used,
+    because it is a pickle that TE refuses to load.
     """
     state = {}
     if precision.has_state:
@@ -41,10 +41,11 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 
 
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
-    """Load what `fp8_state` returned, and allocate the state of modules that have not run yet.
+    """Load the result of `fp8_state`, and allocate the state of modules that have not run yet.
 
-    Saved tensors of modules with a fallback since then are ignored, as are those of attention.
-    Raises PrecisionError: the saved tensors are not those of this model, by name or shape.
+    Saved tensors of attention and of modules that have fallen back since then are ignored.
+
+    Raises PrecisionError: the saved tensors do not match the model in name or shape.
     """
     modules = dict(model.named_modules())
     places = {key: (["", "", *key.rsplit(".", 2)])[-3:] for key in saved}
@@ -66,7 +67,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
         raise PrecisionError(
             f"{len(wrong)} tensors of the saved FP8 state do not fit the model, such as {wrong[0]}: the saved shape is "
-            f"{shapes.get(wrong[0])}, the model has {expected.get(wrong[0])} (None: not there)",
+            f"{shapes.get(wrong[0])}, the model has {expected.get(wrong[0])} (None: no such tensor)",
             code="fp8_state",
             key=wrong[0],
         )

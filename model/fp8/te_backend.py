@@ -1,7 +1,7 @@
-"""Transformer Engine where a GPU can run it, else the CPU reference. Nothing else but quantizers.py imports
-transformer_engine.
+"""Load Transformer Engine if a GPU can run it, otherwise the CPU reference.
 
-`load` returns one namespace of modules for both, so that a model is written once.
+`load` returns the same namespace of modules for both, so that a model is written once. Only this file and quantizers.py
+import transformer_engine.
 """
 
 from __future__ import annotations
@@ -37,22 +37,27 @@ FUSED_SWIGLU = "fused_swiglu"
 
 
 class BackendError(UserError, RuntimeError):
-    """A backend that this machine does not have; the message says what is missing."""
+    """This machine lacks a backend. The message says what is missing."""
 
     code = "backend"
 
 
 def load(name: str = "auto") -> SimpleNamespace:
-    """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
-    CUDA device at all).
+    """Return the modules of a backend.
 
-    `cross_entropy`, `embedding`, `rotate` and `swiglu` are those of model/fused, None in the reference; `fused_swiglu`
-    is the name of LayerNormMLP's activation whose kernels cast to FP8, in the reference that of the plain one;
-    `linear` is x W^T in the dtype of both; `fp8_gradients` is described in te_reference/gemm.py; `fp8_cross_entropy` is
-    the loss of model/head.py, None in the reference: `forward(logits [M, V], labels [M])` -> (mean loss, statistics),
-    `gradient(logits, statistics, upstream)` -> a gradient for `fp8_gradients`, bit for bit as from `cross_entropy`.
+    Args:
+        name: "transformer_engine", "reference", or "auto" (the reference only if there is no CUDA device).
 
-    Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
+    Returns: a namespace with MODULES, rotary embeddings, recipes and
+        cross_entropy, embedding, rotate, swiglu: functions of model/fused; None in the reference.
+        fused_swiglu: name of LayerNormMLP's activation whose kernels cast to FP8; in the reference the plain "swiglu".
+        linear: x W^T in the dtype of both.
+        fp8_gradients: see te_reference/gemm.py.
+        fp8_cross_entropy: the loss of model/head.py; None in the reference. `forward(logits [M, V], labels [M])`
+            returns (mean loss, statistics). `gradient(logits, statistics, upstream)` returns a gradient for
+            `fp8_gradients`, bit for bit as from `cross_entropy`.
+
+    Raises BackendError: Transformer Engine cannot run, although it was requested or there is a CUDA device.
     """
     if name == "auto":
         name = "transformer_engine" if torch.cuda.is_available() else "reference"
@@ -86,7 +91,7 @@ def _load_reference() -> SimpleNamespace:
 def _load_transformer_engine() -> SimpleNamespace:
     if not torch.cuda.is_available():
         raise BackendError(
-            "Transformer Engine needs a CUDA device and there is none; use precision.backend auto or reference",
+            "Transformer Engine needs a CUDA device and there is none; set precision.backend to auto or reference",
             code="no_gpu",
         )
     _prefer_torchs_cudnn()
@@ -106,7 +111,7 @@ def _load_transformer_engine() -> SimpleNamespace:
         **{n: getattr(te, n) for n in MODULES},
         RotaryPositionEmbedding=rope.RotaryPositionEmbedding,
         apply_rotary_pos_emb=rope.apply_rotary_pos_emb,
-        # Triton, which torch brings along only where there is CUDA
+        # these import Triton, which torch installs only with CUDA
         split_and_rotate=importlib.import_module("model.fused.qkv_rope").split_and_rotate,
         rotate=importlib.import_module("model.fused.qkv_rope").rotate,
         embedding=importlib.import_module("model.fused.embedding").embedding,
@@ -119,12 +124,14 @@ def _load_transformer_engine() -> SimpleNamespace:
 
 
 def _register_fused_swiglu() -> str:
-    """Give LayerNormMLP one more activation, by the name returned: SwiGLU of model/fused/swiglu_fp8.py, whose gradient,
-    too, is cast by the kernel that computes it, where scaling is delayed (the scale is known beforehand); elsewhere
-    TE's, which computes the gradient in bf16, writes it and reads it back to cast it.
+    """Register the SwiGLU of model/fused/swiglu_fp8.py as an activation of LayerNormMLP, and return its name.
 
-    TE looks activations up in a private table by recipe: forward, backward, backward with cast. Where there is none, or
-    a machine's compilers make something else of the kernels, TE keeps its own way, which is told."""
+    With delayed scaling the scale is known in advance, so the kernel that computes the gradient also casts it. With
+    other recipes, TE's kernels compute the gradient in bf16, write it, and read it back to cast it.
+
+    TE looks up activations in a private table by recipe: forward, backward, backward with cast. If the table does not
+    exist, or this machine's compilers miscompile the kernels, TE's own SwiGLU is used with a warning.
+    """
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
@@ -148,7 +155,9 @@ def _register_fused_swiglu() -> str:
 
 @lru_cache
 def _swiglu_in_fp8_works() -> bool:
-    """Seen once in a process, before the first FP8 pass: compilers have been found to transpose bytes wrongly."""
+    """Check once per process, before the first FP8 pass, that the kernels are right: compilers have transposed bytes
+    wrongly.
+    """
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
     dtypes: Any = importlib.import_module("transformer_engine_torch").DType
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
@@ -166,7 +175,7 @@ def _warn_of_swiglu(why: str) -> None:
 
 
 def _head_products() -> dict[str, Any]:
-    """`linear`, `fp8_gradients` and `fp8_cross_entropy` of `load`."""
+    """Return `linear`, `fp8_gradients` and `fp8_cross_entropy` of `load`."""
     kernels: Any = importlib.import_module("transformer_engine_torch")
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -179,7 +188,7 @@ def _head_products() -> dict[str, Any]:
     def of_gradient() -> Any:
         made = quantizer(1)
         made.set_usage(rowwise=True)
-        made.force_pow_2_scales = False  # why: te_reference/gemm.py
+        made.force_pow_2_scales = False  # te_reference/gemm.py explains why
         return made
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -222,25 +231,30 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
 
 
 def _prefer_torchs_cudnn() -> None:
-    """Point TE at the cuDNN that torch bundles, unless the user chose one.
+    """Make TE load the cuDNN that torch bundles, unless the user chose one.
 
-    TE looks at CUDNN_HOME first and takes a system cuDNN before torch's; two cuDNNs in one process end in a failed
-    import or in an unfused attention, five times slower. `cudnn_versions` verifies the outcome.
+    TE checks CUDNN_HOME first and prefers a system cuDNN to torch's. Two cuDNNs in a process cause a failed import or
+    an unfused attention, which is five times slower. `cudnn_versions` reports the result.
     """
     try:
         home = list(importlib.import_module("nvidia.cudnn").__path__)[0]
     except ImportError:
-        return  # torch uses the system's cuDNN, and so will TE
+        return  # torch and TE both use the system's cuDNN
     os.environ.setdefault("CUDNN_HOME", home)
 
 
 def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
-    """Raises BackendError unless the backend `te` runs FP8 with `recipe` here, gradients included. Which GPUs may run
-    FP8 is for precision.check_fp8_gpu. instead: what to do where there is no block scaling."""
+    """Raise BackendError unless the backend `te` supports FP8 with `recipe`, gradients included.
+
+    precision.check_fp8_gpu checks whether the GPU is supported.
+
+    Args:
+        instead: advice for the case that block scaling is not available.
+    """
     if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
         raise BackendError(
-            f"the environment variable NVTE_BACKWARD_OVERRIDE ({override}) has Transformer Engine compute gradients "
-            "without FP8; unset it",
+            f"the environment variable NVTE_BACKWARD_OVERRIDE is set ({override}), so Transformer Engine would compute "
+            "gradients without FP8; unset it",
             code="environment",
             key="NVTE_BACKWARD_OVERRIDE",
         )
@@ -257,8 +271,11 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
 
 @contextmanager
 def own_fp8_state(te: SimpleNamespace) -> Iterator[None]:
-    """A block whose models register in a process-wide FP8 state of its own (see `forget_models`); afterwards the former
-    one, with the models of before, is back. The reference needs none: it forgets models that are gone."""
+    """Context whose models register in a separate process-wide FP8 state (see `forget_models`); restores the former
+    state.
+
+    The reference does not need this, because it does not keep released models.
+    """
     if te.name == "reference":
         yield
         return
@@ -273,15 +290,17 @@ def own_fp8_state(te: SimpleNamespace) -> Iterator[None]:
 
 
 def cudnn_versions() -> tuple[int, int]:
-    """(the cuDNN that Transformer Engine loaded, the one torch uses), as cuDNN encodes versions (91900 = 9.19.0)."""
+    """Return the cuDNN versions that Transformer Engine and torch loaded, in cuDNN's encoding (91900 = 9.19.0)."""
     extension: Any = importlib.import_module("transformer_engine_torch")
     return int(extension.get_cudnn_version()), int(torch.backends.cudnn.version() or 0)
 
 
 @contextmanager
 def noted_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
-    """A block that calls `note` at each GEMM of `te` whose two operands are FP8. Forward and backward, all of them go
-    through one function, whose first and third arguments are the operands."""
+    """Context that calls `note` at each GEMM of `te` with two FP8 operands, forward and backward.
+
+    All GEMMs go through one function, whose first and third arguments are the operands.
+    """
     if te.name == "reference":
         module: Any = importlib.import_module("model.te_reference.quantize")
         name, is_fp8 = "accumulate", lambda operand: operand.dtype in module.FP8_MAX
@@ -306,11 +325,12 @@ def noted_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]
 
 @contextmanager
 def one_forward(te: SimpleNamespace) -> Iterator[None]:
-    """A forward whose backward is not FP8, also of a module that is recomputed.
+    """Context for a forward whose backward is not FP8, for modules that may be recomputed.
 
-    In the first of two forwards Transformer Engine 2.20.2's Linear quantizes its weight by columns, too, which no such
-    backward asks for, and not in the second: that saves fewer tensors, and the backward takes them by their number.
-    Here it is not told that a second one follows. It needs to be for delayed scaling alone.
+    With recomputation, Transformer Engine 2.20.2's Linear also quantizes its weight by columns in the first forward but
+    not in the second, although such a backward does not use the columns. The second forward then saves fewer tensors,
+    and the backward looks them up by their position. This context hides from Linear that it is recomputed; only delayed
+    scaling needs to know.
     """
     if te.name == "reference":
         yield
@@ -325,15 +345,18 @@ def one_forward(te: SimpleNamespace) -> Iterator[None]:
 
 
 _ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-# What the environment said before the first choice, None where nothing: "auto" goes back to it.
+# Environment variables before the first choice (None: unset); "auto" restores them.
 _attention_environment: dict[str, str | None] = {}
 
 
 def choose_attention_backend(name: str) -> None:
-    """Tell TE which attention to use from the next forward on: "fused" (cuDNN), "flash" (FlashAttention), "unfused",
-    or "auto" (TE's own choice, within what the user's environment allows).
+    """Set TE's attention from the next forward on.
 
-    Raises BackendError: an unknown name.
+    Args:
+        name: "fused" (cuDNN), "flash" (FlashAttention), "unfused", or "auto" (TE's choice within the user's
+            environment).
+
+    Raises BackendError: unknown name.
     """
     if name not in ATTENTION_BACKENDS:
         message = f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}"
@@ -347,7 +370,7 @@ def choose_attention_backend(name: str) -> None:
     os.environ.update(ATTENTION_BACKENDS[name])
     attention: Any = sys.modules.get(_ATTENTION_MODULE)
     if attention is not None:
-        # TE keeps its choice as long as shapes stay the same, and reads the environment only when it chooses
+        # TE keeps its choice while shapes stay the same, and reads the environment only when it chooses
         chosen = attention._attention_backends
         chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
 
@@ -356,13 +379,14 @@ FLASH_PACKAGES = ("flash-attn-4", "flash-attn-3", "flash-attn")
 
 
 def document_backends() -> tuple[str, ...]:
-    """The backends that attend within documents on this machine, the preferred one first. Unfused attention is none: it
-    pads each document to the longest.
+    """Return the backends that attend within documents on this machine, the preferred one first.
 
-    FlashAttention's work grows with the tokens. cuDNN's kernels are launched for each document as if it had all tokens
-    of the batch, and its deterministic backward takes a workspace of about 128 bytes for each document, head and pair
-    of positions, for which Transformer Engine refuses it at any size that matters: never where kernels have to be
-    deterministic, and second elsewhere.
+    Unfused attention is not one of them, because it pads each document to the longest.
+
+    The work of FlashAttention grows with the tokens. cuDNN launches its kernels for each document as if it had all
+    tokens of the batch. Its deterministic backward needs a workspace of about 128 bytes for each document, head and
+    pair of positions, so Transformer Engine refuses it at any relevant size. So cuDNN comes second, and is excluded if
+    kernels must be deterministic.
     """
     flash = any(is_installed(package) for package in FLASH_PACKAGES)
     deterministic = (
@@ -373,7 +397,7 @@ def document_backends() -> tuple[str, ...]:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -384,53 +408,57 @@ def is_installed(package: str) -> bool:
     return version_of(package) is not None
 
 
-# That agrees with Transformer Engine 2.20.2 about windows.
+# The version that interprets windows as Transformer Engine 2.20.2 does.
 FLASH_ATTENTION_4 = "4.0.0b29"
 
 
 def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_dim: int) -> str:
-    """The attention backend where `name` was asked for: for "auto" "flash" where that is FlashAttention-4 and faster
-    (FLASH_HEAD_DIMS, on Hopper GPUs), else `name`, "auto" being Transformer Engine's own choice. What the user's
-    environment says of attention counts before that."""
+    """Return the attention backend for the configured `name`.
+
+    For "auto" this is "flash" if FlashAttention-4 is installed and faster (FLASH_HEAD_DIMS, on Hopper GPUs), unless the
+    user's environment selects an attention. Otherwise it is `name`; TE then chooses for "auto".
+    """
     if name != "auto" or te.name == "reference":
         return name
     users = (_attention_environment.get(v, os.environ.get(v)) for v in ATTENTION_BACKENDS["fused"])
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in FLASH_HEAD_DIMS or any(users):
         return name
-    # elsewhere nobody has measured it, and Transformer Engine may take it for kernels that the GPU cannot launch
+    # not measured on other GPUs, where Transformer Engine may choose FlashAttention kernels that cannot be launched
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return name
     return "flash" if version_of("flash-attn-4") == FLASH_ATTENTION_4 else name
 
 
 def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> str:
-    """The attention backend for documents where `name` was asked for: what "auto" means then, else `name`.
+    """Return the attention backend within documents for the configured `name`: the preferred one for "auto", else
+    `name`.
 
-    Raises BackendError: one that does not attend within documents here, or float32, which only the unfused takes.
+    Raises BackendError: the backend cannot attend within documents on this machine, or the dtype is float32, which only
+    unfused attention supports.
     """
     if te.name == "reference":
         return name
     offered = document_backends()
     if dtype not in (torch.bfloat16, torch.float16) or not offered or name not in ("auto", *offered):
         raise BackendError(
-            f"data.document_mask: attention within documents runs in 16 bits with model.attention_backend flash (a "
-            "FlashAttention package: pip install -r requirements-gpu.txt) or, without full_determinism, fused (cuDNN); "
-            f"here with {' or '.join(offered) or 'neither'}, and asked for is {name} with {dtype}",
+            f"data.document_mask: model.attention_backend {name} with {dtype} cannot attend within documents; "
+            f"available on this machine: {' or '.join(offered) or 'none'}, in 16 bits. flash needs a FlashAttention "
+            "package (pip install -r requirements-gpu.txt); fused (cuDNN) needs full_determinism false",
             key="data.document_mask",
         )
     return offered[0] if name == "auto" else name
 
 
 def forget_models() -> None:
-    """Drop what TE holds of the models that ran in this process; none of them may run again.
+    """Drop the references that TE holds to the models of this process. None of them may run again.
 
-    TE updates the scales of every module that ever ran with delayed scaling, in one go after each pass: without this a
-    model pays for those that are gone.
+    After each pass, TE updates the scales of every module that ever ran with delayed scaling. Without this, a model
+    would pay for released ones.
     """
     quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
-    # where a weight-gradient GEMM adds into the main gradient: a tensor of each weight's shape, kept for good
+    # TE keeps a tensor of each weight's shape for weight-gradient GEMMs that add into the main gradient
     module: Any = sys.modules.get("transformer_engine.pytorch.module.base")
     if module is not None:
         module._dummy_wgrads.clear()
@@ -440,8 +468,10 @@ NO_ATTENTION_YET = "none yet"
 
 
 def attention_backend_in_use(te: SimpleNamespace) -> str:
-    """The attention that the last forward used: "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first
-    one, or the reference's SDPA."""
+    """Return the attention of the last forward.
+
+    It is "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first forward, or the reference's SDPA.
+    """
     if te.name == "reference":
         return "torch SDPA"
     chosen = importlib.import_module(_ATTENTION_MODULE)._attention_backends

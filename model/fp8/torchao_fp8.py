@@ -1,9 +1,10 @@
-"""FP8 by torchao: transformers' own model with its nn.Linear swapped for torchao's, and moments of an optimizer in its
-8 bits. Nothing else imports torchao.
+"""FP8 by torchao: transformers' model with torchao's Linears, and 8-bit optimizer moments.
 
-Both recipes scale by the tensor at hand and so keep no state: "tensorwise" has one scale a tensor (e4m3; gradients
-e5m2), "rowwise" one a row or column of each GEMM's operand (all e4m3, powers of two as scales). Where there is no CUDA
-device torchao emulates them: operands are rounded to FP8 and multiplied in float32.
+No other file imports torchao.
+
+Both recipes compute scales from the current tensor, so they have no state. "tensorwise" has one scale per tensor (e4m3;
+gradients e5m2). "rowwise" has one per row or column of each GEMM operand (all e4m3, with powers of two as scales).
+Without a CUDA device torchao emulates them: operands are rounded to FP8 and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from model.fp8.machine import leave_out
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
-# What the wheels of torchao 0.17 are built for (torchao/__init__.py).
+# The torch version that the wheels of torchao 0.17 are built for (torchao/__init__.py).
 MIN_TORCH = (2, 11)
 
 
-# transformers imports torchao wherever it is installed, and torchao then warns of each of its CUDA libraries that the
-# machine cannot load (float8 training uses none of them), and torch of how torchao registers two enums.
+# transformers imports torchao if it is installed. torchao then warns about each of its CUDA libraries that cannot be
+# loaded (float8 training uses none of them), and torch warns about how torchao registers two enums.
 leave_out("torchao", "Failed to load")
 leave_out("torch.utils._pytree", "<enum ")
 
 
 @lru_cache
 def _torchao() -> SimpleNamespace:
-    """What is used of torchao. Raises BackendError: it is not there."""
+    """Return the parts of torchao used here. Raises BackendError: torchao cannot be imported."""
     try:
         float8: Any = importlib.import_module("torchao.float8")
     except (ImportError, OSError) as error:
@@ -55,33 +56,36 @@ def _torchao() -> SimpleNamespace:
 
 
 def version(emulated: bool) -> str:
-    """For the log: "torchao 0.17.0", and whether it only emulates."""
+    """Return "torchao" with its version for the log, and "(emulated)" if it only emulates."""
     return f"torchao {installed_version('torchao')}" + (" (emulated)" if emulated else "")
 
 
 def require() -> None:
-    """Raises BackendError: there is no torchao, or torch is too old for it."""
+    """Raise BackendError if torchao is not installed or torch is too old for it."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         raise BackendError(
-            f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, and this is {torch.__version__}; update "
-            'torch, or set precision.compute to "bf16" with model.variant hf',
+            f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, but torch is {torch.__version__}; update "
+            "torch, or set precision.compute to bf16 and model.variant to hf",
             code="old_torch",
         )
     _torchao()
 
 
 def linear_config(recipe: str, emulated: bool) -> Any:
-    """torchao's Float8LinearConfig of `recipe`."""
+    """Return torchao's Float8LinearConfig for `recipe`."""
     return dataclasses.replace(_torchao().config.from_recipe_name(recipe), emulate=emulated)
 
 
 def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
-    """Swap the nn.Linear modules `names` of `model` for FP8 ones that hold the same parameters."""
+    """Replace the nn.Linear modules `names` of `model` by FP8 modules with the same parameters."""
     _torchao().convert(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
 class _NotedGemms(TorchDispatchMode):
-    """Calls `note` at each FP8 GEMM: aten._scaled_mm, or, emulated, aten.mm of two of torchao's FP8 tensors."""
+    """Dispatch mode that calls `note` at each FP8 GEMM.
+
+    These are aten._scaled_mm or, if emulated, aten.mm of two of torchao's FP8 tensors.
+    """
 
     def __init__(self, emulated: bool, note: Callable[[], None]) -> None:
         super().__init__()
@@ -93,14 +97,16 @@ class _NotedGemms(TorchDispatchMode):
         if func is scaled_mm or (self.emulated and fp8_operands and func is mm):
             self.note()
         if fp8_operands:
-            return NotImplemented  # torchao's tensors do it, by operations that pass here again
+            return NotImplemented  # torchao's tensors run it as operations that are dispatched here again
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def noted_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
-    """A block that runs without torch.compile, since compiled code would pass the mode by, and calls `note` at each
-    GEMM with FP8 operands."""
+    """Context that calls `note` at each GEMM with FP8 operands.
+
+    It disables torch.compile, because the dispatch mode does not see compiled code.
+    """
     with torch.compiler.set_stance("force_eager"), _NotedGemms(emulated, note):
         yield
 
@@ -112,7 +118,7 @@ STATE_DTYPES = {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 @lru_cache
 def _quantization() -> SimpleNamespace:
-    """What torchao's low-bit optimizers quantize with. Raises BackendError: it is not there."""
+    """Return the quantization functions of torchao's low-bit optimizers. Raises BackendError: no such package."""
     try:
         of_int8: Any = importlib.import_module("torchao.optim.quant_utils")
         of_fp8: Any = importlib.import_module("torchao.optim.subclass_fp8")
@@ -132,8 +138,9 @@ def _quantization() -> SimpleNamespace:
 
 @lru_cache
 def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 256 numbers that a byte stands for times its block's largest (Dettmers et al., arXiv:2110.02861), and what
-    lies in the middle between them."""
+    """Return the 256 values of a byte relative to the block's largest (Dettmers et al., arXiv:2110.02861), and
+    midpoints.
+    """
     numbers = torch.tensor(_quantization().numbers(signed=signed), dtype=torch.float32)
     return numbers.to(device), ((numbers[1:] + numbers[:-1]) / 2).to(device)
 
@@ -141,11 +148,14 @@ def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Te
 def quantize_state(
     values: torch.Tensor, dtype: torch.dtype, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of `dtype` (STATE_DTYPES) and a float32 scale for each STATE_BLOCK of float32 `values`, 1-D, a multiple of
-    it long.
+    """Quantize a float32 moment to 8 bits. Returns codes and a float32 scale for each STATE_BLOCK elements.
 
-    What is not signed, a second moment, does not become 0: where the first moment is not 0, AdamW's step would be as
-    long as that divided by epsilon.
+    Unsigned values (second moments) never become 0: with a first moment that is not 0, AdamW would then take a step of
+    that moment divided by epsilon.
+
+    Args:
+        values: float32, 1-D, with a length that is a multiple of STATE_BLOCK.
+        dtype: dtype of the codes, from STATE_DTYPES.
     """
     ao = _quantization()
     if dtype == torch.uint8:
@@ -154,13 +164,13 @@ def quantize_state(
         return (codes if signed else codes.clamp_(min=1)).to(dtype), scale
     if not signed:
         info, blocks = torch.finfo(dtype), values.view(-1, STATE_BLOCK)
-        least = info.smallest_normal * info.eps / info.max  # of the largest of a block
+        least = info.smallest_normal * info.eps / info.max  # relative to the largest value of a block
         values = blocks.clamp(min=blocks.amax(1, keepdim=True) * least).view(-1)
     return ao.fp8(values, STATE_BLOCK)
 
 
 def dequantize_state(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Float32 of what `quantize_state` returns."""
+    """Return the float32 values for the result of `quantize_state`."""
     if codes.dtype == torch.uint8:
         return _quantization().dequantized(codes, _numbers(signed, codes.device)[0], scale)
     return (codes.float().view(-1, STATE_BLOCK) * scale.view(-1, 1)).view(-1)
