@@ -1,4 +1,4 @@
-"""The blocks at both ends of a preparation's pipelines: files -> documents, and documents -> token shards."""
+"""The first and the last block of the datatrove pipelines: read documents from files, and write token shards."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from train.prepare.tally import Tally
 if TYPE_CHECKING:
     from train.prepare.preparation import Preparation
 
-BATCH_BYTES = 1 << 20  # text that is encoded at a time
+BATCH_BYTES = 1 << 20  # size of the text that is encoded at a time
 
-encoder_of = lru_cache(1)(TextEncoder)  # one load a process, whatever the number of its tasks
+encoder_of = lru_cache(1)(TextEncoder)  # loaded once per process, for all its tasks
 
 
 class ReadDocuments(PipelineStep):
-    """A task's share of the sources as datatrove documents, `id` telling where each came from.
+    """Reader of a task's share of the sources, as datatrove documents whose `id` is their origin.
 
-    Where the end of each is for the eval split, it is a document of its own, and both know their split. With
-    `max_bytes` each task ends before the document that would exceed its share of that.
+    With eval_by "position", each document becomes two, with the split in their metadata. With `max_bytes`, each task
+    stops before the document that would exceed its share.
     """
 
     type, name = "READER", "strict"
@@ -69,9 +69,11 @@ class ReadDocuments(PipelineStep):
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
-    """A text's beginning, and its end for the eval split: from a line end on, where one is near, or between words.
+    """Cut a text into a beginning and an end for the eval split, preferably at a line end, else between words.
 
-    The end has `eval_fraction` of the characters, or up to twice as much; it is empty where both cannot have text.
+    Returns:
+        The beginning and the end. The end has `eval_fraction` of the characters, or up to twice as much. It is empty if
+        the text is too short for two parts.
     """
     length = len(text.rstrip())
     most = min(round(length * (1 - eval_fraction)), length - 1)
@@ -83,10 +85,10 @@ def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
 
 
 class WriteShards(PipelineStep):
-    """Documents -> a task's token shards, and what it counted in the folder of results: RANK.json and RANK.npz.
+    """Writer of a task's token shards, and of its counts to the results folder: RANK.json and RANK.npz.
 
-    The shards are in the order of the documents, or, with a seed, shuffled by one that is the task's own. A task that
-    runs again writes the same bytes over what it left.
+    The shards keep the order of the documents, or with a seed they are shuffled by a seed of the task. A task that
+    runs again overwrites its files with the same bytes.
     """
 
     type, name = "TOKENIZER", "shards"
@@ -133,10 +135,13 @@ class WriteShards(PipelineStep):
 def read_results(
     results: Path, tasks: int, vocab_size: int
 ) -> tuple[Tally, list[Shard], dict[str, np.ndarray]]:
-    """What all tasks left: counts of documents; shards by split, then by task; counts of tokens by split, [V] each.
+    """Read the results of all tasks.
+
+    Returns:
+        The document counts; the shards, ordered by split and then by task; the number of each token by split, [V] each.
 
     Raises:
-        OSError: a task has left nothing.
+        OSError: the results of a task are missing.
     """
     tally, shards = Tally(), []
     counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}

@@ -1,16 +1,18 @@
-"""Removal of duplicates, equal or near, by datatrove's blocks; the first of them stays.
+"""Remove exact or near duplicates with datatrove's blocks, keeping the first document of each group.
 
-    exact      signatures (a task for each reading task) -> search -> removal
-    minhash    signatures (a task for each reading task) -> buckets -> clusters -> removal
+    exact      signatures (one task per reading task) -> search -> removal
+    minhash    signatures (one task per reading task) -> buckets -> clusters -> removal
 
-What is subclassed here, and why. datatrove's exact search keeps the document with the lowest number in its task,
-whichever task that is; its clusters the one with the most neighbours. Its removals remove nothing if the stages before
-them left nothing. Its MinHash signatures skip texts under five words, also equal ones, and take 3 GB for a text of
-10 MB.
+datatrove's blocks are subclassed here for these reasons:
 
-In the folder, which all tasks share: signatures/; exact: signed/ and done/ (a mark of each reading and search task),
-found/ (numbers of duplicates); minhash: found/ (pairs), remove/ (numbers of duplicates). An input that changes between
-the stages is refused at the end of the preparation.
+- Its exact search keeps the document with the lowest number within its task, whichever task that is. Its clusters keep
+  the document with the most neighbors.
+- Its removal blocks silently remove nothing if the output of the previous stages is missing.
+- Its MinHash signatures skip texts of fewer than five words, even identical ones, and need 3 GB for a text of 10 MB.
+
+The shared folder contains signatures/. For exact: signed/ and done/ (a marker per completed reading and search task)
+and found/ (indices of duplicates). For minhash: found/ (pairs) and remove/ (indices of duplicates). The preparation
+refuses inputs that changed between the stages when it finishes.
 """
 
 import itertools
@@ -44,12 +46,12 @@ from train.prepare.corpus import WORK_NAME
 from train.prepare.ngrams import PlainWords, hash_text, split_words
 from train.prepare.tally import Stage, Tally
 
-MOST_TASKS = 65_535  # datatrove's 16-bit priority, by which an earlier task goes first
+MOST_TASKS = 65_535  # earlier tasks get a higher priority, which is a 16-bit number in datatrove
 SEARCH_TASKS = 16
-# Of each reading task's signatures, what a search holds in memory; datatrove's 5 would be a system call for each 5.
+# Signatures of each reading task that a search buffers; datatrove's default of 5 means a system call for every 5.
 READ_RECORDS = 1000
 
-AGAIN = f"remove {WORK_NAME} in --output, and prepare again"
+AGAIN = f"remove {WORK_NAME} in --output and prepare the data again"
 
 
 def document_bytes(document: Document) -> bytes:
@@ -57,16 +59,20 @@ def document_bytes(document: Document) -> bytes:
 
 
 def mark(folder: Path, rank: int) -> None:
-    """Note that a task is completed."""
+    """Mark a task as completed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{rank:05d}").write_bytes(b"")
 
 
 def require(folder: Path, pattern: str, count: int, what: str) -> None:
-    """Raise unless a stage before left `count` files: datatrove takes what it finds."""
+    """Check that a previous stage wrote `count` files; datatrove itself ignores missing ones.
+
+    Raises:
+        DataError: the number of files differs.
+    """
     if (found := sum(1 for _ in folder.glob(pattern))) != count:
         raise DataError(
-            f"{folder} has {found} of {count} {what}: an earlier stage has not ended, or its files were "
+            f"{folder} has {found} of {count} {what}: an earlier stage did not finish, or its files were "
             f"removed; {AGAIN}",
             code="stage_unfinished",
             key=str(folder),
@@ -74,13 +80,13 @@ def require(folder: Path, pattern: str, count: int, what: str) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files: the searches open one or more for each reading task."""
+    """Increase this process's limit of open files: a search opens one or more files per reading task."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise DataError(
-                f"--dedup needs {wanted} open files at once, the limit here is {hard}: raise it (ulimit -Hn), or give "
+                f"--dedup needs {wanted} open files at a time, but the limit is {hard}; raise it (ulimit -Hn) or use "
                 "fewer --tasks",
                 code="too_few_open_files",
                 key="--tasks",
@@ -91,7 +97,7 @@ def allow_open_files(count: int) -> None:
 def counted(
     run: Any, data: Iterator[Document], rank: int, world_size: int, step: str, tally: Tally
 ) -> Iterator[Document]:
-    """What `run`, a filter's, passes on of the data; what it does not is counted as removed by `step`."""
+    """Yield the documents that a filter's `run` keeps, and count the others as removed by `step`."""
     numbers, kept = itertools.count(), 0
     for document in run((document for document, _ in zip(data, numbers, strict=False)), rank, world_size):
         kept += 1
@@ -102,13 +108,13 @@ def counted(
 
 # ---------------------------------------------------------------- exact
 
-# datatrove compares xxh64 hashes alone. Of n different documents, n^2 / 2^65 pairs are expected to share one: 0.01 in
+# datatrove compares only xxh64 hashes. Among n different documents, n^2 / 2^65 pairs are expected to collide: 0.01 for
 # 600 million documents.
 EXACT = ExactDedupConfig(content_getter=document_bytes)
 
 
 def exact_stages(documents: list[PipelineStep], folder: Path, tasks: int) -> list[Stage]:
-    """The stages that find the repeated texts among what `documents` gives in each of `tasks` tasks."""
+    """Return the stages that find identical documents. `documents` are the blocks that read them, in `tasks` tasks."""
     searches = min(tasks, SEARCH_TASKS)
     return [
         Stage("exact_signatures", [*documents, ExactSignature(folder, searches)], tasks),
@@ -117,7 +123,7 @@ def exact_stages(documents: list[PipelineStep], folder: Path, tasks: int) -> lis
 
 
 class ExactSignature(ExactDedupSignature):
-    """Hashes of a task's documents, those of earlier tasks going first among equal ones."""
+    """Block that hashes a task's documents. Among equal hashes, those of earlier tasks come first."""
 
     def __init__(self, folder: Path, searches: int) -> None:
         super().__init__(str(folder / "signatures"), EXACT, finder_workers=searches)
@@ -133,7 +139,10 @@ class ExactSignature(ExactDedupSignature):
 
 
 class ExactSearch(ExactFindDedups):
-    """The numbers of the documents, by task, that repeat an earlier one; a search task has a range of hashes."""
+    """Block that writes, for each task, the indices of documents that repeat an earlier one.
+
+    Each search task handles a range of hashes.
+    """
 
     def __init__(self, folder: Path, tasks: int) -> None:
         super().__init__(
@@ -144,14 +153,16 @@ class ExactSearch(ExactFindDedups):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         require(self.folder / "signed", "*", self.tasks, "tasks' signatures")
         allow_open_files(3 * self.tasks)
-        with without_patterns(self.folder / "signatures") as signatures:  # which datatrove finds by a glob
+        with without_patterns(
+            self.folder / "signatures"
+        ) as signatures:  # datatrove finds the files by a glob
             self.data_folder = get_datafolder(str(signatures))
             super().run(None, rank, world_size)
         mark(self.folder / "done", rank)
 
 
 class ExactRemoval(ExactDedupFilter):
-    """Removes what the search found."""
+    """Filter that removes the duplicates found by the search."""
 
     def __init__(self, folder: Path, tally: Tally) -> None:
         super().__init__(str(folder / "found"), EXACT)
@@ -164,14 +175,15 @@ class ExactRemoval(ExactDedupFilter):
 
 # ---------------------------------------------------------------- near
 
-SHINGLES = 1 << 14  # hashed at a time: 112 64-bit hashes each, 15 MB
+SHINGLES = 1 << 14  # number hashed at a time: 112 64-bit hashes each, 15 MB
 
 
 def minhash_stages(documents: list[PipelineStep], folder: Path, tasks: int, seed: int) -> list[Stage]:
-    """The stages that find the near duplicates among what `documents` gives in each of `tasks` tasks.
+    """Return the stages that find near duplicates. `documents` are the blocks that read them, in `tasks` tasks.
 
-    A pair of similarity s, the share of common 5-grams of words, is found with probability 1 - (1 - s^8)^14: 0.57 at
-    0.7, 0.92 at 0.8, 0.01 at 0.4 (datatrove's and FineWeb's setting: 14 buckets of 8 64-bit hashes).
+    A pair of documents with similarity s, the share of common 5-grams of words, is found with probability
+    1 - (1 - s^8)^14: 0.57 for 0.7, 0.92 for 0.8 and 0.01 for 0.4. This is the setting of datatrove and FineWeb:
+    14 buckets of 8 64-bit hashes.
     """
     config = MinhashConfig(seed=seed)
     return [
@@ -182,9 +194,9 @@ def minhash_stages(documents: list[PipelineStep], folder: Path, tasks: int, seed
 
 
 class MinhashSignature(MinhashDedupSignature):
-    """MinHash signatures of a task's documents, one file a bucket.
+    """Block that computes MinHash signatures of a task's documents, one file per bucket.
 
-    Texts of less than five words have one shingle, all their words; those without any word have no signature.
+    A text of fewer than five words has a single shingle of all its words. A text without words has no signature.
     """
 
     def __init__(self, folder: Path, config: MinhashConfig) -> None:
@@ -192,14 +204,14 @@ class MinhashSignature(MinhashDedupSignature):
         self._hash_func = hash_text
 
     def get_shingles(self, text: str) -> np.ndarray:
-        """uint64 [shingles, 1]"""
+        """Return the hashes of the shingles, uint64 [shingles, 1]."""
         shingles = super().get_shingles(text)
         if not shingles.size and (words := split_words(simplify_text(text, self.config.norm_config))):
             shingles = np.array([[hash_text(" ".join(words))]], dtype=np.uint64)
         return shingles
 
     def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
-        """[buckets][hashes of one]: the minima over all shingles."""
+        """Return the minima over all shingles, [buckets][hashes per bucket]."""
         parts = [
             super(MinhashSignature, self).get_signature(shingles[start : start + SHINGLES])
             for start in range(0, len(shingles), SHINGLES)
@@ -208,7 +220,7 @@ class MinhashSignature(MinhashDedupSignature):
 
 
 class MinhashBuckets(MinhashDedupBuckets):
-    """The pairs of neighbours with an equal signature in one bucket, one task a bucket."""
+    """Block that finds pairs of neighbors with equal signatures in a bucket, one task per bucket."""
 
     def __init__(self, folder: Path, config: MinhashConfig, tasks: int) -> None:
         super().__init__(
@@ -224,7 +236,10 @@ class MinhashBuckets(MinhashDedupBuckets):
 
 
 class MinhashClusters(MinhashDedupCluster):
-    """The connected documents of all buckets' pairs, of which the first stays: a file of numbers for each task."""
+    """Block that groups the pairs of all buckets into clusters, and writes the duplicates to one file per task.
+
+    A file has the indices of the documents to remove: all of a cluster but the first.
+    """
 
     def __init__(self, folder: Path, config: MinhashConfig, tasks: int) -> None:
         super().__init__(str(folder / "found"), str(folder / "remove"), config)
@@ -242,13 +257,13 @@ class MinhashClusters(MinhashDedupCluster):
         remove.mkdir(parents=True, exist_ok=True)
         task_of = later >> np.uint64(32)
         starts = np.searchsorted(task_of, np.arange(self.tasks + 1, dtype=np.uint64))
-        for task in range(self.tasks):  # also an empty one, so that a missing one is known to be missing
+        for task in range(self.tasks):  # write empty files as well, so that a missing file is detected
             later[starts[task] : starts[task + 1]].astype("<u4").tofile(remove / f"{task:06d}.remove")
         self.stat_update("to_remove", value=len(later))
 
 
 class MinhashRemoval(MinhashDedupFilter):
-    """Removes what the clusters name."""
+    """Filter that removes the duplicates found by the clusters."""
 
     def __init__(self, folder: Path, tally: Tally) -> None:
         super().__init__(str(folder / "remove"), lines_to_buffer=READ_RECORDS)
@@ -260,11 +275,16 @@ class MinhashRemoval(MinhashDedupFilter):
 
 
 def link_to_first(edges: np.ndarray) -> np.ndarray:
-    """Edges [E, 2] of a graph -> (member, first) [M, 2]: each member of a component with its lowest one, which itself
-    is left out; sorted by member.
+    """Return each node of a graph with the lowest node of its component.
 
-    Labels sink along the edges and are replaced by their labels' labels, which takes about log(longest path) rounds
-    (Zhang, Azad and Buluc 2020, "FastSV").
+    Labels are minimized along the edges and replaced by the labels of their labels, which takes about log(longest path)
+    rounds (Zhang, Azad and Buluc 2020, "FastSV").
+
+    Args:
+        edges: [E, 2].
+
+    Returns:
+        (member, first), [M, 2], sorted by member, without the lowest nodes themselves.
     """
     members, places = np.unique(edges, return_inverse=True)
     a, b = places.reshape(-1, 2).T

@@ -1,4 +1,4 @@
-"""datatrove's language and quality filters: made, found able to run without a network, and counted."""
+"""Build datatrove's language and quality filters, check that they can run offline, and count what they remove."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ LABEL = "__label__"
 
 
 class Counted(BaseFilter):
-    """One of datatrove's filters, with what it removes counted under its step and reason."""
+    """Wrapper of a datatrove filter that counts the removed documents by step and reason."""
 
     def __init__(self, block: BaseFilter, step: str, tally: Tally) -> None:
         self.name = block.name
@@ -43,7 +43,7 @@ class Counted(BaseFilter):
 
 
 class FileLanguages(FT176LID):
-    """fastText's languages by a given file, which each task loads."""
+    """Language scores of a fastText model file, which each task loads."""
 
     def __init__(self, languages: list[str], file: str) -> None:
         super().__init__(languages)
@@ -60,14 +60,18 @@ class FileLanguages(FT176LID):
 
 
 def language_filter(languages: list[str], threshold: float, file: str) -> BaseFilter:
-    """Keeps a document if the score of one of `languages` exceeds the threshold, whichever language scores highest."""
+    """Return a filter that keeps a document if any of `languages` scores above the threshold, even if not highest."""
     block = LanguageFilter(languages, threshold)
     block.model = FileLanguages(languages, file)
     return block
 
 
 def language_model(languages: list[str], given: str | None) -> str:
-    """The absolute path of a model that knows the languages asked for, after a download where no file is given."""
+    """Return the absolute path of a fastText model that supports `languages`; download it if no file is given.
+
+    Raises:
+        DataError: a package is missing, the download failed, the file is missing or invalid, or a language is unknown.
+    """
     url = FT176LID.MODEL_URL
     try:
         LanguageFilter(languages)
@@ -77,16 +81,16 @@ def language_model(languages: list[str], given: str | None) -> str:
         install = install_command(*packages, requirements="requirements-prep.txt")
         message = f"--languages needs packages that are not installed ({error}). Install them with {install}"
         raise DataError(message, code="package_missing", key="--languages") from error
-    except Exception as error:  # fsspec raises many kinds
+    except Exception as error:  # fsspec raises many types
         raise DataError(
-            f"--languages: cannot download {url} ({error}); fetch it where there is a network and give it "
+            f"--languages: cannot download {url} ({error}). Download it on a machine with internet access and pass it "
             "as --language_model FILE",
             code="download_failed",
             key="--language_model",
         ) from error
     if not Path(file).is_file():
         raise DataError(
-            f"--language_model {file} does not exist; {url} is the usual one",
+            f"--language_model {file} does not exist; you can download {url}",
             code="file_missing",
             key="--language_model",
         )
@@ -94,7 +98,7 @@ def language_model(languages: list[str], given: str | None) -> str:
         model = FileLanguages([], str(file)).model
     except ValueError as error:
         raise DataError(
-            f"--language_model {file} is no fastText model: {error}",
+            f"--language_model {file} is not a fastText model: {error}",
             code="not_a_language_model",
             key="--language_model",
         ) from error
@@ -102,7 +106,7 @@ def language_model(languages: list[str], given: str | None) -> str:
     if unknown := [language for language in languages if language not in known]:
         some = ", ".join(sorted(known)[:200])
         raise DataError(
-            f"--languages {' '.join(unknown)}: {file} does not know them; it knows {some or 'no language'}",
+            f"--languages {' '.join(unknown)}: {file} does not support them; it supports {some or 'no language'}",
             code="unknown_language",
             key="--languages",
         )
@@ -125,14 +129,20 @@ def quality_filter(name: str, language: str) -> BaseFilter:
 
 
 def check_splitter(language: str) -> None:
-    """Split something: datatrove loads packages and data at the first use, which is in the tasks."""
+    """Check that texts in `language` can be split into words and sentences.
+
+    Without this check, a missing package would fail in the tasks, where datatrove loads it on first use.
+
+    Raises:
+        DataError: a package or its data are missing, or the language is unknown.
+    """
     try:
         splitter = load_word_tokenizer(language)
         splitter.word_tokenize("One sentence.")
         splitter.span_tokenize("One sentence.")
     except (ImportError, ValueError, LookupError, OSError) as error:
         raise DataError(
-            f"--quality with --quality_language {language}: {str(error).rstrip('.')}. For en, de, fr and most other "
+            f"--quality_language {language} cannot be used: {str(error).rstrip('.')}. For en, de, fr and most other "
             f"European languages, install spacy with {install_command('spacy', requirements='requirements-prep.txt')}; "
             "datatrove's tokenizer_assignment.csv lists what each language needs",
             code="no_word_splitter",

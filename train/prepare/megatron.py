@@ -1,19 +1,19 @@
-"""Megatron-LM's indexed datasets, read-only, into prepared data: checked ids, BOS and EOS around each document.
+"""Import Megatron-LM's indexed datasets into prepared data: check the ids, and add BOS and EOS to each document.
 
-PREFIX.idx says where the sequences and documents in PREFIX.bin are. Little-endian, nothing between the fields:
+PREFIX.idx locates the sequences and documents in PREFIX.bin. All fields are little-endian, without padding:
 
       9 bytes        MMIDIDX and two zero bytes
       uint64         version, 1
       uint8          type of the token ids: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64, 7 float32, 8 uint16
       uint64         S, the number of sequences
-      uint64         D + 1, the number of documents and one
+      uint64         D + 1, the number of documents plus one
       int32 [S]      tokens in each sequence
-      int64 [S]      byte of PREFIX.bin at which each begins; they stand one behind the other
-      int64 [D + 1]  how many sequences precede each document: 0 first, S last
-      int8 [S]       in multimodal datasets only, the mode of each sequence: 0 is text
+      int64 [S]      offset of each sequence in PREFIX.bin, in bytes; the sequences are contiguous
+      int64 [D + 1]  number of sequences before each document: first 0, last S
+      int8 [S]       in multimodal datasets only: the mode of each sequence, 0 for text
     PREFIX.bin       the token ids and nothing else
 
-Two equal document indices are an empty document, which Megatron-LM's preprocess_data.py writes for an empty text.
+Two equal document indices mean an empty document, which Megatron-LM's preprocess_data.py writes for an empty text.
 Source of the format: Megatron-LM at d98e8a6 (2026-08-22), megatron/core/datasets/indexed_dataset.py.
 """
 
@@ -40,11 +40,11 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-BLOCK_ENTRIES = 1 << 19  # of an array of the index, looked at a time
-BLOCK_TOKENS = 1 << 21  # read at a time, unless one document has more
-REMEDY = "damaged, or not such an index: copy both files again, or make the dataset again"
+BLOCK_ENTRIES = 1 << 19  # entries of an index array that are checked at a time
+BLOCK_TOKENS = 1 << 21  # tokens that are read at a time, unless a document is longer
+REMEDY = "the file is damaged or not a Megatron index; copy both files again, or recreate the dataset"
 EMPTY = "empty document"
-SHARE_TO_WARN = 0.9  # of the documents, with the same last token that is not EOS
+SHARE_TO_WARN = 0.9  # share of the documents that end in the same token other than EOS
 PROGRESS_S = 5.0
 
 
@@ -53,9 +53,14 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True)
 class IndexedDataset:
-    """A dataset whose index was checked: `dtype` is that of the ids on the disk, `tokens` are in all sequences.
+    """A dataset with a checked index.
 
-    `pointers` [S] and `bounds` [D + 1] are the index's arrays, memory-mapped.
+    Attributes:
+        bin: path of the .bin file.
+        dtype: type of the ids on disk.
+        tokens: number of tokens in all sequences.
+        pointers: [S], offset of each sequence in bytes, memory-mapped.
+        bounds: [D + 1], number of sequences before each document, memory-mapped.
     """
 
     bin: Path
@@ -70,26 +75,25 @@ class IndexedDataset:
 
 
 def open_dataset(prefix: str) -> IndexedDataset:
-    """Check every field of PREFIX.idx and the size of PREFIX.bin, in memory that does not grow with them.
+    """Check every field of PREFIX.idx and the size of PREFIX.bin, with constant memory.
 
     Raises:
-        DataError: one of the files is missing, is not what the format says, or does not fit the other one; or the
-            dataset is empty, or not of text.
+        DataError: a file is missing, is invalid, or does not match the other one; or the dataset is empty or not text.
     """
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
         if not path.is_file():
             name = Path(prefix)
-            hint = f"give the prefix of both, {name.with_suffix('')}" if name.suffix in (".idx", ".bin") else (
-                "a dataset is PREFIX.idx and PREFIX.bin, and --input takes its PREFIX")  # fmt: skip
+            hint = f"pass the prefix of both files, {name.with_suffix('')}" if name.suffix in (".idx", ".bin") else (
+                "a dataset consists of PREFIX.idx and PREFIX.bin; pass PREFIX as --input")  # fmt: skip
             raise DataError(f"{path} does not exist; {hint}", code="file_missing", key=str(path))
     dtype, sequences, documents = _read_header(idx)
     kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
     ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
     if (size := idx.stat().st_size) not in ends[3:]:
         raise DataError(
-            f"{idx} has {size} bytes; with the {sequences} sequences and {documents} documents of its "
-            f"header it has {ends[3]} ({ends[4]} if multimodal): {REMEDY}",
+            f"{idx} has {size} bytes, but the {sequences} sequences and {documents} documents in its header need "
+            f"{ends[3]} ({ends[4]} if multimodal): {REMEDY}",
             code="wrong_size",
             key=str(idx),
         )
@@ -101,28 +105,27 @@ def open_dataset(prefix: str) -> IndexedDataset:
     tokens = _check_sequences(idx, lengths, pointers, dtype.itemsize)
     if bounds[0] != 0 or bounds[-1] != sequences or any((b[1:] < b[:-1]).any() for b in _blocks(bounds, 1)):
         raise DataError(
-            f"{idx}: its document indices do not go from 0 to {sequences}, the number of sequences, "
-            f"without a decrease: {REMEDY}",
+            f"{idx}: the document indices do not increase from 0 to {sequences}, the number of sequences: {REMEDY}",
             code="bad_document_indices",
             key=str(idx),
         )
     if any(block.any() for block in _blocks(modes)):
         raise DataError(
-            f"{idx} is of multimodal data, of which only text (mode 0) can be imported; leave it out",
+            f"{idx} contains multimodal data, but only text (mode 0) can be imported; remove it from --input",
             code="multimodal",
             key=str(idx),
         )
     if (size := bin_path.stat().st_size) != tokens * dtype.itemsize:
-        what = "truncated" if size < tokens * dtype.itemsize else "not the file of this index"
+        what = "it is truncated" if size < tokens * dtype.itemsize else "it does not belong to this index"
         raise DataError(
-            f"{bin_path} has {size} bytes, its index says {tokens * dtype.itemsize} ({tokens} tokens of "
-            f"{dtype.name}): {what}; copy both files again, or make the dataset again",
+            f"{bin_path} has {size} bytes, but its index says {tokens * dtype.itemsize} ({tokens} tokens of "
+            f"{dtype.name}): {what}; copy both files again, or recreate the dataset",
             code="wrong_size",
             key=str(bin_path),
         )
     if not tokens or not documents:
         raise DataError(
-            f"{idx} is of an empty dataset ({documents} documents, {tokens} tokens); leave it out",
+            f"{idx}: the dataset is empty ({documents} documents, {tokens} tokens); remove it from --input",
             code="empty_dataset",
             key=str(idx),
         )
@@ -130,34 +133,34 @@ def open_dataset(prefix: str) -> IndexedDataset:
 
 
 def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
-    """The type of the ids, the number of sequences, the number of documents."""
+    """Return the type of the ids, the number of sequences and the number of documents."""
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
     if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
         raise DataError(
-            f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}: not the index of a Megatron "
-            "indexed dataset; give the PREFIX of one",
+            f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}, so it is not the index of a Megatron "
+            "dataset; pass the PREFIX of one",
             code="not_an_index",
             key=str(idx),
         )
     _, version, code, sequences, indices = HEADER.unpack(content)
     if version != VERSION:
         raise DataError(
-            f"{idx} is of version {version}, this program reads {VERSION}; make the dataset again with a "
-            "Megatron-LM that writes that",
+            f"{idx} has version {version}, but only version {VERSION} is supported; recreate the dataset with a "
+            f"Megatron-LM that writes version {VERSION}",
             code="unknown_version",
             key=str(idx),
         )
     if code not in INTEGER_TYPES:
         allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
         raise DataError(
-            f"{idx} has ids of type {code}; token ids are integers: {allowed}; {REMEDY}",
+            f"{idx} has ids of type {code}, but token ids must be integers ({allowed}): {REMEDY}",
             code="not_token_ids",
             key=str(idx),
         )
     if indices < 1:
         raise DataError(
-            f"{idx} has 0 document indices, there is one at least: {REMEDY}",
+            f"{idx} has 0 document indices, but there must be at least one: {REMEDY}",
             code="bad_document_indices",
             key=str(idx),
         )
@@ -165,19 +168,19 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
 
 
 def _blocks(array: np.ndarray, overlap: int = 0) -> Iterator[np.ndarray]:
-    """The array in parts, each with the first `overlap` entries of the next."""
+    """Yield the array in blocks, each with the first `overlap` entries of the next one."""
     for first in range(0, len(array), BLOCK_ENTRIES):
         yield array[first : first + BLOCK_ENTRIES + overlap]
 
 
 def _check_sequences(idx: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The tokens of all sequences, which have to stand one behind the other."""
+    """Check that the sequences are contiguous, and return their total number of tokens."""
     tokens = 0
     for part, begins in zip(_blocks(lengths), _blocks(pointers), strict=True):
         expected = (np.cumsum(part, dtype=np.int64) - part + tokens) * itemsize
         if (part < 0).any() or (begins != expected).any():
             raise DataError(
-                f"{idx}: its sequences do not stand one behind the other: {REMEDY}",
+                f"{idx}: the sequences are not contiguous: {REMEDY}",
                 code="bad_sequences",
                 key=str(idx),
             )
@@ -186,11 +189,13 @@ def _check_sequences(idx: Path, lengths: np.ndarray, pointers: np.ndarray, items
 
 
 def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Whole documents in a row: (tokens [n] as they are on the disk, ends [documents] in these), all in their order.
-    Memory is that of a block, or of the longest document if that is longer.
+    """Yield all documents in order, in blocks of whole documents. Memory is bounded by a block or the longest document.
+
+    Yields:
+        (tokens [n] with the dtype on disk, end of each document in these tokens).
 
     Raises:
-        DataError: the .bin has become shorter since `open_dataset`.
+        DataError: the .bin was truncated after `open_dataset`.
     """
     begin = 0
     with open(dataset.bin, "rb") as file:
@@ -204,8 +209,8 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
                 tokens = np.fromfile(file, dataset.dtype, int(ends[now - 1]) - begin)
                 if len(tokens) != ends[now - 1] - begin:
                     raise DataError(
-                        f"{dataset.bin} became shorter while it was read: something else writes to it; "
-                        "import it when that has ended",
+                        f"{dataset.bin} was truncated while it was read, because another process writes to it; "
+                        "import it after that process has ended",
                         code="file_shrank",
                         key=str(dataset.bin),
                     )
@@ -218,9 +223,11 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
 
 @dataclass
 class Framing:
-    """Puts documents between BOS and EOS, each where it is not there already, and counts what it does.
+    """Adds missing BOS and EOS to documents, and counts the changes.
 
-    eod_id: of the dataset; EOS takes its place. `last_ids` [V] counts the last token of documents that had no EOS.
+    Attributes:
+        eod_id: end-of-document id of the dataset, which is replaced by EOS.
+        last_ids: [V], counts the last tokens of the documents without EOS.
     """
 
     encoder: TextEncoder
@@ -235,10 +242,10 @@ class Framing:
         self.last_ids = np.zeros(self.encoder.vocab_size, dtype=np.int64)
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
-        """Documents of what `read_documents` gives, without those of nothing but BOS and EOS.
+        """Return the documents of a block of `read_documents` with BOS and EOS. Skip documents without other tokens.
 
         Raises:
-            DataError: an id is negative or beyond the vocabulary (and not `eod_id`, which may be).
+            DataError: an id other than `eod_id` is negative or beyond the vocabulary.
         """
         bos_id, eos_id, dtype = self.encoder.bos_id, self.encoder.eos_id, token_dtype(self.encoder.vocab_size)
         ids = self._checked(tokens, bin_path).astype(dtype, copy=False)
@@ -246,7 +253,9 @@ class Framing:
         for end in ends.tolist():
             document, start = ids[start:end], end
             has_bos = len(document) > 0 and bool(document[0] == bos_id)
-            has_eos = len(document) > has_bos and bool(document[-1] == eos_id)  # one token is not both
+            has_eos = len(document) > has_bos and bool(
+                document[-1] == eos_id
+            )  # a single token cannot be both
             if len(document) > has_bos + has_eos:
                 framed = np.empty(len(document) + 2 - has_bos - has_eos, dtype)
                 framed[0], framed[-1] = bos_id, eos_id
@@ -260,28 +269,30 @@ class Framing:
         return documents
 
     def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
-        """The tokens with EOS in place of `eod_id`, none beyond the vocabulary."""
+        """Return the tokens with `eod_id` replaced by EOS, after checking that all are in the vocabulary."""
         vocab_size, eos_id = self.encoder.vocab_size, self.encoder.eos_id
         if self.eod_id != eos_id and (is_eod := tokens == self.eod_id).any():
             tokens = np.where(is_eod, np.array(eos_id, dtype=np.int64), tokens)
             self.eod_replaced += int(np.count_nonzero(is_eod))
         for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
             if not 0 <= found < vocab_size:
-                remedy = (
-                    f" (or with --eod_id {found}, if that is what ends its documents)" if found > 0 else ""
-                )
+                remedy = f" (or with --eod_id {found}, if this id ends its documents)" if found > 0 else ""
                 raise DataError(
-                    f"{bin_path} has the id {found}, which is not in the vocabulary of {self.encoder.folder}, 0 to "
-                    f"{vocab_size - 1}; import the dataset with the tokenizer that made it{remedy}, or make it again",
+                    f"{bin_path} has the id {found}, but the vocabulary of {self.encoder.folder} is 0 to "
+                    f"{vocab_size - 1}; import the dataset with the tokenizer that produced it{remedy}, or recreate it",
                     code="token_beyond_vocabulary",
                     key=str(bin_path),
                 )
         return tokens
 
     def documents(self, counts: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The manifest's "documents"; counts: of the tokens written, by split, [V] each."""
+        """Return the manifest's field "documents".
+
+        Args:
+            counts: the number of each written token by split, [V] each.
+        """
         total, kept = counts["train"] + counts["eval"], self.found - self.empty
-        same = self.encoder.bos_id == self.encoder.eos_id  # it stands twice at the edges then
+        same = self.encoder.bos_id == self.encoder.eos_id  # then it is both first and last
         return {
             "in": self.found,
             "out": kept,
@@ -295,27 +306,27 @@ class Framing:
         }
 
     def likely_eod(self) -> str:
-        """A warning when nearly all documents end in one id that is not EOS, as they do where the EOD is another id."""
+        """Return a warning if nearly all documents end in one id other than EOS, probably the EOD id; else ""."""
         most = int(self.last_ids.argmax())
         number, kept = int(self.last_ids[most]), self.found - self.empty
         if kept < 2 or number < SHARE_TO_WARN * kept:
             return ""
-        return (f"{number:,} of {kept:,} documents end in the id {most} and not in the tokenizer's EOS; if that "
-                f"is the end-of-document id of the datasets, import them with --eod_id {most} --overwrite")  # fmt: skip
+        return (f"{number:,} of {kept:,} documents end in the id {most}, not in the tokenizer's EOS; if it is the "
+                f"end-of-document id of the datasets, import them with --eod_id {most} --overwrite")  # fmt: skip
 
 
 def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
-    """Check all datasets before anything is written.
+    """Open and check all datasets before anything is written.
 
     Raises:
-        DataError: one of them is no good, or is given twice.
+        DataError: a dataset is invalid or given twice.
     """
     datasets: dict[str, IndexedDataset] = {}
     for prefix in prefixes:
         dataset = open_dataset(prefix)
         if (real := os.path.realpath(dataset.bin)) in datasets:
             raise DataError(
-                f"{dataset.bin} is given twice (by itself or a link); name each dataset once",
+                f"{dataset.bin} is given twice (directly or by a link); name each dataset once",
                 code="given_twice",
                 key=str(dataset.bin),
             )
@@ -328,10 +339,13 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
 
 
 def import_datasets(args: argparse.Namespace) -> Manifest:
-    """Import datasets into a folder and return what was committed; the fields are import_megatron.py's.
+    """Import datasets into a folder and return its manifest.
+
+    Args:
+        args: the options of import_megatron.py.
 
     Raises:
-        DataError: bad datasets, tokenizer or output folder, or a split without a document.
+        DataError: a dataset, the tokenizer or the output folder is invalid, or a split has no document.
         OSError: a file cannot be read or written.
     """
     encoder = TextEncoder(local_folder(str(args.tokenizer), weights=False))

@@ -1,4 +1,4 @@
-"""The writing side of the data format: token shards, and the folder that has the old data until the new is whole."""
+"""Write token shards, and replace the data in an output folder only when the new data are complete."""
 
 import filecmp
 import hashlib
@@ -33,16 +33,19 @@ from train.files import locks, sync_folder
 from train.prepare.corpus import WORK_NAME
 from train.prepare.tokenizer import copy_tokenizer
 
-LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
-IDENTITY_NAME = "job.json"  # in the work folder: what is prepared; without it there is nothing to go on from
+LOCK_NAME = "prepare_data.lock"  # locked while the writing process is alive
+IDENTITY_NAME = (
+    "job.json"  # in the work folder: the inputs and options; without it the work cannot be resumed
+)
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
 class ShardWriter:
-    """Writes one split's documents into shards of at most `shard_tokens` tokens (a longer document has its own).
+    """Writer of one split's documents to shards of at most `shard_tokens` tokens. A longer document gets its own shard.
 
-    prefix: stands in the shards' names behind the split. shuffle: permutes the documents of each shard, which is then
-    held in memory until it is full.
+    Args:
+        prefix: the part of the shards' names after the split.
+        shuffle: if given, permutes the documents of each shard. A shard is then held in memory until it is full.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class ShardWriter:
         self._held: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append one document: tokens [n] of the shards' type."""
+        """Append one document, whose tokens [n] have the dtype of the shards."""
         if self._file is not None and self._tokens + len(tokens) > self.shard_tokens:
             self.close()
         if self._file is None:
@@ -82,7 +85,7 @@ class ShardWriter:
         self._ends.append(file.tell() // tokens.itemsize)
 
     def close(self) -> None:
-        """Finish the shard being written, if any, and flush it to the disk."""
+        """Finish the current shard, if any, and flush it to the disk."""
         if self._file is None:
             return
         if self.shuffle is not None:
@@ -110,9 +113,11 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """Writes documents into the shards of their splits, and counts their tokens: `counts[split]` int64 [V].
+    """Writer of documents to the shards of both splits. `counts[split]`, int64 [V], counts the tokens.
 
-    prefix, shuffle_seed: of the shards; see ShardWriter. The seed is a list of numbers that no other writer has.
+    Args:
+        prefix: see ShardWriter.
+        shuffle_seed: a list of numbers that is unique to this writer, or None for no shuffling.
     """
 
     def __init__(
@@ -133,8 +138,13 @@ class SplitWriter:
     def write(
         self, documents: list[np.ndarray], contents: Iterable[Any], splits: Sequence[str | None] | None = None
     ) -> None:
-        """Append documents, tokens [n] each of the shards' type, to `splits`, or where that has None, to those that
-        hashes of `contents` choose: bytes, or a buffer of them, a document."""
+        """Append documents to their splits.
+
+        Args:
+            documents: tokens [n] of each document, with the dtype of the shards.
+            contents: for each document, the bytes (or a buffer) whose hash chooses the split.
+            splits: for each document, the split, or None to choose it by the hash.
+        """
         written: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for document, content, given in zip(
             documents, contents, splits or repeat(None, len(documents)), strict=True
@@ -148,7 +158,7 @@ class SplitWriter:
                 self.counts[split] += np.bincount(np.concatenate(some), minlength=len(self.counts[split]))
 
     def close(self) -> list[Shard]:
-        """Finish the last shards; returns all, by split."""
+        """Finish the last shards. Return all shards, ordered by split."""
         for writer in self._writers.values():
             writer.close()
         return [shard for writer in self._writers.values() for shard in writer.shards]
@@ -161,43 +171,45 @@ def _flush_and_close(file: BinaryIO) -> None:
 
 
 def take_lock(path: Path) -> TextIO:
-    """Lock the file `path` in a folder, which is made, as long as what is returned is open.
+    """Lock the file `path`, creating its folder. The lock is held until the returned file is closed.
 
     Raises:
-        DataError: another process has it, or the folder is a file or somebody else's.
+        DataError: another process holds the lock, or the folder cannot be written.
     """
     if why := why_not_written(path.parent):
         raise DataError(f"--output {path.parent} {why}", code="cannot_write", key=str(path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path, "a")
     try:
-        # another file by now: its process has just ended
+        # if it is another file by now, the process that held the lock has just ended
         is_ours = locks(lock) and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
     except FileNotFoundError:
         is_ours = False
     if not is_ours:
         lock.close()
         raise DataError(
-            f"another process is writing to {path.parent}; wait for it", code="locked", key=str(path.parent)
+            f"another process is writing to {path.parent}; wait until it ends",
+            code="locked",
+            key=str(path.parent),
         )
     return lock
 
 
 def is_being_exchanged(folder: Path) -> bool:
-    """Whether a run was interrupted while it put new data in the place of what `folder` had: the next one goes on."""
+    """Return whether a command was interrupted while it replaced the data in `folder`; the next command finishes it."""
     return (folder / WORK_NAME / "new" / MANIFEST_NAME).exists()
 
 
 class OutputFolder:
-    """Context of one preparation: takes the folder, and puts new data in the place of what it has at `commit`.
+    """The output folder of one preparation, as a context manager that locks it; `commit` replaces the existing data.
 
-    Until then everything new is in `work`, beside data that the folder may have: the shards in `new`, and what a
-    preparation notes about itself. When the context ends without `commit`, `work` goes, and stays where it is
-    `resumable`: then the next run of that may go on in it.
+    Until `commit`, the new files are in the subfolder `work` (the shards in `new`), and existing data stay untouched.
+    If the context ends without `commit`, `work` is deleted, or kept if `resumable`, so that the same command can resume
+    there.
 
     Raises:
-        DataError: the folder holds prepared data and `overwrite` is not set, is something else that has a manifest, has
-            shards or another tokenizer of unknown origin, or another process is writing to it.
+        DataError: the folder holds prepared data and `overwrite` is not set, it holds a foreign manifest, or shards or
+            a tokenizer of unknown origin, or another process is writing to it.
     """
 
     def __init__(
@@ -223,16 +235,16 @@ class OutputFolder:
         return self
 
     def begin_anew(self) -> None:
-        """Remove what is unfinished."""
+        """Delete the unfinished work and start with an empty work folder."""
         self._clear()
         self.new.mkdir(parents=True)
 
     def _problem(self, is_begun: bool) -> DataError | None:
-        """Return why there cannot be new data in the folder."""
-        remedy = "choose another --output, or --overwrite it"
+        """Return the error if new data must not be written to the folder, or None."""
+        remedy = "choose another --output, or pass --overwrite"
         if is_begun and not (self.resumable or self.overwrite):
             return DataError(
-                f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be lost; {remedy}",
+                f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be deleted; {remedy}",
                 code="unfinished_preparation",
                 key=str(self.folder),
             )
@@ -248,14 +260,14 @@ class OutputFolder:
                 code="already_there",
                 key=str(self.folder),
             )
-        foreign = [(path, "there is no manifest that lists it") for path in self._shard_files()]
+        foreign = [(path, "no manifest lists it") for path in self._shard_files()]
         for name in TOKENIZER_FILES:
             path, ours = self.folder / TOKENIZER_FOLDER / name, self.encoder.folder / name
             if path.exists() and not (ours.exists() and filecmp.cmp(path, ours, shallow=False)):
-                foreign.append((path, "it is not that of --tokenizer"))
+                foreign.append((path, "it differs from --tokenizer"))
         for path, why in foreign:
             return DataError(
-                f"{path} may belong to something else: {why}; move it or choose another --output",
+                f"{path} may belong to something else, because {why}; move it or choose another --output",
                 code="foreign_file",
                 key=str(path),
             )
@@ -268,25 +280,28 @@ class OutputFolder:
         self._lock.close()
 
     def _clear(self) -> None:
-        # first: half of the rest is not worth going on from
+        # first, so that a partly deleted work folder is never resumed
         (self.work / IDENTITY_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
     def commit(self, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any) -> Manifest:
-        """Copy the tokenizer, write the manifest, and put all that is new in its place.
+        """Copy the tokenizer, write the manifest, and move the new files into place.
 
-        counts: of tokens, by split, [V] each. source: the manifest's fields about what was prepared, and how.
+        Args:
+            counts: the number of each token by split, [V] each.
+            source: the manifest's fields about the inputs and options.
 
         Raises:
-            DataError: a split is empty, with which training would refuse the data, unless all is for evaluation.
+            DataError: a split is empty, which training would refuse. An empty train split is allowed if all data are
+                for evaluation.
         """
         encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
             if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
                 raise DataError(
-                    f"no document for the {split} split, which training needs: prepare again with --overwrite and a "
-                    f"{remedy} --eval_fraction, with more documents (--split_on makes many of a .txt), or with "
-                    "--eval_by position, for which one is enough",
+                    f"the {split} split has no document, but training needs one. Prepare the data again with "
+                    f"--overwrite and a {remedy} --eval_fraction, or with more documents (--split_on divides a .txt), "
+                    "or with --eval_by position, which needs only one document",
                     code="empty_split",
                     key=split,
                 )
@@ -305,15 +320,16 @@ class OutputFolder:
         )
         write_manifest(self.new, manifest)
         self._keep = (
-            True  # what is new is whole: an exchange that is interrupted is for the next run to finish
+            True  # the new data are complete: if the exchange is interrupted, the next command finishes it
         )
         self._exchange()
         self._keep = False
         return manifest
 
     def _exchange(self) -> None:
-        """Put what is new in the place of what the folder has. The manifest comes last: when this is interrupted, the
-        folder has none, and the next run does the rest.
+        """Replace the old files by the new ones. The manifest is written last.
+
+        If this is interrupted, the folder has no manifest, and the next command finishes the exchange.
         """
         manifest = read_manifest(self.new)
         names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
@@ -329,7 +345,7 @@ class OutputFolder:
         for name in names:
             if (self.new / name).exists() or not (
                 self.folder / name
-            ).exists():  # moved before an interruption
+            ).exists():  # else it was moved before an interruption
                 os.replace(self.new / name, self.folder / name)
         for folder in (self.folder / TOKENIZER_FOLDER, self.folder):
             sync_folder(folder)

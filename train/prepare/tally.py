@@ -1,4 +1,4 @@
-"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all."""
+"""Counts of a preparation: documents read, dropped, removed and kept, of one task or of all tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES_PER_REASON = 3
 
 @dataclass
 class Stage:
-    """A datatrove pipeline that runs in `tasks` tasks, after the stages before it have ended."""
+    """A datatrove pipeline that runs as `tasks` tasks, after the previous stages have ended."""
 
     name: str
     pipeline: list[PipelineStep]
@@ -26,12 +26,16 @@ class Stage:
 
 @dataclass
 class Tally:
-    """One task's counts. All blocks of a pipeline share one, also after the pipeline was copied or pickled.
+    """The counts of one task. All blocks of a pipeline share one tally, even after the pipeline is copied or pickled.
 
-    `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
-    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `damaged`: the
-    rows that each damaged file has lost, by path; 0 if the format does not tell. `examples`: of each reason, and of
-    each damaged file.
+    Attributes:
+        read: documents that could be read.
+        kept: documents written to shards.
+        text_bytes: UTF-8 size of the kept documents.
+        dropped: documents that could not be read, by reason.
+        by_step: documents that the optional steps removed, by step.
+        examples: up to EXAMPLES_PER_REASON examples for each drop reason and each damaged file.
+        damaged: rows lost in each damaged file, by path; 0 if unknown.
     """
 
     read: int = 0
@@ -43,17 +47,17 @@ class Tally:
     damaged: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
-        """Begin a task."""
+        """Set all counts to zero at the start of a task."""
         vars(self).update(vars(Tally()))
 
     def drop(self, item: Dropped) -> None:
-        """Count what could not be read, and keep the first places of each reason."""
+        """Count unreadable documents, and keep the first examples of each reason."""
         self.dropped[item.reason] += item.count
         example = f"{item.where}: {item.detail}" if item.detail else item.where
         self._add_examples({item.reason: [example]})
 
     def damage(self, item: Damaged) -> None:
-        """Count a damaged part of a file, which other tasks may find damaged, too."""
+        """Count a damaged part of a file. Other tasks may report the same file."""
         self.damaged[item.path] += item.lost_rows
         self._add_examples({item.path: [f"{item.reason}: {item.detail}"]})
 
@@ -62,25 +66,25 @@ class Tally:
             self.examples[reason] = [*self.examples.get(reason, []), *examples][:EXAMPLES_PER_REASON]
 
     def add(self, other: Tally) -> None:
-        """Count what another task counted."""
+        """Add the counts of another task."""
         self.read += other.read
         self.kept += other.kept
         self.text_bytes += other.text_bytes
         self.dropped += other.dropped
         self.by_step += other.by_step
-        self.damaged.update(other.damaged)  # `+=` would forget a file of which the rows are unknown
+        self.damaged.update(other.damaged)  # `+=` would drop files with 0 (unknown) rows
         self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
-        """The manifest's "documents".
+        """Return the manifest's field "documents".
 
         Raises:
-            RuntimeError: some documents are neither kept nor accounted for, which is a defect of this program.
+            RuntimeError: the counts do not add up, which is a bug in this program.
         """
         if self.read != self.kept + self.by_step.total():
             raise RuntimeError(
-                f"{self.read} documents were read, {self.kept} kept and {self.by_step.total()} removed: the rest is "
-                "lost; this is a defect of the preparation, please report it"
+                f"{self.read} documents were read, but {self.kept} were kept and {self.by_step.total()} removed. This "
+                "is a bug in the preparation; please report it"
             )
         counts = {
             "in": self.read + self.dropped.total(),
@@ -91,7 +95,7 @@ class Tally:
         return counts | ({"damaged_files": dict(sorted(self.damaged.items()))} if self.damaged else {})
 
     def table(self) -> str:
-        """Removed and dropped documents by reason, with the first places of the latter; every damaged file."""
+        """Return a table of the removed documents, the dropped documents with examples, and the damaged files."""
         lines = [f"{'documents':>11}"] * bool(self.by_step or self.dropped)
         for step, count in self.by_step.most_common():
             lines.append(f"{count:>11,}  removed: {step}")
@@ -105,12 +109,13 @@ class Tally:
         return "\n".join(lines)
 
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
-        """Check that no more was lost than allowed, and that something is left.
+        """Check that the losses are within the limits and that at least one document is left.
+
+        Args:
+            again: appended to the advice in the message: what to do after the repair.
 
         Raises:
-            DataError: it is not so; the message says what to do. `key` is --max_dropped or --max_damaged_files.
-
-        again: what else to do after a repair.
+            DataError: the check failed. `key` is --max_dropped or --max_damaged_files.
         """
         dropped, damaged = self.dropped.total(), len(self.damaged)
         is_empty = bool(dropped or damaged) and not self.read
@@ -120,13 +125,13 @@ class Tally:
         found += (
             f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_empty else ''}"
         )
-        ways = [f"repair the inputs that the table names{again}"]
+        ways = [f"repair the inputs listed in the table{again}"]
         if self.dropped[MISSING_KEY]:
-            ways.append(f"name the key of the text with --text_key{again}")
+            ways.append(f"pass the key of the text as --text_key{again}")
         if not is_empty:
             limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
             options = " ".join(f"{name} {count}" for name, count in limits.items() if count)
-            ways.append(f"accept the loss: run it again with {options}")
+            ways.append(f"accept the loss and run it again with {options}")
         raise DataError(
             f"{found}. Nothing was written. Either {', or '.join(ways)}",
             code="nothing_left" if is_empty else "too_much_lost",

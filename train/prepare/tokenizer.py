@@ -1,4 +1,4 @@
-"""Training of a tokenizer: text -> a sentencepiece model, and the tokenizer.json that gives its ids in transformers."""
+"""Train a sentencepiece model, write a tokenizer.json with the same ids for transformers, and check tokenizers."""
 
 import argparse
 import hashlib
@@ -38,13 +38,13 @@ from train.prepare.tally import Tally
 logger = logging.getLogger(__name__)
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
-# Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
+# Twice sentencepiece's default. It skips longer sentences, so documents are cut at line ends to fit.
 MAX_SENTENCE_BYTES = 8192
-# sentencepiece writes the number into the model, so it must not follow the machine.
+# Fixed, because sentencepiece writes the number into the model file.
 NUM_THREADS = 16
-# of the user's text, on which a tokenizer is tried before data are prepared: less than a second of encoding
+# The sample of the user's text on which a tokenizer is checked before the preparation: under a second of encoding.
 SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
-# sentencepiece skips sentences with these: its own markers for boundaries and unknown characters.
+# sentencepiece skips sentences with these characters, its own markers for boundaries and unknown characters.
 RESERVED = re.compile("[\x00\t\u2585]")
 HARD_STRINGS = (
     "", " ", "  ", "\n", "\t", "a  b   c    d", " leading", "   leading", "trailing ", "trailing   ",
@@ -63,13 +63,14 @@ def sample_texts(
     max_dropped: int = 0,
     max_damaged_files: int = 0,
 ) -> list[str]:
-    """The texts, or a sample of at most `max_bytes` of them, or of one: those with the smallest hashes, in their order.
+    """Return a sample of the texts of at most `max_bytes`, but at least one text.
 
-    The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
+    The sample consists of the texts with the smallest hashes, in their original order. It is spread over the whole
+    corpus, is the same in every run, and needs no more memory than its own size.
 
     Raises:
-        DataError: more documents than `max_dropped` cannot be read, or more than `max_damaged_files` files, or there
-            is no text. Where documents lack the key of the text, the rest of the inputs is not read.
+        DataError: more than `max_dropped` documents or `max_damaged_files` files cannot be read, or there is no text.
+            Reading stops early if documents lack the key of the text.
     """
     tally = Tally()
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
@@ -93,13 +94,13 @@ def sample_texts(
         logger.warning(tally.table())
     tally.check(max_dropped, max_damaged_files)
     if not kept:
-        raise DataError("the inputs hold no text; a tokenizer needs some", code="no_text")
+        raise DataError("the inputs contain no text; add some to train a tokenizer", code="no_text")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
 
 
 def training_sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Cut texts into pieces that sentencepiece takes: line ends kept, no reserved characters, bounded length."""
-    limit = MAX_SENTENCE_BYTES // 4  # characters; one is at most four bytes
+    """Yield the texts in pieces that sentencepiece accepts: bounded length, no reserved characters, line ends kept."""
+    limit = MAX_SENTENCE_BYTES // 4  # in characters, of at most four bytes
     for text in texts:
         for part in RESERVED.split(text):
             piece: list[str] = []
@@ -117,10 +118,13 @@ def training_sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_model(texts: Collection[str], vocab_size: int, character_coverage: float, **required: Any) -> bytes:
-    """Train and return the bytes of a sentencepiece model.
+    """Train a sentencepiece model and return its bytes.
+
+    Args:
+        required: additional options of sentencepiece's trainer, for internal use.
 
     Raises:
-        DataError: the text does not yield `vocab_size` pieces, or has more characters than fit in it.
+        DataError: the text does not yield `vocab_size` pieces, or it has too many characters for `vocab_size`.
     """
     model = io.BytesIO()
     try:
@@ -149,8 +153,8 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
     except RuntimeError as error:
         raise _training_problem(str(error), vocab_size) from error
     data = model.getvalue()
-    # Without a piece for the space before each text, every text begins with three byte pieces that do not decode to it.
-    # In text without spaces, such as DNA, this space is too rare for character_coverage.
+    # In text without spaces, such as DNA, the added leading space is too rare for character_coverage and gets no piece.
+    # Then every text would begin with three byte pieces that do not decode to the space.
     trained = sentencepiece.SentencePieceProcessor(model_proto=data)
     if not required and trained.piece_to_id(SPACE) == trained.unk_id():
         return train_model(texts, vocab_size, character_coverage, required_chars=SPACE)
@@ -160,15 +164,15 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
 def _training_problem(message: str, vocab_size: int) -> DataError:
     if found := re.search(r"value <= (\d+)", message):
         return DataError(
-            f"--vocab_size {vocab_size} is too large for this corpus: at most {found[1]} is possible with it; "
-            "lower it, give more text or raise --max_bytes",
+            f"--vocab_size {vocab_size} is too large for this corpus, which allows at most {found[1]}; lower it, "
+            "add more text or raise --max_bytes",
             code="vocab_size_too_large",
             key="--vocab_size",
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return DataError(
-            f"--vocab_size {vocab_size} is too small: bytes, special ids and the corpus' characters alone need "
-            f"{found[1]}; raise it, or lower --character_coverage",
+            f"--vocab_size {vocab_size} is too small: the bytes, the special ids and the characters of the corpus "
+            f"need {found[1]}; raise it, or lower --character_coverage",
             code="vocab_size_too_small",
             key="--vocab_size",
         )
@@ -176,11 +180,11 @@ def _training_problem(message: str, vocab_size: int) -> DataError:
 
 
 def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which give the ids of `model` in transformers.
+    """Write a tokenizer.json and a tokenizer_config.json that give the ids of `model` in transformers.
 
-    The merges are all splits of a piece into two pieces, ordered as sentencepiece orders them: by the rank of what
-    they make. Only normal pieces take part: sentencepiece never builds a special or byte piece out of its letters,
-    and transformers' own converter, which would, turns a literal "</s>" in text into the end of the document.
+    The merges are all splits of a piece into two pieces, ordered by the rank of the result, as in sentencepiece. Only
+    normal pieces are merged, because sentencepiece never builds a special or byte piece from its letters. transformers'
+    own converter does, and so turns a literal "</s>" in text into the end of the document.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
@@ -217,7 +221,7 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, vocab[bos])]
     )
-    # not by its own save, which raises plain Exception where the disk is full
+    # not with tokenizer.save, which raises a plain Exception if the disk is full
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         # Not LlamaTokenizer, which in transformers 5 replaces the normalizer of tokenizer.json by Metaspace.
@@ -236,10 +240,10 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
 
 
 def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
-    """Copy the tokenizer's files into `folder`, and write a tokenizer.json where there is only a tokenizer.model.
+    """Copy the tokenizer's files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
 
-    What transformers itself makes of a tokenizer.model has no space before a text. What does not concern ids stays in
-    tokenizer_config.json; special tokens are text, unless a chat template needs them.
+    transformers' own conversion of a tokenizer.model does not add the leading space. Entries of tokenizer_config.json
+    that do not affect ids are kept. Special tokens in text are encoded as text, unless a chat template needs them.
     """
     folder.mkdir(exist_ok=True)
     for name in encoder.files:
@@ -255,19 +259,20 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
 
 
 def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Compare the ids of `encoder` with those that transformers gives in an export: for `texts`, HARD_STRINGS, special
-    and user-defined pieces.
+    """Check that `encoder` and transformers (as in an export) give the same ids.
+
+    The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces.
 
     Returns:
-        What the manifest says about `texts`: their number, those that do not decode to the same text, with the first
-        difference; their tokens, and the unknown ones.
+        The manifest's report about `texts`: the number of texts, the number that do not decode to the same text with
+        the first difference, the number of tokens, and the number of unknown tokens.
 
     Raises:
         DataError: ids differ, or text yields a special id.
     """
     import transformers
 
-    # of an export; it chooses the class of the tokenizer
+    # as in an export: transformers chooses the class of the tokenizer by it
     config = {"model_type": "mistral", "transformers_version": transformers.__version__}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -294,26 +299,25 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """What `check_tokenizer` found wrong with the texts."""
+    """Yield a warning for each problem in the report of `check_tokenizer`."""
     if changed := report["texts_changed"]:
         before, after = report["first_change"]
         yield (
             f"{changed} of {report['texts']} sampled texts do not decode to the same text: {before!r} becomes "
-            f"{after!r}. To keep all of it, train a tokenizer with train/train_tokenizer.py"
+            f"{after!r}. To keep all text, train a tokenizer with train/train_tokenizer.py"
         )
     if unknown := report["unknown_tokens"]:
         yield (
             f"{unknown} of {report['tokens']} tokens ({unknown / report['tokens']:.2%}) of the sampled texts "
-            "are unknown. To keep what they stand for, train a tokenizer with train/train_tokenizer.py"
+            "are unknown, so their text is lost. To keep it, train a tokenizer with train/train_tokenizer.py"
         )
 
 
 def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
-    """Take at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters, at SAMPLE_PLACES places in files from the
-    first to the last."""
+    """Return up to SAMPLE_TEXTS texts of up to SAMPLE_LENGTH characters, from SAMPLE_PLACES places across all files."""
     texts: list[str] = []
     chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
-    # from the last: a file that cannot be split is all at its first place, which gets what the others leave
+    # From the last place: a file that cannot be split is read at its first place, which then gets the remaining number.
     for place in reversed(range(SAMPLE_PLACES)):
         most = len(texts) + (SAMPLE_TEXTS - len(texts)) // (place + 1)
         first, parts = chosen.index(chosen[place]), chosen.count(chosen[place])
@@ -327,19 +331,22 @@ def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | Non
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
+    """Train a tokenizer, check it and write its folder.
+
+    Args:
+        args: the options of train_tokenizer.py.
 
     Raises:
-        DataError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer, or ids that
-            differ in transformers. Nothing was written.
+        DataError: the inputs are invalid, the vocabulary size is impossible, the output folder already holds a
+            tokenizer, or transformers gives other ids. Nothing is written in these cases.
     """
     output = Path(args.output)
     if why := why_not_written(output):
         raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
     if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
         raise DataError(
-            f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data prepared with the "
-            "old one will not fit the new one)",
+            f"{output} already holds a tokenizer; choose another --output, or pass --overwrite (data prepared with "
+            "the old tokenizer will not fit the new one)",
             code="already_there",
             key=str(output),
         )
@@ -350,7 +357,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
     size = sum(len(text.encode()) for text in texts)
     print(
-        f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB, of {documents.n:,} (--max_bytes)",
+        f"training on {len(texts):,} of {documents.n:,} documents, {size / 1e6:,.1f} MB (--max_bytes)",
         flush=True,
     )
     with naming(output):
@@ -364,12 +371,12 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             report = check_tokenizer(TextEncoder(work), some)
             for old in TOKENIZER_FILES:
                 (output / old).unlink(missing_ok=True)
-            # the model last: an interrupted exchange leaves no tokenizer, not a mix of two
+            # the model last, so that an interruption leaves no tokenizer rather than a mix of two
             for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
                 path.replace(output / path.name)
     print(
-        f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
-        f"sentencepiece on {report['texts']} texts",
+        f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers and sentencepiece "
+        f"give the same ids for {report['texts']} texts",
         flush=True,
     )
     for line in report_lines(report):
