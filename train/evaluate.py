@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""How good is a model? Its loss, perplexity and bits per byte on prepared data or text, by source and in all.
+"""Evaluate a model: report loss, perplexity and bits per byte on prepared data or text, by source and in total.
 
-    python train/evaluate.py output/run                                    # on the eval split that it was trained with
+    python train/evaluate.py output/run                                    # on the eval split of its training data
     python train/evaluate.py output/run/checkpoints/step-00001000 data/wiki data/code --precision bf16
     python train/evaluate.py FOLDER story.txt reviews.jsonl --by document --output result.json
     python train/launch.py --nproc 8 train/evaluate.py output/run data/wiki            # 8 GPUs; also torchrun
 
-MODEL is a run's output_dir (its newest good checkpoint, else its hf/), a checkpoint, or a Hugging Face folder of a
-Mistral, also one with FP8 weights. DATA are folders that prepare_data.py wrote, whose eval splits are read, or whatever
-it reads. Packed, prepared data give the eval_loss that training logs. A checkpoint is evaluated in its own precision
-and variant unless --precision says otherwise; a model that was not trained in FP8 runs it with current scaling. That
-FP8 really runs is counted; else there is no result.
+MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral model, with or without FP8
+weights. For an output_dir, the newest undamaged checkpoint is used, or hf/ if there is none.
 
-Ends with status 2 when that cannot be done, and with 130 after Ctrl-C.
+DATA are folders written by prepare_data.py, whose eval splits are read, or any input that prepare_data.py reads. With
+--by packed, prepared data give the same eval_loss as in the training log.
+
+A checkpoint is evaluated in its own precision and variant unless --precision is given. --precision fp8 uses current
+scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if FP8 does not run.
+
+Exit status: 0 done; 2 the evaluation is not possible as requested; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ INTERRUPTED, NOT_AS_IT_IS = 130, 2
 
 def interrupted(number: int, frame: FrameType | None) -> None:
     if launchers.rank() == 0:
-        os.write(2, b"Ctrl-C: the evaluation is ended; it leaves nothing\n")
+        os.write(2, b"Ctrl-C: evaluation stopped; no results were written\n")
     os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which train/launch.py blocks in its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # train/launch.py blocks it in its ranks
 
 from model.errors import UserError
 from model.hub import HubError, local_folder
@@ -69,58 +72,73 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "model",
         metavar="MODEL",
         type=Path,
-        help="a run's output_dir, a checkpoint, a Hugging Face folder or ORG/NAME",
+        help="output_dir of a run, checkpoint, Hugging Face folder, or ORG/NAME on the Hub",
     )
     add(
         "data",
         metavar="DATA",
         nargs="*",
         type=unicode,
-        help=f"prepared data, or files and folders of {ALLOWED}; default: what the checkpoint was trained on",
+        help=f"prepared data, or files and folders of {ALLOWED}; default: the training data of the checkpoint",
     )
     add(
         "--precision",
         choices=("fp8", "bf16", "fp16", "fp32"),
-        help="default: the checkpoint's; of a folder, its dtype",
+        help="compute precision; default: the precision of the checkpoint, or the dtype of a Hugging Face folder",
     )
     add(
         "--by",
         choices=("packed", "document"),
         default="packed",
-        help="packed: documents one behind the other, as in training; document: each alone (packed)",
+        help="packed: concatenate documents, as in training; document: evaluate each separately (default: packed)",
     )
     add(
         "--max_seq_length",
         type=between(1),
-        help="tokens of a sample (the training's; of a Hugging Face folder too, or its positions, and at most 2048)",
+        help="sample length in tokens; default: the length used in training, or for a Hugging Face folder the trained "
+        "length or number of positions, at most 2048",
     )
     add(
         "--stride",
         type=between(1),
-        help="tokens between the starts of two rows of a longer document; fewer: more context, slower (max_seq_length)",
+        help="tokens between the starts of two rows of a long document; a smaller value gives more context and is "
+        "slower (default: max_seq_length)",
     )
     add(
         "--max_samples",
         type=between(1),
-        help="samples at most, at even distances; by document: documents of each DATA; of text: the first ones",
+        help="maximum number of evenly spaced samples; with --by document, documents per DATA; for text, the first "
+        "ones (default: all)",
     )
-    add("--batch_size", type=between(1), help="samples of a rank at a time (as in training; 8)")
     add(
-        "--tokenizer", type=Path, metavar="DIR", help="the model's tokenizer, if it is not where it should be"
+        "--batch_size",
+        type=between(1),
+        help="samples per rank and batch; default: as in training, or 8 for a Hugging Face folder",
     )
-    add("--text_key", type=unicode, default="text", help="of text: key or column (text)")
-    add("--split_on", type=separator, metavar="SEPARATOR", help=f"of text: {SPLIT_ON}")
-    add("--max_dropped", type=between(0), default=0, help="of text: unreadable documents to tolerate (0)")
-    add("--output", type=Path, metavar="FILE.json", help="the results as JSON, too")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="tokenizer of the model, if it cannot be found with the model or its data",
+    )
+    add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
+    add("--split_on", type=separator, metavar="SEPARATOR", help=f"for text: {SPLIT_ON}")
+    add(
+        "--max_dropped",
+        type=between(0),
+        default=0,
+        help="for text: maximum number of unreadable documents (default: 0)",
+    )
+    add("--output", type=Path, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.stride and args.by != "document":
         parser.error("--stride needs --by document")
     if args.output and (args.output.suffix != ".json" or not args.output.absolute().parent.is_dir()):
-        parser.error(f"--output {args.output}: must end in .json and be in a folder that exists")
+        parser.error(f"--output {args.output}: the file must end in .json and its folder must exist")
     if args.output and (problem := why_no_file(args.output)):
         parser.error(f"--output {args.output} {problem}")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
-        parser.error("DATA: one is given twice")
+        parser.error("DATA: the same data are given twice; name each once")
     try:
         args.model = Path(local_folder(str(args.model)))
         args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
@@ -130,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if not (
             os.path.exists(name) or (name in args.data and name.startswith("hf:")) or name == "python-stdlib"
         ):
-            parser.error(f"{name} does not exist; data sets of the Hugging Face Hub are hf:NAME")
+            parser.error(f"{name} does not exist; for a data set on the Hugging Face Hub pass hf:NAME")
     return args
 
 
@@ -139,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(console="stderr")
-    import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
+    import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
     from train.evaluation.evaluation import evaluate, join_ranks, leave_ranks
 
     try:
@@ -151,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
             logger.info(f"wrote {args.output}")
     except Exception as error:
         if line := out_of_memory(error):
-            return fail(f"{line}; give a smaller --batch_size")
+            return fail(f"{line}; pass a smaller --batch_size")
         if isinstance(error, (ValueError, OSError, UserError)):
             return fail(reason(error))
         raise
@@ -160,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(message: str) -> int:
-    """Log the current error and end this rank; rank 0 logs first, and what all ranks find is shown once."""
+    """Log the current error and end this rank. Rank 0 logs first, so that an error of all ranks is shown once."""
     if rank := launchers.rank():
         time.sleep(2)
         message = f"rank {rank}: {message}"

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Predict memory, speed and duration of a run: `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
 
-CONFIG is a training configuration, followed by overrides of any training key (--gradient_checkpointing true,
---deepspeed ds_config_zero3.json), or a model (a name in model/configs, a config.json or its folder), which is planned
-with train_args/train_config_fp8.json. Prints GPU memory by part, the largest micro-batch that fits, tokens/s, days,
-GPU-hours and the size of a checkpoint, recommended settings, and the same on 1 to 1,024 GPUs; each speed with what it
-is derived from. Needs neither a GPU nor torch, and reads no data.
+CONFIG is a training configuration, or a model (a name in model/configs, a config.json or its folder). A model is
+planned with train_args/train_config_fp8.json. Overrides of any training key can follow (--gradient_checkpointing true,
+--deepspeed ds_config_zero3.json).
 
-Exit status: 0; 2 if the request cannot be planned or the model does not fit.
+Prints GPU memory by part, the largest micro-batch that fits, tokens/s, days, GPU-hours, the size of a checkpoint, and
+recommended settings, also for 1 to 1,024 GPUs. Each speed comes with its source. Needs neither a GPU nor torch, and
+reads no data.
+
+Exit status: 0 done; 2 the request cannot be planned, or the model does not fit.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from train.planning.plan import lines, parse_tokens, plan
 from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS
 
-MODEL_CONFIG = "train_config_fp8.json"  # for a model without a training configuration
+MODEL_CONFIG = "train_config_fp8.json"  # used for a model without a training configuration
 MOST_GPUS = 65536
 
 
@@ -42,27 +44,28 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("config", metavar="CONFIG", help="a training configuration, or a model's")
+    parser.add_argument("config", metavar="CONFIG", help="training configuration, or model")
     parser.add_argument(
         "--gpus",
         type=int,
-        help="how many GPUs, of one job (default: 8, or fewer if they do not divide the batch)",
+        help="number of GPUs of the job (default: 8, or fewer if 8 do not divide the batch)",
     )
-    parser.add_argument("--gpu", default="h100", choices=GPUS, help="the SXM part (default %(default)s)")
+    parser.add_argument("--gpu", default="h100", choices=GPUS, help="GPU type, SXM (default: %(default)s)")
+    parser.add_argument("--tokens", help="total number of tokens, such as 600B (default: from max_steps)")
     parser.add_argument(
-        "--tokens", help="tokens of the whole run, such as 600B; default: max_steps of the configuration"
+        "--network",
+        type=float,
+        default=400,
+        help="network bandwidth between nodes of 8 GPUs, in Gbit/s per GPU (default: %(default)s)",
     )
-    parser.add_argument(
-        "--network", type=float, default=400, help="Gbit/s a GPU between nodes of 8 (default %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, help="a .json for all of it")
+    parser.add_argument("--output", type=Path, help="write the plan to this .json file")
     options, others = parser.parse_known_args(argv)
     try:
         tokens = options.tokens and parse_tokens(options.tokens)
         if options.gpus is not None and not 1 <= options.gpus <= MOST_GPUS:
-            raise PlanError(f"--gpus {options.gpus}: 1 to {MOST_GPUS} are expected")
+            raise PlanError(f"--gpus {options.gpus}: allowed is 1 to {MOST_GPUS}")
         if not options.network > 0:
-            raise PlanError(f"--network {options.network:g}: Gbit/s a GPU, above 0, are expected")
+            raise PlanError(f"--network {options.network:g}: allowed are Gbit/s per GPU above 0")
         arguments = configured(options.config, others, options.gpus or 8)
         gpus = options.gpus or default_gpus(arguments)
         sizes = load_sizes(arguments.model.config)
@@ -84,22 +87,28 @@ def main(argv: list[str]) -> int:
 
 
 def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
-    """Return the arguments of a training configuration, or those a model would be trained with.
+    """Load the arguments of a training configuration, or the arguments to train a model with.
 
-    Raises ConfigurationError, PlanError: there is none.
+    Args:
+        config: A training configuration or a model.
+        others: Overrides of training keys, as on the command line.
+        gpus: The number of GPUs. For a model, the step size is adapted to it.
+
+    Raises:
+        ConfigurationError, PlanError: `config` does not exist or is invalid.
     """
     if not is_model(config):
         try:
             find_config(config, "CONFIG")
         except ConfigurationError as error:
             models = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
-            raise PlanError(f"{error}; and no model of that name: model/configs has {models}") from error
+            raise PlanError(f"{error}; it is not a model either: model/configs has {models}") from error
         return load_arguments([config, *others])
     arguments = load_arguments([MODEL_CONFIG, "--model.config", config, *others])
     given = {word.partition("=")[0] for word in others}
     micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length * gpus
     if "--train_batch_size_tokens" not in given:
-        # the step of the given accumulation, else the possible one that is nearest to the configuration's
+        # use the step size that follows from a given accumulation, or else the nearest possible to the configuration's
         step = arguments.train_batch_size_tokens or micro_batch
         nearest = max(1, round(step / micro_batch)) * micro_batch
         arguments.train_batch_size_tokens = nearest if arguments.gradient_accumulation_steps is None else None
@@ -107,7 +116,7 @@ def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
 
 
 def default_gpus(arguments: TrainingArguments) -> int:
-    """Return the most of 8, 4, 2 and 1 GPUs whose micro-batches divide the step of the configuration."""
+    """Return the largest of 8, 4, 2 and 1 GPUs whose micro-batches divide the step of the configuration."""
     micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length
     micro_batch *= arguments.gradient_accumulation_steps or 1
     step = arguments.train_batch_size_tokens or 0
@@ -123,7 +132,7 @@ def is_model(config: str) -> bool:
     try:
         return "model_type" in json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, TypeError):
-        return False  # load_arguments says what is wrong with it
+        return False  # load_arguments reports the error
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Draw and compare runs: `python train/plot.py RUN [RUN ...] [--output FILE]`.
 
-RUN is the output_dir of a run, which may still be going on. Prints a table (loss, evaluation loss, tokens, tokens/s,
-FP8, GPU-hours, state) and draws loss, learning rate, gradient norm and tokens/s against tokens: one run to
-RUN/loss.png, several to comparison.png in the current folder, unless --output names a file. A run with FP8 health
-samples (precision.health_steps) also gets RUN/health.png, or FILE_health.png beside FILE.
+RUN is the output_dir of a run, which may still be in progress. Prints a table (loss, evaluation loss, tokens, tokens/s,
+FP8, GPU-hours, state) and draws loss, learning rate, gradient norm and tokens/s against tokens.
 
-Exit status: 0; 2 if a RUN has no metrics.
+The plot of one run is written to RUN/loss.png, and of several runs to comparison.png in the current folder, unless
+--output names a file. For a single run with FP8 health samples (precision.health_steps), RUN/health.png is also
+written, or FILE_health.png next to FILE.
+
+Exit status: 0 done; 2 a RUN has no metrics, or the plot cannot be written.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a run")
     parser.add_argument(
-        "--output", type=Path, help="a .png; default: RUN/loss.png, of several runs comparison.png"
+        "--output",
+        type=Path,
+        help="file of the plot, a .png (default: RUN/loss.png, or comparison.png for several runs)",
     )
     options = parser.parse_args(argv)
     output = options.output or (
         options.runs[0] / "loss.png" if len(options.runs) == 1 else Path("comparison.png")
     )
     if output.suffix.lower() != ".png" or output.is_dir():
-        parser.error(f"--output {output}: a file that ends in .png is expected")
+        parser.error(f"--output {output}: the name of a file must end in .png")
     histories, problems = [], []
     for path in dict.fromkeys(options.runs):
         try:

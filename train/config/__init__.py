@@ -1,8 +1,10 @@
-"""The configuration of a run: `arguments` (every fact about a key at its field), `schema` (what each key takes, as JSON
-schema and in words), `schedule` (phases of the precision), `ds_config` (what DeepSpeed gets), `differences` (what a
-resume may change), `load` (file and command line to checked and resolved arguments).
+"""The configuration of a run.
 
-May import: train.files, train.data, and the parts of model that need no torch. Others use TrainingArguments and
-ConfigurationError of arguments, load_arguments, build_arguments and resolve_arguments of load, resolve_ds_config of
-ds_config, and differences.
+`arguments` declares the keys. `load` reads, checks and resolves the file and the command line. `schema` describes the
+allowed values, as JSON schema and in words. `schedule` has the phases of the precision, `ds_config` the DeepSpeed
+configuration, and `differences` compares configurations on a resume.
+
+May import train.files, train.data, and the parts of model that do not need torch. Other packages use TrainingArguments
+and ConfigurationError from arguments; load_arguments, build_arguments and resolve_arguments from load;
+resolve_ds_config from ds_config; and differences.
 """

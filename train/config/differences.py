@@ -1,4 +1,4 @@
-"""What two configurations differ in, and which differences a resume may have."""
+"""Compare two configurations, and decide which differences a resume allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.files import shown
 
 @dataclass(frozen=True)
 class Difference:
-    """The dotted `key` has the JSON value `old` on one side and `new` on the other; None if it is missing."""
+    """A dotted key with two different JSON values. A missing value is None."""
 
     key: str
     old: Any
@@ -25,7 +25,13 @@ class Difference:
 
 
 def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
-    """Return where two JSON values differ: by key where both hold an object, else as a whole."""
+    """Return the differences of two JSON values, by key where both have an object.
+
+    Args:
+        old: The first value.
+        new: The second value.
+        what: The dotted key of both values.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         prefix = what + "." if what else ""
         return [
@@ -35,11 +41,11 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
-    """Return the differences that a resume has to allow or cannot have.
+    """Return the differences that a resume must allow explicitly or cannot allow.
 
     Args:
-        old, new: `to_dict()` of resolved arguments. A key that one of them lacks, as it is of another version, counts
-            with what that version did: `before` of the key, else its default.
+        old, new: `to_dict()` of resolved arguments. A key that is missing, because another version wrote the arguments,
+            has the value that matches that version: `before` of the key, or else its default.
     """
     sections = (values.get("precision") or {} for values in (old, new))
     unread_keys = {f"precision.{name}" for section in sections for name in unread(section)}
@@ -63,7 +69,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 
 
 def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[str] | None = None) -> bool:
-    """Return whether two sections "precision" agree in all `keys` (None: all) that both of them read."""
+    """Return whether two "precision" sections agree in all `keys` that both read. None: compare all keys."""
     compared = {*one, *other} if keys is None else {*keys}
     return all(one.get(key) == other.get(key) for key in compared - unread(one) - unread(other))
 
@@ -76,17 +82,17 @@ def _is_free_in_deepspeed(key: str) -> bool:
 
 
 def key_of(key: str) -> str:
-    """Return the key of the configuration in which the dotted `key` lies, or ""."""
+    """Return the configuration key that contains the dotted `key`, or ""."""
     return key_at(key.split("."))
 
 
 def rule_of(key: str) -> str:
-    """Return the resume rule (model.keys.RESUME) of the key in which the dotted `key` lies."""
+    """Return the resume rule (model.keys.RESUME) of the configuration key that contains the dotted `key`."""
     return all_keys()[key_of(key)]["resume"]
 
 
 def why_never(difference: Difference) -> str:
-    """Return why no resume can have this difference, or ""."""
+    """Return the reason that no resume can allow this difference, or ""."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
-        return "weights and optimizer state are kept in another type"
+        return "weights and optimizer state have another type"
     return all_keys()[key_of(difference.key)].get("why", "")

@@ -1,6 +1,6 @@
-"""The DeepSpeed configuration of a run: the user's, with "auto" filled in from the training arguments.
+"""The DeepSpeed configuration of a run. Values of "auto" are filled in from the training arguments.
 
-Only the keys in KEYS are accepted. Checked against DeepSpeed 0.19.8.
+Only the keys in KEYS are accepted. They were checked with DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.config.schema import flatten, suggest
 
 
 class Kind(NamedTuple):
-    """The values that a key takes: in words, and as a predicate."""
+    """The allowed values of a key, in words and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -45,24 +45,25 @@ def _is_name_or_names(value: Any) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
-ANY = Kind("anything", lambda value: True)  # compared with the training arguments
+ANY = Kind("anything", lambda value: True)  # the value is compared with the training arguments
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NAMES = Kind("a name or a list of names", _is_name_or_names)
 SIZE, COUNT = _whole(1), _whole(0)
 
-# How a key was checked.
-RUN = "run on two ranks with other values: same gradients"
+# How a key was checked
+RUN = "run on two ranks with other values: the gradients are the same"
 RESHARDED = f"{RUN}; tests/reliability/test_world_size.py reshards its checkpoints"
-SOURCE = "read in DeepSpeed's source: no effect on a step here"
-FP16 = "read in DeepSpeed's source: the loss scale, which only fp16 has"
-EQUAL = "has to agree with the training arguments"
-REPORTS = "run on two ranks with other values: changes only what DeepSpeed reports"
-GATHERS = "run on two ranks with other values: changes only when ZeRO 3 gathers weights"
-# A resume may change these.
+SOURCE = "according to DeepSpeed's source, it has no effect on a step here"
+FP16 = "according to DeepSpeed's source, it affects only the loss scale of fp16"
+EQUAL = "must agree with the training arguments"
+REPORTS = "run on two ranks with other values: only the reports of DeepSpeed change"
+GATHERS = "run on two ranks with other values: only the time at which ZeRO 3 gathers weights changes"
+# A resume may change keys with these remarks.
 FREE = (EQUAL, REPORTS, GATHERS)
 
-# Section ("" is the top level) -> key -> (a Kind or the only allowed values; how it was checked, or why there are no
-# other values). A key that is a section itself has its path here.
+# Section ("" is the top level) -> key -> (a Kind or a tuple of the only allowed values; remark).
+# The remark says how the key was checked, or why other values are not allowed. A nested section is listed under its
+# dotted path.
 KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
     "": {
         "train_batch_size": (ANY, EQUAL),
@@ -70,10 +71,10 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "gradient_accumulation_steps": (ANY, EQUAL),
         "gradient_clipping": (ANY, EQUAL),
         "communication_data_type": (ANY, EQUAL),
-        "gradient_allreduce_op": (("mean",), "a sum is the gradient times the number of ranks"),
-        "prescale_gradients": ((False,), "DeepSpeed stops with it at ZeRO 2"),
-        "gradient_predivide_factor": ((1, 1.0), "DeepSpeed stops with another one at ZeRO 2 and 3"),
-        "zero_allow_untested_optimizer": (FLAG, "the optimizers here are tested ones"),
+        "gradient_allreduce_op": (("mean",), "a sum multiplies the gradient by the number of ranks"),
+        "prescale_gradients": ((False,), "DeepSpeed fails with it at ZeRO 2"),
+        "gradient_predivide_factor": ((1, 1.0), "DeepSpeed fails with other values at ZeRO 2 and 3"),
+        "zero_allow_untested_optimizer": (FLAG, "the optimizers of this project are tested"),
         "steps_per_print": (SIZE, REPORTS),
         "wall_clock_breakdown": (FLAG, REPORTS),
         "memory_breakdown": (FLAG, REPORTS),
@@ -90,7 +91,7 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
     },
     "data_types": {"grad_accum_dtype": (("fp32", "bf16", "fp16"), "tests/train/preflight/test_gradients.py")},
     "checkpoint": {
-        "load_universal": ((False,), "runs resume from their own checkpoints, on any number of ranks")
+        "load_universal": ((False,), "runs resume from their own checkpoints on any number of ranks")
     },
     "optimizer": {"type": (ANY, EQUAL)},
     "optimizer.params": {
@@ -98,8 +99,8 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "betas": (ANY, EQUAL),
         "eps": (ANY, EQUAL),
         "weight_decay": (ANY, EQUAL),
-        "torch_adam": (FLAG, "chooses an implementation; not read here"),
-        "fused": (FLAG, "chooses an implementation; not read here"),
+        "torch_adam": (FLAG, "selects an implementation; ignored here"),
+        "fused": (FLAG, "selects an implementation; ignored here"),
         "adam_w_mode": ((True,), "false is Adam with L2 regularization"),
     },
     "timers": {},
@@ -122,15 +123,15 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "stage3_max_live_parameters": (COUNT, RUN),
         "stage3_max_reuse_distance": (COUNT, RUN),
         "stage3_gather_16bit_weights_on_model_save": (FLAG, SOURCE),
-        "load_from_fp32_weights": ((True,), "with false a resume loses the float32 weights"),
-        "elastic_checkpoint": ((False,), "nothing can load its checkpoints"),
+        "load_from_fp32_weights": ((True,), "false loses the float32 weights on a resume"),
+        "elastic_checkpoint": ((False,), "checkpoints written with true cannot be loaded"),
         "offload_optimizer": (
             (None, {"device": "none"}),
-            "offloading is not supported; precision.optimizer_states packs the states, ZeRO shares them",
+            "offloading is not supported; precision.optimizer_states packs the states, and ZeRO partitions them",
         ),
         "offload_param": (
             (None, {"device": "none"}),
-            "offloading is not supported; ZeRO 3 shares the weights between ranks",
+            "offloading is not supported; ZeRO 3 partitions the weights",
         ),
     },
     "zero_optimization.leaf_module": {
@@ -139,27 +140,27 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "name_suffixes": (NAMES, GATHERS),
     },
 }
-# Unsupported key -> what to use instead.
+# Unsupported key -> what to use instead
 INSTEAD = {
-    "scheduler": "lr_scheduler_type and warmup_steps of the training configuration",
-    "wandb": 'report_to "wandb" of the training configuration',
-    "tensorboard": 'report_to "tensorboard" of the training configuration',
+    "scheduler": "lr_scheduler_type and warmup_steps in the training configuration",
+    "wandb": 'report_to "wandb" in the training configuration',
+    "tensorboard": 'report_to "tensorboard" in the training configuration',
     "csv_monitor": "metrics.jsonl, which every run writes",
-    "activation_checkpointing": "gradient_checkpointing of the training configuration",
-    "torch_autocast": "the section precision of the training configuration",
+    "activation_checkpointing": "gradient_checkpointing in the training configuration",
+    "torch_autocast": "the section precision in the training configuration",
     "bfloat16": "bf16",
     "zero_optimization.cpu_offload": "precision.optimizer_states, or a higher ZeRO stage",
     "zero_optimization.cpu_offload_param": "ZeRO 3",
     "zero_optimization.zenflow": "precision.optimizer_states, or a higher ZeRO stage",
-    "zero_optimization.zero_quantized_gradients": "precision.gradient_communication, bf16 or fp32",
+    "zero_optimization.zero_quantized_gradients": "precision.gradient_communication with bf16 or fp32",
 }
 
 
 def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of the key `deepspeed` as it is written.
+    """Load the DeepSpeed configuration that the key `deepspeed` names, without changes.
 
     Raises:
-        ConfigurationError: there is no such file, or it holds no JSON object.
+        ConfigurationError: The file does not exist or does not contain a JSON object.
     """
     if isinstance(value, dict):
         return copy.deepcopy(value)
@@ -173,16 +174,17 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
 def resolve_ds_config(
     arguments: TrainingArguments, world_size: int, source: str = "deepspeed"
 ) -> dict[str, Any]:
-    """Return the configuration for deepspeed.initialize, without "auto" and without an `optimizer` section.
+    """Return the configuration for deepspeed.initialize, without "auto" values and without an `optimizer` section.
 
     Args:
-        arguments: resolved for `world_size` ranks.
-        source: names the configuration in errors.
+        arguments: The arguments, resolved for `world_size` ranks.
+        world_size: The number of ranks.
+        source: The name of the configuration in error messages.
 
     Raises:
-        ConfigurationError: every unsupported key or value and every contradiction.
+        ConfigurationError: Lists all unsupported keys and values and all contradictions.
     """
-    assert isinstance(arguments.deepspeed, dict), "resolve_arguments comes first"
+    assert isinstance(arguments.deepspeed, dict), "call resolve_arguments first"
     config = copy.deepcopy(arguments.deepspeed)
     config.pop("msamp", None)  # applied by resolve_arguments
     problems = _key_problems(config)
@@ -193,11 +195,11 @@ def resolve_ds_config(
     config.setdefault("zero_optimization", {}).setdefault("stage", 0)
     problems += _combination_problems(config, arguments)
     _fill_sizes(config["zero_optimization"], arguments)
-    # off unless the user turned them on: they wait for the device in every micro-batch
+    # off by default, because they wait for the device in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
     problems += [
-        f'{key}: "auto" cannot be filled in here; give a value or remove the key'
+        f'{key}: "auto" is not supported for this key; set a value or remove the key'
         for key, value in flatten(config).items()
         if value == "auto"
     ]
@@ -206,7 +208,7 @@ def resolve_ds_config(
 
 
 def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
-    """Remove unsupported keys and values from `config`; return a line for each."""
+    """Remove unsupported keys and values from `config`. Return one problem per removed key."""
     problems, known = [], KEYS[section]
     for key, value in list(config.items()):
         path = f"{section}.{key}" if section else key
@@ -214,7 +216,7 @@ def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
             if isinstance(value, dict):
                 problems += _key_problems(value, path)
                 continue
-            problems.append(f"{path}: {json.dumps(value)} is given, an object is expected")
+            problems.append(f"{path}: the value is {json.dumps(value)}, but it must be an object")
         elif key in known:
             allowed, remark = known[key]
             if isinstance(allowed, Kind):
@@ -236,14 +238,14 @@ def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
                 else suggest(key, elsewhere or [*known, *sections])
             )
             if not use:
-                use = f"; supported are {', '.join(sorted([*known, *sections]))}"
+                use = f"; the supported keys are {', '.join(sorted([*known, *sections]))}"
             problems.append(f"{path}: this key is not supported{use}; remove it")
         del config[key]
     return problems
 
 
 def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[Any, str]]:
-    """Return DeepSpeed key -> (value, the training arguments that set it)."""
+    """Return DeepSpeed key -> (value, training arguments that determine it)."""
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps or 1
     compute = arguments.precision.compute
     return {
@@ -256,7 +258,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
             micro * accumulation * world_size,
             f"per_device_train_batch_size {micro} x accumulation {accumulation} x {world_size} ranks",
         ),
-        # always written: DeepSpeed's own default is to clip at 1.0
+        # always set, because DeepSpeed clips at 1.0 by default
         "gradient_clipping": (arguments.max_grad_norm, "max_grad_norm"),
         "bf16.enabled": (compute in ("fp8", "bf16"), f"precision.compute {compute}"),
         "fp16.enabled": (compute == "fp16", f"precision.compute {compute}"),
@@ -264,7 +266,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
 
 
 def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[str]:
-    """Set each expected value if there is "auto" or nothing; return a problem for each other value."""
+    """Set each expected value where `config` has "auto" or no value. Return one problem per contradicting value."""
     problems = []
     for key, (value, source) in expected.items():
         section, name = config, key
@@ -275,14 +277,14 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
             section[name] = value
         elif not _equal(section[name], value):
             problems.append(
-                f"{key}: {json.dumps(section[name])} contradicts the training configuration, where {source} "
-                f'makes it {json.dumps(value)}; change one of them, or write "auto"'
+                f"{key}: {json.dumps(section[name])} contradicts {source} in the training configuration, which "
+                f'requires {json.dumps(value)}; change one of them, or set "auto"'
             )
     return problems
 
 
 def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Remove the optimizer section, as the optimizer is built from the arguments; return what contradicts them."""
+    """Remove the optimizer section, since the optimizer is built from the arguments. Return its contradictions."""
     optimizer = config.pop("optimizer", None)
     if optimizer is None:
         return []
@@ -290,12 +292,12 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
     kind, params = optimizer.get("type"), optimizer.get("params", {})
     if arguments.optim == "muon" or str(kind).lower() == "muon":
         return [
-            f"optimizer: the section has the type {json.dumps(kind)}, but Muon is configured only by the key optim of "
-            "the training configuration; remove the section"
+            f"optimizer: the type is {json.dumps(kind)}, but Muon is configured only by optim in the training "
+            "configuration; remove the section"
         ]
     if str(kind).lower() not in ("adam", "adamw"):
         problems.append(
-            f"optimizer.type: {json.dumps(kind)} is not supported, only AdamW is; remove the section"
+            f"optimizer.type: {json.dumps(kind)} is not supported, only AdamW; remove the section"
         )
     expected = {
         "lr": (arguments.learning_rate, "learning_rate"),
@@ -309,8 +311,11 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
 
 
 def _layers_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
-    """Return the class that has to be a leaf module of ZeRO 3 and is not, or "". With recomputation, a module in a
-    layer frees its weights after the recomputed forward, before Transformer Engine's backward of it."""
+    """Return the layer class that must be added to the leaf modules of ZeRO 3, or "".
+
+    With recomputation, a module in a layer frees its weights after the recomputed forward pass, before Transformer
+    Engine's backward pass needs them.
+    """
     variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
     if not (arguments.gradient_checkpointing and VARIANTS[variant].te):
         return ""
@@ -322,11 +327,11 @@ def _layers_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> s
 
 
 def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Return what ZeRO, types and the optimizer cannot do together."""
+    """Return the unsupported combinations of ZeRO stage, types and optimizer, one line per problem."""
     zero = config["zero_optimization"]
     stage, accumulate = zero["stage"], config.get("data_types", {}).get("grad_accum_dtype")
     precision, model, muon = arguments.precision, arguments.model, arguments.optim == "muon"
-    dtype = {"fp8": "bf16"}.get(precision.compute, precision.compute)  # of weights
+    dtype = {"fp8": "bf16"}.get(precision.compute, precision.compute)  # dtype of the weights
     zero_1_in_float32 = stage == 1 and accumulate == "fp32"
     problems = []
 
@@ -336,28 +341,28 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
 
     check(
         stage != 3 or not compiles(model.variant, precision, model.compile),
-        "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, 1 or "
-        "2, or set model.compile to false",
+        "zero_optimization.stage: torch.compile cannot trace the hooks in which ZeRO 3 gathers weights; use stage 0, 1 "
+        "or 2, or set model.compile to false",
     )
     layer = _layers_freed_early(zero, arguments) if stage == 3 else ""
     check(
         not layer,
-        "zero_optimization.leaf_module: with gradient_checkpointing ZeRO 3 has to gather the weights of a layer at "
-        f'once; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json',
+        "zero_optimization.leaf_module: with gradient_checkpointing, ZeRO 3 must gather all weights of a layer "
+        f'together; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json',
     )
     no_graphs = arguments.speed.cuda_graphs and why_no_graphs(model.variant, zero_stage=stage)
     check(not no_graphs, f"zero_optimization.stage: {no_graphs}")
     check(
         stage != 0 or dtype != "fp16",
-        "zero_optimization.stage: DeepSpeed 0.19.8 without ZeRO does not scale the loss of fp16, but divides its "
-        "gradients by the scale; use stage 1, 2 or 3, or set precision.compute to bf16",
+        "zero_optimization.stage: with fp16 and stage 0, DeepSpeed 0.19.8 divides the gradients by the loss scale "
+        "without scaling the loss; use stage 1, 2 or 3, or set precision.compute to bf16",
     )
-    # without ZeRO DeepSpeed stops if gradients accumulate in another type than the weights'
+    # without ZeRO, DeepSpeed fails if gradients accumulate in another type than that of the weights
     types = {None, dtype} if stage == 0 else {None, dtype, "fp32"}
     check(
         accumulate in types,
-        f"data_types.grad_accum_dtype: {json.dumps(accumulate)} is given; at ZeRO {stage} with {dtype} weights it can "
-        f"be {' or '.join(sorted(filter(None, types)))}",
+        f"data_types.grad_accum_dtype: the value is {json.dumps(accumulate)}; with ZeRO {stage} and {dtype} weights it "
+        f"must be {' or '.join(sorted(filter(None, types)))}",
     )
     check(
         not muon or dtype != "fp16", 'precision.compute: optim "muon" does not support fp16; use bf16 or fp8'
@@ -365,8 +370,8 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     check(
         not muon or dtype == "fp16" or stage == 0 or (zero_1_in_float32 and dtype == "bf16"),
         'zero_optimization.stage: optim "muon" needs stage 0, or stage 1 with data_types.grad_accum_dtype fp32 and '
-        "precision.compute bf16 or fp8 (ds_config_zero1.json): otherwise DeepSpeed 0.19.8 orthogonalizes fused "
-        "matrices as one, and clips the update instead of the gradient",
+        "precision.compute bf16 or fp8 (ds_config_zero1.json). Otherwise DeepSpeed 0.19.8 orthogonalizes fused "
+        "matrices as one matrix, and clips the update instead of the gradient",
     )
     packed = precision.optimizer_states != "fp32"
     states = f"precision.optimizer_states {precision.optimizer_states}"
@@ -376,14 +381,14 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     )
     check(
         not packed or zero_1_in_float32,
-        f"{states}: packed states need ZeRO 1 with data_types.grad_accum_dtype fp32 (deepspeed: ds_config_zero1.json), "
-        "on one rank too; use that, or set it to fp32",
+        f"{states}: packed states need ZeRO 1 with data_types.grad_accum_dtype fp32, even on one rank; set deepspeed "
+        "to ds_config_zero1.json, or optimizer_states to fp32",
     )
     return problems
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
-    """Set sizes (elements) that are "auto" from the model's hidden size, as transformers does."""
+    """Replace "auto" sizes (in elements) by values derived from the hidden size, as transformers does."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
         hidden = load_sizes(arguments.model.config).hidden_size
@@ -401,10 +406,10 @@ def _equal(given: Any, value: Any) -> bool:
     return math.isclose(given, value, rel_tol=1e-12)
 
 
-# ---------------------------------------------------------------- the section of MS-AMP
+# ---------------------------------------------------------------- MS-AMP
 
-# MS-AMP (Peng et al., FP8-LM, arXiv:2310.18313) brought its own DeepSpeed, which reads a section "msamp"; stock
-# DeepSpeed ignores it. opt_level -> (what MS-AMP does, the nearest here: keys of the section "precision")
+# MS-AMP (Peng et al., FP8-LM, arXiv:2310.18313) has its own DeepSpeed, which reads a section "msamp". The stock
+# DeepSpeed ignores that section. opt_level -> (what MS-AMP does, the closest keys of the section "precision")
 MSAMP_LEVELS: dict[str, tuple[str, dict[str, str]]] = {
     "O1": ("gradients and their reduction in FP8", {"gradient_communication": "bf16"}),
     "O2": (
@@ -426,17 +431,17 @@ def _msamp_level(deepspeed: dict[str, Any]) -> str | None:
 
 
 def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[str]:
-    """Set in `precision` what a section "msamp" asks for; return its problems."""
+    """Apply the section "msamp" to `precision`. Return its problems, one line each."""
     section = deepspeed.get("msamp", {})
     if not isinstance(section, dict):
-        return [f"msamp: {json.dumps(section)} is given, an object is expected"]
+        return [f"msamp: the value is {json.dumps(section)}, but it must be an object"]
     problems = []
     for key, value in section.items():
         if key not in MSAMP_KEYS:
             problems.append(f"msamp.{key}: unknown key{suggest(key, MSAMP_KEYS)}; remove it")
         elif value not in MSAMP_KEYS[key]:
             allowed = ", ".join(map(json.dumps, MSAMP_KEYS[key]))
-            problems.append(f"msamp.{key}: {json.dumps(value)} is given, one of {allowed} is expected")
+            problems.append(f"msamp.{key}: the value is {json.dumps(value)}; allowed are {allowed}")
     if problems or (level := _msamp_level(deepspeed)) is None:
         return problems
     for key, value in MSAMP_LEVELS[level][1].items():
@@ -445,15 +450,15 @@ def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[s
             setattr(precision, key, value)
         else:
             problems.append(
-                f'msamp.opt_level "{level}" sets precision.{key} to {value}, but {given} is given; remove one of them'
+                f'msamp.opt_level "{level}" sets precision.{key} to {value}, but it is {given}; remove one of them'
             )
     return problems + [f'msamp.opt_level "{level}": {problem}' for problem in precision.problems()]
 
 
 def describe_msamp(deepspeed: dict[str, Any]) -> str | None:
-    """Return a line for the log about what the section "msamp" does here, or None if it is off."""
+    """Return a log line about the effect of the section "msamp", or None if it is off."""
     if (level := _msamp_level(deepspeed)) is None:
         return None
     theirs, ours = MSAMP_LEVELS[level]
     settings = ", ".join(f"precision.{key} {value}" for key, value in ours.items())
-    return f"msamp {level} (MS-AMP: {theirs}; stock DeepSpeed ignores the section): the nearest here is {settings}"
+    return f"msamp {level} (in MS-AMP: {theirs}) is replaced by the closest settings here: {settings}"

@@ -1,8 +1,8 @@
-"""From a JSON file and the command line to the arguments of a run: defaults < CONFIG.json < --key value.
+"""Load the arguments of a run from a JSON file and the command line. Precedence: --key value, CONFIG.json, defaults.
 
-load_arguments(argv)       read the file, apply the overrides, check, find folders
-build_arguments(raw)       check a JSON object: first each key by its type and limits, then keys that go together
-resolve_arguments(a, n)    fill in what follows from other keys and the number of ranks
+load_arguments(argv)       read the file, apply the overrides, check the values, find the folders
+build_arguments(raw)       check a JSON object: first the type and limits of each key, then combinations of keys
+resolve_arguments(a, n)    fill in keys that are determined by other keys and the number of ranks
 """
 
 from __future__ import annotations
@@ -53,31 +53,34 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 USAGE = """\
 usage: train.py CONFIG [--key value]...
 
-CONFIG is a JSON file. A bare name that is not a file here is looked up in train_args/.
-Every key of the file can be given as --key value, in a section as --section.key value. Values are JSON or
-plain strings; a list of names can be NAME,NAME; a key that is true or false can stand alone (--dry_run),
-which means true.
-Start it with deepspeed, torchrun, or python for one process.
---schema prints the JSON schema of the file, with which editors complete and check it.
+CONFIG is a JSON file. A bare name that is not a file in the current folder is looked up in train_args/.
+Override any key with --key value, or --section.key value for a key in a section. Values are JSON or plain
+strings. A list of names can be written as NAME,NAME. A boolean key without a value (--dry_run) means true.
+Start train.py with deepspeed, torchrun, srun, mpirun or accelerate, or with python for one process.
+--schema prints the JSON schema of the file. Editors use it to complete and check the file.
 
-Exit status: 0 done; 2 something has to be changed first (a key, data, a folder, the disk, a missing GPU,
-numbers that went wrong); 75 stopped on request, with a checkpoint: the same command continues; 130 ended by
-Ctrl-C without a checkpoint; 1 anything else, which a restart from the last checkpoint may fix.
+Exit status:
+  0    done
+  2    something has to be changed first: a key, the data, a folder, the disk, a missing GPU, or numbers that
+       went wrong
+  75   stopped on request, with a checkpoint; the same command continues the run
+  130  stopped by Ctrl-C, without a checkpoint
+  1    any other error, which a restart from the last checkpoint may fix
 """
-# pydantic's names of kinds of errors
+# Error types of pydantic
 MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"
 OF_TYPED_DICT = {"extra_forbidden": UNKNOWN}
 
-Place = tuple[str | int, ...]  # names of keys, and numbers of items in lists
+Place = tuple[str | int, ...]  # path to a value: names of keys and indices in lists
 
 
 def load_arguments(argv: list[str]) -> TrainingArguments:
-    """Return the arguments of a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
+    """Load the arguments of a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
 
-    `--help` and `--schema` print and exit. The `--local_rank` of DeepSpeed's launcher is ignored.
+    `--help` and `--schema` print and exit. `--local_rank` from DeepSpeed's launcher is ignored.
 
     Raises:
-        ConfigurationError: anything that is wrong in the file or on the command line.
+        ConfigurationError: The file or the command line is invalid.
     """
     for option, printed in (("--help", help_text), ("-h", help_text), ("--schema", schema_text)):
         if option in argv:
@@ -107,7 +110,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
 
 
 def help_text() -> str:
-    """Return what `--help` prints: the usage, and each key with what it takes, its default and meaning."""
+    """Return the text of `--help`: the usage, and the allowed values, default and meaning of each key."""
     lines = [USAGE]
     for key, node in all_keys().items():
         default = f"default {json.dumps(node['default'])}" if "default" in node else "required"
@@ -118,17 +121,19 @@ def help_text() -> str:
 
 
 def schema_text() -> str:
-    """Return what `--schema` prints and train_args/train_config.schema.json holds."""
+    """Return the output of `--schema`, which is also the content of train_args/train_config.schema.json."""
     schema = full_schema()
-    named = {"$schema": {"type": "string", "description": "this schema; for editors"}} | schema["properties"]
+    named = {"$schema": {"type": "string", "description": "Path of this schema, for editors."}} | schema[
+        "properties"
+    ]
     return json.dumps({"$schema": DIALECT} | schema | {"properties": named}, indent=1)
 
 
 def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Return CONFIG and the (key, text) pairs of a command line.
+    """Split a command line into CONFIG and (key, text) pairs.
 
     Raises:
-        ConfigurationError: no CONFIG or several, or a key without a value.
+        ConfigurationError: There is no CONFIG or more than one, or a key has no value.
     """
     configs, overrides, words = [], [], list(argv)
     while words:
@@ -145,9 +150,9 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
         given = ", ".join(configs) or "none"
         unknown = [
             _unknown(key) for key, _ in overrides if not _is_known(key)
-        ]  # one may have taken CONFIG as its value
+        ]  # an unknown key may have taken CONFIG as its value
         raise ConfigurationError(
-            f"one CONFIG is expected, {len(configs)} are given ({given}); see --help",
+            f"{len(configs)} configuration files are given ({given}); pass one CONFIG, see --help",
             problems=unknown,
             code="config_count",
         )
@@ -177,14 +182,16 @@ def _unknown(key: str) -> str:
 
 
 def override(raw: dict[str, Any], path: str, text: str) -> None:
-    """Set `--path text` in the JSON object `raw`: as JSON if that has a type that the key takes, else as a string.
-    Names below a key that takes an object (`data.sources.NAME`) set one entry of it.
+    """Apply `--path text` to the JSON object `raw`.
+
+    The text is parsed as JSON if the key accepts that type; otherwise it is a string. If a key takes an object, the
+    path can name one of its entries: `data.sources.NAME`.
 
     Raises:
-        ConfigurationError: a name on the path holds no object, or an object or a list is not valid JSON.
+        ConfigurationError: A value on the path is not an object, or an object or a list is not valid JSON.
     """
     names, target, node = path.split("."), raw, full_schema()
-    # an object with free names takes the rest of the path as one name: a data source may have a dot in its name
+    # in an object with free names, the rest of the path is one name, because a data source may have a dot in its name
     while len(names) > 1 and (not node or "properties" in node):
         section = names.pop(0)
         inner = node.get("properties", {}).get(section, {})
@@ -194,12 +201,12 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
         target = target[section]
         if not isinstance(target, dict):
             raise ConfigurationError(
-                f"--{path}: {section} is {shown(target)}, not an object, so nothing in it can be set",
+                f"--{path}: {section} is {shown(target)}, so its keys cannot be set; replace it by an object",
                 code="not_an_object",
                 key=path,
             )
     name = ".".join(names)
-    if "properties" in node:  # an unknown key keeps its text: build_arguments names it
+    if "properties" in node:  # keep the text of an unknown key: build_arguments reports the key
         node = node["properties"].get(name, {"type": "string"})
     target[name] = _parse_value(path, text, node)
 
@@ -227,12 +234,17 @@ def _parse_value(path: str, text: str, node: Node) -> Any:
 
 
 def build_arguments(raw: dict[str, Any], source: str = "configuration") -> TrainingArguments:
-    """Return checked arguments from a JSON object; `source` names it in errors.
+    """Build checked arguments from a JSON object.
+
+    Args:
+        raw: The JSON object.
+        source: The name of the configuration in error messages.
 
     Raises:
-        ConfigurationError: every key with a wrong name or value; if there is none, all that does not go together.
+        ConfigurationError: Lists all keys with a wrong name or value, or else all combinations of keys that are not
+            allowed.
     """
-    raw = {key: value for key, value in raw.items() if key != "$schema"}  # for editors
+    raw = {key: value for key, value in raw.items() if key != "$schema"}  # only for editors
     text = json.dumps(raw, ensure_ascii=False)
     try:
         text.encode()
@@ -253,14 +265,16 @@ def build_arguments(raw: dict[str, Any], source: str = "configuration") -> Train
 
 def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> list[str]:
     kinds = {_place(given, e): OF_TYPED_DICT.get(e["type"], e["type"]) for e in errors}
-    # A key that allows several types has an error for each. The innermost place is where the mistake is.
+    # pydantic reports one error per allowed type of a key. The innermost place is the mistake.
     places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
-    places.sort(key=lambda place: kinds[place] != UNKNOWN)  # a misspelt key explains a missing one
+    places.sort(
+        key=lambda place: kinds[place] != UNKNOWN
+    )  # list unknown keys first: a misspelt key explains a missing one
     return [_problem(given, place, kinds[place]) for place in places]
 
 
 def _place(given: Any, error: ErrorDetails) -> Place:
-    """Return where in `given` the error is: pydantic's location without the names of the types it tried."""
+    """Return the place of an error in `given`: pydantic's location without the names of the types it tried."""
     place: list[str | int] = []
     for step in error["loc"]:
         if isinstance(given, list | dict) and (
@@ -279,26 +293,26 @@ def _problem(given: Any, place: Place, kind: str) -> str:
     if kind == UNKNOWN:  # in an item of a list
         whole = f"{key.rpartition('.')[0]}.{place[-1]}"
         if whole in all_keys():
-            return f"{name}: it cannot differ from item to item; set it for the whole run, as {whole}"
+            return f"{name}: this key cannot differ between items; set {whole} for the whole run"
         return f"{name}: unknown key{suggest(name, (node_at(place[:-1]) or {}).get('properties', {}))}"
     node = node_at(place) or {}
-    expected = f"{describe(node)} is expected"
+    expected = f"allowed is {describe(node)}"
     if not key:
         first = next(iter(node["properties"]))
-        expected = f"{describe(node)} (a section) is expected; for example --{name}.{first} VALUE"
+        expected = f"this section must be {describe(node)}; for example --{name}.{first} VALUE"
     elif len(place) == key.count(".") + 1:
         expected += example(key, node)
     if kind == MISSING:
-        return f"{name}: required, and not given: {expected}"
+        return f"{name}: this key is required; {expected}"
     for step in place:
         given = given[step]
     if isinstance(given, float) and not math.isfinite(given):
         expected = expected.replace("a number", "a finite number")
-    return f"{name}: {shown(given)} is given, {expected}"
+    return f"{name}: the value is {shown(given)}; {expected}"
 
 
 def problems_across_keys(args: TrainingArguments) -> list[str]:
-    """Return what does not go together in the configuration, one line per problem."""
+    """Return the combinations of keys that are not allowed, one line per problem."""
     problems: list[str] = []
 
     def check(keys: str, allowed: object, message: str) -> None:
@@ -307,21 +321,25 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             problems.append(f"{', '.join(values)}: {message}")
 
     decays = args.lr_scheduler_type == "warmup_stable_decay"
-    check("warmup_steps max_steps", args.warmup_steps <= args.max_steps, "warmup is longer than the run")
+    check(
+        "warmup_steps max_steps",
+        args.warmup_steps <= args.max_steps,
+        "the warmup is longer than the run; reduce warmup_steps",
+    )
     check(
         "lr_scheduler_type decay_steps",
         (args.decay_steps is not None) == decays,
-        "decay_steps belongs to warmup_stable_decay: set it there, remove it elsewhere",
+        "warmup_stable_decay needs decay_steps, and no other schedule accepts it; set or remove it",
     )
     check(
         "warmup_steps decay_steps max_steps",
         not decays or args.warmup_steps + (args.decay_steps or 0) <= args.max_steps,
-        "warmup and decay together are longer than the run",
+        "warmup and decay together are longer than the run; reduce one of them",
     )
     check(
         "optim muon_momentum",
         args.optim == "muon" or args.muon_momentum == type(args).muon_momentum,
-        "only muon reads muon_momentum; remove it",
+        "muon_momentum has an effect only with muon; remove it",
     )
     rollback = args.on_spike == "rollback"
     check(
@@ -332,7 +350,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     check(
         "on_spike spike_threshold",
         not rollback or args.spike_threshold > 0,
-        "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
+        "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
     )
     if args.output_dir and (blocked := blocking(Path(args.output_dir))):
         problems.append(
@@ -348,13 +366,14 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         args.precision.optimizer_states != "bf16_remainder"
         or args.precision.optimizer_moments == "fp32"
         or args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2,
-        f"with an adam_beta2 above {BF16_MOMENTS_MOST_BETA2} the changes of second moments in bf16 are rounded away; "
+        f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MOST_BETA2}; "
         "set optimizer_moments to fp32",
     )
     check(
         "data.document_mask model.variant",
         VARIANTS[args.model.variant].documents or not args.data.document_mask,
-        "transformers' attention here cannot separate documents; set it to false, or use te_linear or te_layer",
+        "the attention of transformers cannot separate documents; set document_mask to false, or "
+        "use te_linear or te_layer",
     )
     no_graphs = why_no_graphs(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
     check(
@@ -386,17 +405,17 @@ def _allow_problems(names: list[str]) -> list[str]:
     return problems
 
 
-# ---------------------------------------------------------------- what follows from other keys
+# ---------------------------------------------------------------- keys determined by other keys
 
 
 def resolve_arguments(arguments: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Return a copy for `world_size` ranks with all keys filled in that follow from others.
+    """Return a copy for `world_size` ranks in which all keys that are determined by others are set.
 
-    Sets gradient_accumulation_steps, train_batch_size_tokens, per_device_eval_batch_size, `deepspeed` to the object in
-    its file, and what a section "msamp" there asks for. Resolving twice changes nothing.
+    Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` by
+    the object in its file, and applies its section "msamp". Resolving twice changes nothing.
 
     Raises:
-        ConfigurationError: the batch does not divide, two keys state it differently, or a phase of precision.schedule
+        ConfigurationError: The batch is not divisible, two keys contradict each other, or a phase of precision.schedule
             has no step.
     """
     out = copy.deepcopy(arguments)
@@ -411,7 +430,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         below = given // micro_tokens * micro_tokens
         valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
         raise ConfigurationError(
-            f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest valid sizes: {valid}",
+            f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest valid sizes are {valid}",
             code="batch_not_divisible",
             key="train_batch_size_tokens",
         )
@@ -435,9 +454,9 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
 
 
 def describe_arguments(arguments: TrainingArguments) -> list[str]:
-    """Return lines for the log with the keys of resolved arguments that are not at their defaults."""
+    """Return log lines with the keys of resolved arguments that differ from their defaults."""
     follows = {
-        "output_dir": arguments.output_dir,  # logged elsewhere
+        "output_dir": arguments.output_dir,  # logged separately
         "per_device_eval_batch_size": arguments.per_device_train_batch_size,
         "deepspeed": load_deepspeed(None),
     }

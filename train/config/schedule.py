@@ -1,9 +1,9 @@
-"""precision.schedule: the phases of a run, each with keys of the section "precision" that differ in it.
+"""The phases of precision.schedule. Each phase has the keys of the section "precision" that it changes.
 
     [{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}]
 
-The phase of a step is a pure function of the steps and tokens before it, so a resume needs no state. A run without a
-schedule has one phase.
+The phase of a step depends only on the steps and tokens before it, so a resume needs no state. A run without a schedule
+has one phase.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from train.config.arguments import TrainingArguments
 
 
 def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
-    """Return the number, from 0, of the phase of the step after `step` steps and `tokens` tokens."""
+    """Return the index of the phase that contains the next step after `step` steps and `tokens` tokens."""
     return stage_of(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
 def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
-    """Return the section of each phase, without a schedule."""
+    """Return the "precision" section of each phase, with `schedule` removed."""
     sections = []
     for phase in section.schedule or [{}]:
         own = _own_keys(phase)
         out = replace(section, schedule=None, **own)
-        if out.compute == "fp8" and out.recipe != section.recipe:  # drops what the other recipe does not read
+        if (
+            out.compute == "fp8" and out.recipe != section.recipe
+        ):  # reset keys that the other recipe does not read
             out = replace(section.with_recipe(out.recipe), schedule=None, **own)
         sections.append(out)
     return sections
@@ -39,10 +41,11 @@ def arguments_of_phase(args: TrainingArguments, number: int) -> TrainingArgument
 
 
 def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
-    """Return the share of each phase in a run of `max_steps` steps; 0 if the run does not reach it.
+    """Return the share of each phase in a run of `max_steps` steps; 0 for a phase that the run does not reach.
 
     Args:
-        args: resolved.
+        args: The resolved arguments.
+        max_steps: The number of steps of the run.
     """
     begin, shares = 0, []
     for phase in (args.precision.schedule or [{}])[:-1]:
@@ -56,7 +59,7 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
     """Return "phase 2 of 3 of precision.schedule ({...})", with the keys of the phase."""
     phases = section.schedule or [{}]
     own = _own_keys(phases[number])
-    how = json.dumps(own) if own else "as the section says"
+    how = json.dumps(own) if own else "no changes"
     return f"phase {number + 1} of {len(phases)} of precision.schedule ({how})"
 
 
@@ -67,8 +70,14 @@ def _own_keys(phase: PrecisionStage) -> PrecisionStage:
 def _end_step(
     phase: PrecisionStage, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
 ) -> int:
-    """Return after how many steps a phase with an end is over, if the run is at `step` and `tokens` and all further
-    steps have today's number of tokens."""
+    """Return the number of steps of the run after which a phase that has an end is over.
+
+    Args:
+        phase: The phase.
+        args: The resolved arguments. All later steps have their number of tokens.
+        max_steps: The number of steps of the run.
+        step, tokens: The position of the run.
+    """
     if "until_tokens" in phase:
         return step + -(-(phase["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
     return end_step(phase, max_steps)
@@ -78,7 +87,7 @@ def _end_step(
 
 
 def phase_problems(args: TrainingArguments) -> list[str]:
-    """Return what is wrong with the phases, each by itself, one line per problem."""
+    """Return the problems of the individual phases, one line per problem."""
     section, found = args.precision, []
     sections = precisions_of(section)
     if args.save_strategy == "no" and any(
@@ -93,12 +102,10 @@ def phase_problems(args: TrainingArguments) -> list[str]:
     for number, phase in enumerate(phases):
         given, name = [key for key in ENDS if key in phase], _name(number, len(phases))
         if number == len(phases) - 1 and given:
-            found.append(
-                f"{name}: the last phase runs to the end of the run; remove its {' and '.join(given)}"
-            )
+            found.append(f"{name}: the last phase ends with the run; remove its {' and '.join(given)}")
         elif number < len(phases) - 1 and len(given) != 1:
             has = f"has {' and '.join(given)}" if given else "has no end"
-            found.append(f"{name}: it {has}; give one of {', '.join(ENDS)}, as each phase but the last has")
+            found.append(f"{name}: this phase {has}; each phase but the last needs one of {', '.join(ENDS)}")
     if section.auto:
         found.append(
             "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them"
@@ -111,8 +118,8 @@ def phase_problems(args: TrainingArguments) -> list[str]:
     computes = {section.compute, *(own.compute for own in sections)}
     if len(computes) > 1 and not computes <= {"fp8", "bf16"}:
         found.append(
-            f"precision.schedule: compute is {' and '.join(sorted(computes))}; only fp8 and bf16 keep weights and "
-            "optimizer state in the same type"
+            f"precision.schedule: compute is {' and '.join(sorted(computes))}; a schedule can only combine "
+            "fp8 and bf16, which store weights and optimizer state in the same type"
         )
 
     def problems(own: PrecisionConfig) -> list[str]:
@@ -130,11 +137,12 @@ def _name(number: int, count: int) -> str:
 
 
 def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens: int = 0) -> list[str]:
-    """Return what is wrong with the ends of the phases of resolved arguments, one line per problem.
+    """Return the problems with the ends of the phases of resolved arguments, one line per problem.
 
     Args:
-        step, tokens: the position of the run; phases that are over are not checked. None: it is not known yet, and ends
-            by tokens are not checked, since earlier steps may have had other sizes.
+        args: The resolved arguments.
+        step, tokens: The position of the run. Phases that are over are not checked. If `step` is None, the position is
+            not known yet, and ends by tokens are not checked, since earlier steps may have had other sizes.
     """
     phases, begin, found = args.precision.schedule or [], step or 0, []
     for number, phase in enumerate(phases[:-1]):
@@ -146,7 +154,7 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         given = f"{_name(number, len(phases))}: {key} {phase[key]} is step {end}, and"
         if end >= args.max_steps:
             found.append(
-                f"{given} the run has max_steps {args.max_steps}; end it earlier, or remove the phases after it"
+                f"{given} max_steps is {args.max_steps}; end the phase earlier, or remove the phases after it"
             )
         elif end <= begin:
             found.append(f"{given} the phase begins after step {begin}; each phase needs at least one step")

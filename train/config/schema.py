@@ -1,6 +1,7 @@
-"""What each key of the configuration takes: as JSON schema, which pydantic makes of the dataclasses, and in words.
+"""The allowed values of each configuration key, as JSON schema (which pydantic generates) and in words.
 
-`--help`, error messages, the command line, the schema file for editors and the tables of docs/configuration.md read it.
+Used by `--help`, error messages, the command line, the schema file for editors, and the tables in
+docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter
 
 from train.config.arguments import TrainingArguments
 
-Node = dict[str, Any]  # JSON schema of one value, without references
+Node = dict[str, Any]  # JSON schema of one value, with references resolved
 
 WORDS = {
     "integer": "an integer",
@@ -33,7 +34,7 @@ LIMITS = {
     "exclusiveMaximum": "below",
 }
 
-# Names in other programs -> what to use here; it begins with a key.
+# Name of a key in other programs -> advice, which starts with the key to use here.
 FOREIGN = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
     "min_lr": "min_lr_ratio, a fraction of learning_rate",
@@ -41,7 +42,7 @@ FOREIGN = {
     **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "warmup_steps"),
     **dict.fromkeys(
         ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
-        "max_steps; an epoch is the tokens of the data / train_batch_size_tokens",
+        "max_steps; an epoch has (tokens of the data) / train_batch_size_tokens steps",
     ),
     **dict.fromkeys(("steps", "iters", "max_iters", "train_iters", "num_steps"), "max_steps"),
     **dict.fromkeys(
@@ -81,7 +82,7 @@ FOREIGN = {
 
 @cache
 def full_schema() -> Node:
-    """Return the JSON schema of the configuration, with references replaced by their definitions."""
+    """Return the JSON schema of the configuration, with references resolved."""
     schema = TypeAdapter(TrainingArguments).json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -93,7 +94,7 @@ def full_schema() -> Node:
         if name := node.get("$ref"):
             return inline(definitions[name.rpartition("/")[2]])
         is_section = "properties" in node
-        dropped = ("title", "description") if is_section else ("title",)  # names and docstrings of classes
+        dropped = ("title", "description") if is_section else ("title",)  # class names and docstrings
         kept = {k: inline(v) for k, v in node.items() if not (k in dropped and isinstance(v, str))}
         return kept | (
             {"additionalProperties": False} if is_section else {}
@@ -104,8 +105,10 @@ def full_schema() -> Node:
 
 @cache
 def all_keys() -> dict[str, Node]:
-    """Return dotted key -> schema: the keys of the top level first, then those of the sections. A required key has no
-    "default"."""
+    """Return dotted key -> schema, with top-level keys first, then the keys of the sections.
+
+    The schema of a required key has no "default".
+    """
     properties = full_schema()["properties"]
     keys = {name: node for name, node in properties.items() if "properties" not in node}
     for name, node in properties.items():
@@ -114,13 +117,13 @@ def all_keys() -> dict[str, Node]:
 
 
 def key_at(place: Sequence[str | int]) -> str:
-    """Return the key in which `place` lies, or "" for a section or an unknown name."""
+    """Return the key that contains `place`, or "" for a section or an unknown name."""
     names = [".".join(map(str, place[:length])) for length in (1, 2)]
     return next((name for name in names if name in all_keys()), "")
 
 
 def node_at(place: Sequence[str | int]) -> Node | None:
-    """Return the schema of a section, of a key, or of an entry or item in the value of a key; None if there is none."""
+    """Return the schema of a section, a key, or an entry or item in the value of a key. None: unknown place."""
     node: Node | None = full_schema()
     for step in place:
         inner = (_child(option, step) for option in options(node or {}))
@@ -137,7 +140,7 @@ def _child(node: Node, step: str | int) -> Node | None:
 
 
 def value_schema(node: Node) -> Node | None:
-    """Return the schema of the values of an object with free names; None for anything else."""
+    """Return the schema of the values of an object with free names, or None for any other schema."""
     entries = node.get("additionalProperties", False)
     return None if entries is False else {} if entries is True else entries
 
@@ -148,13 +151,13 @@ def options(node: Node) -> list[Node]:
 
 
 def json_type(value: Any) -> str:
-    """Return JSON schema's name of the type of a JSON value."""
+    """Return the JSON schema type of a JSON value."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return kinds.get(type(value), "null")
 
 
 def describe(node: Node) -> str:
-    """Return what a schema allows, in words: "an integer above 0 or null"."""
+    """Describe the allowed values in words, for example "an integer above 0 or null"."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node:
@@ -178,13 +181,13 @@ def describe(node: Node) -> str:
 
 
 def example(key: str, node: Node) -> str:
-    """Return "; for example --key JSON" for a key that takes an object or a list, else ""."""
+    """Return "; for example --key JSON" for a key that takes an object or a list, or ""."""
     value = node.get("examples", [node.get("default")])[0]
     return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" for the known dotted key nearest to `name`, or ""."""
+    """Return " (did you mean X?)" with the most similar known dotted key, or ""."""
     known = list(known)
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # right name, wrong section
@@ -196,14 +199,14 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def suggest_key(name: str) -> str:
-    """Return " (use X)" for another program's name of a key, " (did you mean X?)" for a near one, or ""."""
+    """Return " (use X)" for a name from another program, " (did you mean X?)" for a similar name, or ""."""
     if use := FOREIGN.get(name.replace("-", "_").lower()):
         return f" (use {use})"
     return suggest(name, [*all_keys(), *full_schema()["properties"]])
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of every value in a nested object that is no object itself."""
+    """Flatten a nested object to dotted key -> value."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
