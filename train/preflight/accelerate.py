@@ -51,8 +51,7 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()
         # 1 and 1.0 are the same
-        wanted = str(value).lower().removesuffix(".0")
-        if given.removesuffix(".0") not in ("", "auto", "none", wanted):
+        if given.removesuffix(".0") not in ("", "auto", "none", str(value).lower().removesuffix(".0")):
             text = f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make them equal; {EXAMPLE}"
             found.append(ConfigurationError(text, key=key))
     for name in NOT_SUPPORTED:

@@ -9,7 +9,7 @@ import shutil
 from typing import Any
 
 from model.config import GIB, num_parameters
-from train.checkpoint.files import MANIFEST, committed, name_of, step_folders
+from train.checkpoint.files import committed, name_of, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.files import existing, size_text
 from train.planning.memory import (
@@ -97,13 +97,14 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     if args.save_strategy == "no" or is_done(args, folder):
         return ""
     checkpoint, total, text = disk_need(args, sizes, zero_stage)
-    # a save removes what an interrupted save left
-    left = [path for path in step_folders(folder.checkpoints) if not (path / MANIFEST).is_file()]
-    place = existing(folder.checkpoints)
-    free = shutil.disk_usage(place).free + sum(
-        file.stat().st_size for path in left for file in path.iterdir()
-    )
-    facts = f"output_dir {args.output_dir}: {size_text(free)} are free in {place}; {text}"
+    # a save removes what an interrupted save left, and the checkpoints beyond save_total_limit
+    kept = committed(folder.checkpoints)[
+        -args.save_total_limit if args.resume_from_checkpoint == "auto" else 0 :
+    ]
+    removed = [path for path in step_folders(folder.checkpoints) if path not in kept]
+    free = shutil.disk_usage(existing(folder.checkpoints)).free
+    free += sum(file.stat().st_size for path in removed for file in path.iterdir())
+    facts = f"output_dir {args.output_dir}: {size_text(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
             f"{facts}: the disk has no room for the first save; make room, lower save_total_limit, choose another "
@@ -111,8 +112,11 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
             code="disk",
             key="output_dir",
         )
-    advice = f"The disk will not hold the last save, {size_text(total)} in all. Make room, or lower save_total_limit"
-    return f"warning: {facts}. {advice}" if free < total else ""
+    warning = (
+        f"warning: {facts}. The disk will not hold the last save, {size_text(total)} in all. Make room, or lower "
+        "save_total_limit"
+    )
+    return warning if free < total else ""
 
 
 def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:

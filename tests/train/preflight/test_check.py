@@ -86,6 +86,18 @@ def test_what_a_killed_save_left_counts_as_free(world: World) -> None:
     assert len(checked(world)) == 1
 
 
+def test_checkpoints_beyond_the_limit_count_as_free(world: World, own_trained: Path) -> None:
+    """own_trained has those of steps 3 and 6; with a limit of 1 the first one goes before the save."""
+    keys(output_dir=str(own_trained), max_steps=9, allow_changes_on_resume=["max_steps"])(world)
+    world.disk(0.5 * bytes_of_checkpoint(world))
+    for limit, setting in ((2, "auto"), (1, str(own_trained / "checkpoints/step-00000003"))):
+        keys(save_total_limit=limit, resume_from_checkpoint=setting)(world)
+        with problem("output_dir", code="disk"):
+            checked(world)
+    keys(save_total_limit=1, resume_from_checkpoint="auto")(world)
+    assert checked(world) == []
+
+
 def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, own_trained: Path) -> None:
     keys(output_dir=str(own_trained))(world)
     world.disk(0)
