@@ -1,2 +1,1 @@
-"""What is measured, in programs: one Linear (test_fp8.py), whole models, several GPUs, saves, decoding, convergence,
-gradients."""
+"""Benchmark programs: one Linear (test_fp8.py), whole models, several GPUs, saves, decoding, convergence, gradients."""

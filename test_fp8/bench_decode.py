@@ -1,10 +1,11 @@
-"""Tokens per second of the inference engine in FP8 and in bf16, and of transformers compiled with a static cache.
+"""Measure the decoding speed of the inference engine in FP8 and bf16, and of transformers compiled with a static cache.
 
     python test_fp8/bench_decode.py [--config hare_1.1b] [--batches 1 4 16 64] [--output FILE.json]
 
-Random weights and prompts, greedy sampling, cache and prompts of one length. Decoding is what the engine reports for a
-whole answer, which the host reads token by token. Figures are medians of the rounds, in which the cases take turns;
-compilation and capture come before. Prefill is one batch of prompts; FLOPs count as in training."""
+Weights and prompts are random, sampling is greedy, and all prompts have the same length. The decoding speed is the
+engine's timing of a whole answer, which the host reads token by token. The prefill speed is for one batch of prompts,
+with FLOP counted as in training. The figures are medians over the rounds; the cases alternate in each round.
+Compilation and graph capture are not included."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from test_fp8.common.options import ByMachine, option, positive, shared
 
 OPTIONS = [
     *shared(config=ByMachine("hare_1.1b", "tiny"), rounds=3),
-    option("--batches", ByMachine([1, 4, 16, 64], [1, 2]), "samples at a time", type=positive, nargs="+"),
-    option("--prompt", ByMachine(128, 8), "tokens of a prompt", type=positive),
-    option("--cache", ByMachine(512, 24), "tokens of a prompt with its answer", type=positive),
-    option("--prefill_batch", ByMachine(64, 2), "prompts of the prefill", type=positive),
-    option("--prefill_length", ByMachine(2048, 32), "their tokens", type=positive),
+    option("--batches", ByMachine([1, 4, 16, 64], [1, 2]), "batch sizes to decode", type=positive, nargs="+"),
+    option("--prompt", ByMachine(128, 8), "tokens per prompt", type=positive),
+    option("--cache", ByMachine(512, 24), "cache length: tokens of a prompt plus its answer", type=positive),
+    option("--prefill_batch", ByMachine(64, 2), "number of prompts of the prefill", type=positive),
+    option("--prefill_length", ByMachine(2048, 32), "tokens per prompt of the prefill", type=positive),
     option(
         "--transformers_batches",
         ByMachine([1, 64], [1]),
-        "batches that transformers decodes, too; it compiles for a minute a batch",
+        "batch sizes that transformers decodes too; each takes a minute to compile",
         type=positive,
         nargs="*",
     ),
@@ -45,16 +46,18 @@ COLUMNS: report.Columns = {
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Raises ValueError: the cache has no room for an answer, or the model no position for a token."""
+    """Measure all cases. Raises ValueError if the lengths do not fit the cache or the model's positions."""
     from model.config import load_config
     from model.fp8.precision import check_fp8_gpu
     from test_fp8.model import decoding
 
     if options.cache < options.prompt + 2:
-        raise ValueError(f"--cache {options.cache}: --prompt {options.prompt} and two tokens must fit")
+        raise ValueError(
+            f"--cache {options.cache} is too small; it must hold --prompt {options.prompt} plus two tokens"
+        )
     config = load_config(options.config)
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
-        raise ValueError(f"--cache, --prefill_length: {longest} tokens, and the model has "
+        raise ValueError(f"--cache, --prefill_length: {longest} tokens, but the model has "
                          f"{config.max_position_embeddings} positions")  # fmt: skip
     check_fp8_gpu()
     results = decoding.measure(options, config)

@@ -1,5 +1,7 @@
-"""Training throughput of a whole model: transformers without and with torch.compile, torchao, te_linear, te_layer and
-Megatron-Core, in bf16 and FP8 by recipe, as bare passes and inside DeepSpeed.
+"""Measure the training throughput of whole models in bf16 and with each FP8 recipe.
+
+Compares transformers with and without torch.compile, torchao, te_linear, te_layer and Megatron-Core, as bare passes and
+as optimizer steps in DeepSpeed.
 
     python test_fp8/bench_model.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
@@ -7,28 +9,29 @@ Megatron-Core, in bf16 and FP8 by recipe, as bare passes and inside DeepSpeed.
     python train/launch.py --nproc 2 test_fp8/bench_model.py --measure step --micro_batch 16 --attention flash \\
         --rows te_layer_fp8_delayed --row zero_3 precision.compute=fp8 deepspeed=ds_config_zero3.json
 
---rows and --step_rows choose cases by name (* and ? as in file names); --row adds one, in keys of the training
+--rows and --step_rows select cases by name (with wildcards * and ?). --row adds a case, given by keys of the training
 configuration.
 
-measure "bare"   forward + backward of a micro-batch without an optimizer. FP8 copies of the weights are kept for
-                 --accumulation passes, as in training.
-measure "step"   a whole optimizer step as train.py makes it (train/engine/step.py): DeepSpeed with ZeRO 1 and float32
+--measure bare   forward + backward of a micro-batch without an optimizer. As in training, the FP8 copies of the weights
+                 are kept for --accumulation passes.
+--measure step   a whole optimizer step as in train.py (train/engine/step.py): DeepSpeed with ZeRO 1 and float32
                  accumulation over --accumulation micro-batches, clipping, AdamW.
 
-Each case must be the model that transformers' in bf16 is: equal weights, bit for bit; logits and loss of the same
-tokens within the printed tolerances; FP8 exactly where it says FP8; an attention that agrees with SDPA. A case that
-is not has no speed but a reason, and the exit status is 1.
+Each case is checked against transformers' model in bf16: equal weights, bit for bit; logits and loss of the same tokens
+within the printed tolerances; FP8 GEMMs exactly as configured; and an attention that agrees with SDPA. A case that
+fails is reported with the reason instead of a speed, and the exit status is 1.
 
-The cases of transformers' modules (hf, torchao) get the fastest of torch's SDPA backends (--sdpa) and losses (--loss;
-"liger" if liger-kernel is installed). megatron_core_* (pip install --no-deps megatron-core==0.19.2) is its GPTModel of
-Transformer Engine's modules with its distributed optimizer and fusions, measured in steps alone.
+The cases with transformers' modules (hf, torchao) use the fastest of torch's SDPA backends (--sdpa) and losses (--loss;
+"liger" if liger-kernel is installed). megatron_core_* (pip install --no-deps megatron-core==0.19.2) is Megatron-Core's
+GPTModel of Transformer Engine modules, with its distributed optimizer and fusions. It is measured only in steps.
 
-The first round tries each --micro_batch with each attention and loss, later ones the fastest. Every second round runs
-in reverse. What does not fit the memory is skipped. Throughput is from the median of all timed passes or steps;
-"drift" is the difference between rounds. Memory is the peak; CUDA graphs have a pool of their own, which only
-"reserved" counts in full. "launch ms" is the host's time to enqueue a pass. On several ranks, memory is rank 0's.
+The first round tries each --micro_batch with each attention and loss; later rounds use the fastest. Every second round
+runs in reverse order. Settings that do not fit in memory are skipped. Throughput is computed from the median of all
+timed passes or steps. "drift" is the difference between rounds. Memory is the peak, on several ranks that of rank 0.
+CUDA graphs have a separate memory pool, which only "reserved" counts in full. "launch ms" is the host's time to enqueue
+a pass.
 
-Without a GPU the CPU reference runs a small model; speeds mean nothing.
+Without a GPU, the CPU reference runs a small model. Its speeds are meaningless.
 """
 
 from __future__ import annotations
@@ -50,15 +53,27 @@ LOSSES = ByMachine(["compiled", "liger"], ["torch"])
 OPTIONS = [
     *STEP_OPTIONS,
     *shared(rounds=ByMachine(3, 2)),
-    option("--rows", ROWS, "names or patterns", nargs="*"),
-    option("--step_rows", STEP_ROWS, "also in the measure step", nargs="*"),
-    option("--measure", list(cases.MEASURES), "what is measured", nargs="+", choices=cases.MEASURES),
-    option("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive),
+    option("--rows", ROWS, "cases to measure: names or patterns", nargs="*"),
+    option("--step_rows", STEP_ROWS, "cases among --rows to measure in steps too", nargs="*"),
     option(
-        "--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=list(ATTENTION_BACKENDS)
+        "--measure",
+        list(cases.MEASURES),
+        "bare passes, whole steps or both",
+        nargs="+",
+        choices=cases.MEASURES,
     ),
-    option("--sdpa", SDPA, "of hf, torchao cases", nargs="+", choices=cases.SDPA),
-    option("--loss", LOSSES, "of these", nargs="+", choices=cases.LOSSES),
+    option(
+        "--micro_batch", ByMachine([8, 16], [2]), "samples per micro-batch to try", nargs="+", type=positive
+    ),
+    option(
+        "--attention",
+        ["auto"],
+        "attention of the te and megatron_core cases",
+        nargs="+",
+        choices=list(ATTENTION_BACKENDS),
+    ),
+    option("--sdpa", SDPA, "SDPA backends of the hf and torchao cases", nargs="+", choices=cases.SDPA),
+    option("--loss", LOSSES, "losses of the hf and torchao cases", nargs="+", choices=cases.LOSSES),
 ]
 COLUMNS: report.Columns = {
     "measure": ("measure", "<"),

@@ -1,11 +1,12 @@
-"""What a save costs training: one in the background against one that training waits for, in turns in one process.
+"""Measure how much training time a checkpoint save costs, in the background and blocking, alternating in one process.
 
     python test_fp8/bench_save.py [--config hare_1.1b] [--rounds 3] [--steps 8] [--output FILE.json]
     python train/launch.py --nproc 2 test_fp8/bench_save.py ...                        several ranks
 
-Random tokens, te_layer in FP8 with delayed scaling, AdamW in DeepSpeed with ZeRO 1. The seconds lost are those until
-`Saver.begin` returns, those waited for at the end, and the time by which steps during the save are longer than the
-median step. The first save in the background allocates its host memory and does not count. TMPDIR chooses the disk.
+The training uses random tokens, te_layer in FP8 with delayed scaling, and AdamW in DeepSpeed with ZeRO 1. The lost time
+is the sum of the time until `Saver.begin` returns, the wait at the end, and the extra time of steps during the save
+compared with the median step. The first background save allocates its host memory and does not count. Set TMPDIR to
+choose the disk.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ OPTIONS = [
         accumulation=ByMachine(4, 2),
         deterministic=False,
     ),
-    option("--rounds", 3, "saves of each kind, after a first one", type=positive),
-    option("--steps", 8, "before each save", type=positive),
+    option("--rounds", 3, "saves of each kind, not counting the first", type=positive),
+    option("--steps", 8, "steps before each save", type=positive),
 ]
 COLUMNS: report.Columns = {
     "save": (lambda r: ("in the background" if r["background"] else "blocking") + ", 1st" * r["first"], "<"),

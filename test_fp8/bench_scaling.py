@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Measure how training scales over the GPUs of one host: whole steps of bench_model.py on 1, 2, 4, ... GPUs, at each
-ZeRO stage, in bf16 and FP8, with te_layer.
+"""Measure how training scales over the GPUs of one host.
+
+Runs whole steps of bench_model.py with te_layer on 1, 2, 4, ... GPUs, at each ZeRO stage, in bf16 and FP8.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
 
-One GPU is measured on each of those that are used, all at the same time, since GPUs of one host differ: the share is of
-what these GPUs do alone, in the same run. Every second round runs in reverse. train/plan.py predicts the same figures.
+GPUs of one host differ in speed. So the single-GPU case runs on every used GPU at the same time, and "of each alone" is
+relative to the speed of these GPUs alone in the same run. Every second round runs in reverse order. train/plan.py
+predicts the same figures.
 
-Each case is a process of bench_model.py, which checks it: the same model, FP8 and attention as they are named. --row
-adds cases, in keys of the training configuration. Exit status: 1 if a case could not be measured."""
+Each case is a process of bench_model.py, which checks the model, the FP8 GEMMs and the attention. --row adds a case,
+given by keys of the training configuration. Exit status: 1 if a case could not be measured."""
 
 from __future__ import annotations
 
@@ -33,14 +35,21 @@ from test_fp8.model.cases import CASE_KEYS, training_arguments
 from train.config.ds_config import resolve_ds_config
 from train.preflight.machine import cuda_devices
 
-PASSED_ON = ("config", "micro_batch", "seq_length", "accumulation", "steps", "seconds")  # to bench_model.py
+PASSED_ON = (
+    "config",
+    "micro_batch",
+    "seq_length",
+    "accumulation",
+    "steps",
+    "seconds",
+)  # options passed to bench_model.py
 CONDITION_KEYS = ("micro_batch", "seq_length", "rounds", "steps")
 PRECISIONS = ("bf16", "fp8")
 
 OPTIONS = [
-    option("--gpus", None, "numbers of them; default: 1, 2, 4, ... of the host's", type=positive, nargs="+"),
-    option("--stages", ByMachine([0, 1, 2, 3], [1]), "of ZeRO", type=int, nargs="*", choices=range(4)),
-    option("--precisions", list(PRECISIONS), "to compute in", nargs="+", choices=PRECISIONS),
+    option("--gpus", None, "numbers of GPUs; default: 1, 2, 4, ... up to all", type=positive, nargs="+"),
+    option("--stages", ByMachine([0, 1, 2, 3], [1]), "ZeRO stages", type=int, nargs="*", choices=range(4)),
+    option("--precisions", list(PRECISIONS), "precisions to measure", nargs="+", choices=PRECISIONS),
     *STEP_OPTIONS,
     *shared(micro_batch=ByMachine(16, 2), rounds=ByMachine(2, 1)),
 ]
@@ -81,8 +90,10 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 def make_programs(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """Return one round of bench_model.py: on each GPU alone at the same time (`ranks` 1), or on all ranks together.
-    gpus: the number of this host's."""
+    """Return the programs of one round: bench_model.py on each GPU alone (`ranks` 1), or once on all ranks.
+
+    gpus: the number of GPUs of this host.
+    """
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
         places = [[gpu] for gpu in range(max(options.gpus))]
@@ -111,13 +122,15 @@ def measure_round(programs: Sequence[Program]) -> list[Result]:
         if written.is_file():
             results += json.loads(written.read_text(encoding="utf-8"))["results"]
         else:
-            results.append({"reason": f"bench_model.py ended with status {status}: {program.last_lines()}"})
+            results.append({"reason": f"bench_model.py exited with status {status}: {program.last_lines()}"})
     return results
 
 
 def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[float]) -> Result:
-    """Return the figures of a case. rounds: for each round the results of GPUs that were measured at the same time.
-    alone: the speed of each GPU by itself; empty if it is unknown."""
+    """Return the figures of a case.
+
+    rounds: per round, the results measured at the same time. alone: the speed of each GPU alone, [] if unknown.
+    """
     found = [r for results in rounds for r in results]
     if reason := next((r["reason"] for r in found if "reason" in r), None):
         return {"reason": reason}
@@ -133,7 +146,9 @@ def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[fl
     if ranks == 1:
         result["alone"] = speeds
     elif alone:
-        used = alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks  # on a CPU one rank stands for each
+        used = (
+            alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks
+        )  # on a CPU, one measurement counts for all ranks
         result["share_of_alone"] = result["tokens_per_second"] / sum(used)
     return result
 
@@ -143,7 +158,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     counts = [2**n for n in range(gpus.bit_length())] if gpus else [1, 2]
     options.gpus = sorted(set(options.gpus or counts))
     if gpus and max(options.gpus) > gpus:
-        raise ValueError(f"--gpus {max(options.gpus)}: this host has {gpus}")
+        raise ValueError(f"--gpus {max(options.gpus)}: this host has only {gpus}")
     cases = chosen_cases(options)
     results = [describe_case(options, case, ranks) for ranks in options.gpus for case in cases.values()]
     rounds: list[list[list[Result]]] = [[] for _ in results]

@@ -1,23 +1,25 @@
 #!/usr/bin/env python3
-"""Compare the same training in bf16 and with each FP8 recipe: does FP8 train as well?
+"""Train the same model in bf16 and with each FP8 recipe, and compare the losses.
 
     python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
         [--row NAME key=value ...]... [--max_steps N] [--work_dir DIR] [--output FILE.json] [-- --key value ...]
 
-Each case is a run of train/train.py with CONFIG, the keys behind -- and its own, in --work_dir/NAME: by default from
-the same seed, on the same samples in the same order. --row adds cases, in any key of the training configuration:
+Each case is a run of train/train.py in --work_dir/NAME, with CONFIG, the keys after -- and the keys of the case. By
+default, all cases have the same seed and the same samples in the same order. --row adds a case, given by keys of the
+training configuration:
 
     --row fp8_lm_head precision.compute=fp8 precision.bf16_modules=[]
     --row bf16_seed43 precision.compute=bf16 seed=43
     --row branch precision.compute=fp8 resume_from_checkpoint=RUN/checkpoints/step-00000700 allow_changes_on_resume=true
 
-Runs resume by themselves: after a stop, give the same command again; a finished case is not trained again. --work_dir
+After a stop, run the same command again: unfinished cases resume, and finished cases are not trained again. --work_dir
 keeps the last checkpoint of each case.
 
-Differences are in percent of the --baseline's evaluation loss. "last tenth" is that of the training loss over the last
-tenth of the steps, with its standard error. "equal loss" is how many times sooner than the baseline a case reaches the
-worse of the two's final losses, in time of steps. Two seeds of the same training also differ: train one to see by how
-much. Exit status: 1 if a case with the baseline's seed and optimizer misses the tolerance; 2 if a run failed.
+Differences are in percent of the --baseline's evaluation loss. "last tenth" is the difference of the training losses
+over the last tenth of the steps, with its standard error. "equal loss" is the speedup in step time until both runs
+reach the worse of their two final losses. To see the seed noise, add a case with another seed.
+
+Exit status: 1 if a case with the baseline's seed and optimizer misses the tolerance; 2 if a run failed.
 """
 
 from __future__ import annotations
@@ -57,14 +59,16 @@ KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_t
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
-    option("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG"),
-    option("--rows", ["bf16", *RECIPES], "which of these", nargs="*", choices=list(PRESETS)),
+    option("config", "train_config_convergence", "training configuration", nargs="?", metavar="CONFIG"),
+    option("--rows", ["bf16", *RECIPES], "cases to train", nargs="*", choices=list(PRESETS)),
     *shared(row=[]),
-    option("--baseline", "bf16", "the case that the others are compared with"),
-    option("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float)),
-    option("--max_steps", None, "of each training, instead of CONFIG's", type=positive),
-    option("--nproc", 1, "processes, a GPU each", type=positive),
-    option("--work_dir", Path("output/compare_convergence"), "where the runs are", type=Path),
+    option("--baseline", "bf16", "case to compare the others with"),
+    option(
+        "--tolerance", 0.005, "allowed relative difference of the evaluation loss", type=between(0, 1, float)
+    ),
+    option("--max_steps", None, "steps per run; default: CONFIG's", type=positive),
+    option("--nproc", 1, "processes per run, one GPU each", type=positive),
+    option("--work_dir", Path("output/compare_convergence"), "folder of the runs", type=Path),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -89,12 +93,12 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
     if options.baseline not in cases:
-        raise CaseError(f"--baseline {options.baseline}: no such case; there are {', '.join(cases)}")
+        raise CaseError(f"--baseline {options.baseline}: unknown case; choose from {', '.join(cases)}")
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 
 def training_words(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return the arguments of train.py for a case. A run that has a checkpoint of its own resumes from it."""
+    """Return the arguments of train.py for a case. If its run has a checkpoint, it resumes from that."""
     folder = options.work_dir.resolve() / case.name
     words = [
         options.config,
@@ -108,7 +112,7 @@ def training_words(case: Case, options: argparse.Namespace) -> list[str]:
 
 
 def train(case: Case, options: argparse.Namespace) -> list[Result]:
-    """Run train.py, which trains what is left of a case, and return its records. Raises ValueError: it failed."""
+    """Run train.py for the remaining steps of a case and return its records. Raises ValueError if the run fails."""
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = options.nproc if options.nproc > 1 else 0
@@ -119,8 +123,10 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
 
 
 def read_records(folder: Path) -> list[Result]:
-    """Return the records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, one a
-    step. Not every record has every key. An evaluation after a resume has a line of its own."""
+    """Return the records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, per step.
+
+    Not every record has every key. An evaluation after a resume is a separate line of the file.
+    """
     records: dict[int, Result] = {}
     for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -135,8 +141,10 @@ def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Return (seconds of steps so far, record) for each record. Evaluations and saves do not count. An interval at less
-    than half of the median speed holds compilation or graph capture; it counts at the median."""
+    """Return (seconds of steps so far, record) for each record, without evaluations and saves.
+
+    An interval below half of the median speed includes compilation or graph capture, so it counts at the median speed.
+    """
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
     for record in records:
@@ -148,15 +156,14 @@ def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
 
 
 def speed(records: Sequence[Result]) -> float:
-    """Return tokens/s of the steps, without the first interval if there are others."""
+    """Return tokens/s of the steps, without the first interval if there are more."""
     timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
     (begin, first), (end, last) = timed[0], timed[-1]
     return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
 
 
 def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
-    """Return the seconds of steps until the evaluation loss reached `loss`, interpolated between evaluations; None if
-    it never did."""
+    """Return the seconds of steps until the evaluation loss is `loss`, interpolated between evaluations, or None."""
     points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
@@ -167,8 +174,10 @@ def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
 
 
 def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """Return the seconds in which both reach the worse of their two final evaluation losses, and the baseline's as a
-    multiple of this training's ("ratio")."""
+    """Return the seconds until both runs reach the worse of their two final evaluation losses, and the speedup.
+
+    "ratio" is the baseline's time divided by this run's.
+    """
     loss = max(training[-1]["eval_loss"] for training in (own, base))
     seconds, others = seconds_to_loss(own, loss), seconds_to_loss(base, loss)
     ratio = others / seconds if seconds and others else None
@@ -176,8 +185,10 @@ def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
 
 
 def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """Return the mean difference of the training losses over the last tenth of the logged steps, in percent of the
-    baseline's, and its standard error. This covers many more tokens than an evaluation; the samples must be equal."""
+    """Return the mean difference of the training losses over the last tenth of the logged steps and its standard error.
+
+    In percent of the baseline's loss. Covers many more tokens than an evaluation. Both runs must see the same samples.
+    """
     losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
     differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
     last = differences[-max(1, len(differences) // 10) :]
@@ -186,12 +197,12 @@ def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
 
 
 def percent(value: float, baseline: float) -> float:
-    """Return the difference of `value` to `baseline` in percent of it."""
+    """Return `value` - `baseline` in percent of `baseline`."""
     return (value / baseline - 1) * 100
 
 
 def health(records: Sequence[Result]) -> Result | None:
-    """Return the number of FP8 health checks and alarms, and the worst value of each statistic; None: no check."""
+    """Return the number of FP8 health checks and alarms, and the worst value of each statistic; None without checks."""
     checks = [record for record in records if record.get(FP8_HEALTH)]
     worst: dict[str, float] = {}
     for record in checks:
@@ -203,7 +214,7 @@ def health(records: Sequence[Result]) -> Result | None:
 
 
 def make_result(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
-    """Return the figures of a training, compared with the baseline."""
+    """Return the figures of a run and its comparison with the baseline."""
     steps, losses = column(own, "loss")
     eval_steps, eval_losses = column(own, "eval_loss")
     base_losses = column(base, "eval_loss")[1]
@@ -236,7 +247,10 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Train all cases and compare them. Raises ValueError: a wrong configuration, before any training; a run failed."""
+    """Train all cases and compare them.
+
+    Raises ValueError if a configuration is invalid, before any training, or if a run fails.
+    """
     cases = chosen_cases(options)
     configs = [
         resolve_arguments(load_arguments(training_words(case, options)), options.nproc) for case in cases

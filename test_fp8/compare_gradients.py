@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""How far the gradients of FP8 and bf16 are from float32's, at the same weights and on the same samples.
+"""Compare the gradients of FP8 and bf16 with float32, at the same weights and on the same samples.
 
     python test_fp8/compare_gradients.py --init_from output/RUN/hf --data data/pretrain [--output FILE.json]
 
-Two trainings drift apart by seed noise, which hides a difference of half a percent. Here nothing drifts: every case
-computes the gradient of the same samples at the same weights.
+Two training runs differ by seed noise, which hides a difference of half a percent. This comparison has no such noise.
 
-"loss": difference to float32's. "error": |g - r| / |r| over all parameters, r in float32, of a micro-batch (the mean
-over --batches of them) and of the sum of all of them: noise averages out in the sum, what remains is systematic.
-"along": (g . r) / (r . r) of the sum: below 1 the gradient is too short. "worst": the largest error of the sum in one
-weight matrix.
+"loss": difference to the float32 loss. "error": |g - r| / |r| over all parameters, where r is the float32 gradient. It
+is reported for a micro-batch (mean over --batches) and for the sum of all micro-batches. Noise averages out in the sum,
+so the error of the sum is systematic. "along": (g . r) / (r . r) of the sum; below 1, the gradient is too short.
+"worst": the largest error of the sum in one weight matrix.
 
-Weights that were trained for a while tell more than random ones: --init_from takes the Hugging Face folder of a run.
-Without a GPU the CPU reference computes the cases; float32 is always the reference modules' with torch's SDPA.
+Trained weights are more informative than random ones: pass the Hugging Face folder of a run as --init_from. Without a
+GPU, the CPU reference computes the cases. float32 always uses the reference modules with torch's SDPA.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from test_fp8.common.options import ByMachine, model_config, option, positive, s
 from test_fp8.model.cases import PRECISIONS
 
 OPTIONS = [
-    option("--config", ByMachine("mistral_0.4b", "tiny"), "with random weights", type=model_config),
-    option("--init_from", None, "a Hugging Face folder with weights instead", type=model_config),
-    option("--data", None, "of prepare_data.py; default: random tokens", type=Path, metavar="FOLDER"),
-    option("--rows", list(PRECISIONS), "which of them", nargs="+", choices=list(PRECISIONS)),
-    option("--batches", 8, "micro-batches", type=positive),
+    option("--config", ByMachine("mistral_0.4b", "tiny"), "model with random weights", type=model_config),
+    option("--init_from", None, "Hugging Face folder with weights, instead of --config", type=model_config),
+    option("--data", None, "prepared data; default: random tokens", type=Path, metavar="FOLDER"),
+    option("--rows", list(PRECISIONS), "cases to compute", nargs="+", choices=list(PRECISIONS)),
+    option("--batches", 8, "number of micro-batches", type=positive),
     *shared(micro_batch=2, seq_length=ByMachine(2048, 64)),
 ]
 COLUMNS: report.Columns = {

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Real text for compare_convergence.py, the same for everybody: pinned packages -> texts -> tokenizer -> prepared data.
+"""Prepare reproducible real text for compare_convergence.py: pinned packages -> texts -> tokenizer -> prepared data.
 
     python test_fp8/convergence_data.py --work_dir DIR [--packages FILE] [--workers 2] [--output FILE.json]
 
-pip downloads the wheels of test_fp8/packages.txt, each by its sha256, and runs nothing of them. Their
-source code and their documents are taken apart (DIR/texts, counted), a tokenizer is trained on both, and
-train/prepare_data.py filters them (documents by --quality gopher_repetition), removes near duplicates (--dedup
-minhash) and makes tokens of them: DIR/tokenizer, DIR/code and DIR/documents, the two sources of
-train_config_evidence.json. Wheels, tokenizer and prepared folders that are there are not made again: choose another
-DIR for other options."""
+pip downloads the wheels of test_fp8/packages.txt by sha256 and runs none of their code. The program extracts source
+code and documents to DIR/texts and trains a tokenizer on both. train/prepare_data.py filters the texts (documents with
+--quality gopher_repetition), removes near duplicates (--dedup minhash) and tokenizes them. The results are
+DIR/tokenizer, DIR/code and DIR/documents, the two data sources of train_config_evidence.json. Existing wheels,
+tokenizers and prepared folders are reused: for other options, choose another DIR."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ GENERATED = re.compile(
     r"(auto|code|file|was|is)[ -]?(automatically )?generated|do not (edit|modify)", re.IGNORECASE
 )
 MAX_BYTES, LEAST_BYTES = 1_000_000, 200
-# Of UTF-8; what is not ASCII counts as a letter.
+# In bytes of UTF-8. A character that is not ASCII counts as a letter.
 ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 PLATFORMS = ("any", *(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_17", "2014")))
 PIP_OPTIONS = [
@@ -55,14 +54,14 @@ PIP_OPTIONS = [
 ]
 
 OPTIONS = [
-    option("--packages", ROOT / "test_fp8/packages.txt", "pinned wheels", type=Path),
-    option("--work_dir", None, "where all of it is written", type=Path, required=True, metavar="DIR"),
-    option("--vocab_size", 32_000, "of the tokenizer", type=between(260)),
-    option("--tokenizer_bytes", 40_000_000, "of text that it is trained on", type=positive),
-    option("--eval_fraction", 0.005, "of the documents", type=float),
+    option("--packages", ROOT / "test_fp8/packages.txt", "list of pinned wheels", type=Path),
+    option("--work_dir", None, "folder for all output", type=Path, required=True, metavar="DIR"),
+    option("--vocab_size", 32_000, "vocabulary size of the tokenizer", type=between(260)),
+    option("--tokenizer_bytes", 40_000_000, "bytes of text to train the tokenizer on", type=positive),
+    option("--eval_fraction", 0.005, "fraction of the documents for evaluation", type=float),
     option("--workers", 1, "processes of prepare_data.py", type=positive),
 ]
-# These rules are made for prose.
+# The quality rules are made for prose, not for code.
 QUALITY = {"code": [], "documents": ["--quality", "gopher_repetition"]}
 COLUMNS: report.Columns = {
     "source": ("source", "<"),
@@ -77,8 +76,10 @@ COLUMNS: report.Columns = {
 
 
 def download(packages: Path, folder: Path) -> dict[str, Path]:
-    """Download the wheels of packages.txt with pip, which checks their hashes and runs nothing of them; return name ->
-    wheel. Raises ValueError: pip failed."""
+    """Download the wheels of packages.txt with pip, which checks their hashes and runs none of their code.
+
+    Returns name -> wheel. Raises ValueError if pip fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -94,7 +95,7 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"{packages} was not downloaded: {done.stderr.strip()[-500:]}")
+        raise ValueError(f"{packages} could not be downloaded: {done.stderr.strip()[-500:]}")
     names = re.findall(r"^([\w.-]+)==", packages.read_text(encoding="utf-8"), re.MULTILINE)
     normalized = {re.sub(r"[-_.]+", "_", name).lower(): name for name in names}
     wheels = {normalized.get(path.name.partition("-")[0].lower()): path for path in folder.glob("*.whl")}
@@ -102,7 +103,7 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
 
 
 def skip_reason(text: str, kind: str) -> str | None:
-    """Return why a text is not source code or a document written by a person, or None."""
+    """Return why a text is skipped because it is not source code or prose written by a person, or None."""
     data = text.encode()
     if len(data) < LEAST_BYTES:
         return f"under {LEAST_BYTES} bytes"
@@ -123,7 +124,7 @@ def skip_reason(text: str, kind: str) -> str | None:
 
 
 def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, path, text) of the texts of a wheel in the order of their paths; count the others in `skipped`."""
+    """Yield (kind, path, text) of the texts of a wheel, ordered by path. Count skipped files in `skipped`."""
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
             path = PurePosixPath(entry.filename)
@@ -148,7 +149,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
 
 
 def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
-    """Write the texts of a wheel to `folder`/KIND/NAME.jsonl; return the counts."""
+    """Write the texts of a wheel to `folder`/KIND/NAME.jsonl and return the counts."""
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}

@@ -1,16 +1,15 @@
-"""Microtest: one Linear, forward and backward, in fp32, bf16 and FP8 with each recipe, launched normally ("eager") and
-as a CUDA graph ("graph").
+"""Measure one Linear, forward and backward, in fp32, bf16 and FP8 with each recipe.
 
     python test_fp8/test_fp8.py                                              HARE's shapes
-    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   these instead
+    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   other shapes
 
-fp32 (IEEE, no TF32) and bf16 are torch.nn.Linear. FP8 is te.Linear on bf16 parameters; the quantization of input,
-weight and gradient counts. Results are first compared with float32, and a wrong one gets no speed. Figures are medians
-for forward + backward, 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and for the
-forward alone. On a GPU the speed of plain matrix products is measured too ("ceiling"). All precisions of a shape take
-turns.
+fp32 (IEEE, no TF32) and bf16 use torch.nn.Linear. FP8 uses te.Linear on bf16 parameters; the time includes the
+quantization of input, weight and gradient. Each case is launched normally ("eager") and as a CUDA graph ("graph"). A
+result is first compared with float32; a wrong one is reported without a speed. The figures are medians of forward +
+backward, with 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and of the forward alone.
+The precisions of a shape alternate. On a GPU, the speed of plain matrix products is measured too ("ceiling").
 
-Without a GPU, FP8 is the CPU reference on smaller shapes: results are right, speeds mean nothing.
+Without a GPU, FP8 runs as the CPU reference on smaller shapes. Results are correct, but speeds are meaningless.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ OPTIONS = [
     option(
         "--shapes",
         ByMachine(HARE_SHAPES, CPU_SHAPES),
-        "what is measured",
+        "shapes to measure",
         nargs="+",
         type=parse_shape,
         metavar="BATCHxROWSxIN:OUT",
     ),
-    option("--recipes", RECIPES, "FP8 recipes", nargs="+", choices=RECIPES),
-    option("--iterations", ByMachine(20, 3), "samples, at most", type=positive),
+    option("--recipes", RECIPES, "FP8 recipes to measure", nargs="+", choices=RECIPES),
+    option("--iterations", ByMachine(20, 3), "maximum number of timed samples", type=positive),
 ]
 COLUMNS: report.Columns = {
     "shape": ("shape", "<"),
@@ -65,7 +64,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     gpu = torch.cuda.is_available()
     precisions = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(options.recipes))]
     results: list[report.Result] = []
-    # on a stream of its own from the start: work on the default stream cannot be captured
+    # use a side stream from the start: work on the default stream cannot be captured
     with torch.cuda.stream(torch.cuda.Stream() if gpu else None):
         ceilings = measure_ceilings(20)
         for shape in options.shapes:
@@ -77,7 +76,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         {"iterations": options.iterations, "ceilings": ceilings},
         failures=[]
         if any(r["ran_fp8"] for r in report.measured(results))
-        else ["nothing ran in FP8; see the reasons above"],
+        else ["no case ran in FP8; see the reasons above"],
     )
 
 

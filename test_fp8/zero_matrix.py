@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Check that every ZeRO stage trains what one rank trains: each stage with each variant, in bf16 and each FP8 recipe,
-with and without recomputation; and with Muon, optimizer states and offloading.
+"""Check that every ZeRO stage computes the same training as one rank.
+
+Covers each stage with each variant, in bf16 and each FP8 recipe, with and without recomputation. Also covers Muon,
+optimizer states in lower precision, and offloading.
 
     python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--rows 'zero3-*'] [--output FILE.json]
 
-Each case is a configuration of train/train.py, trained on one rank and on --ranks with the same tokens in each step.
-Either the losses and gradient norms of all steps are equal within the tolerance, or train/launch.py refuses to start.
-Exit status: 1 if a case is neither."""
+Each case trains one configuration of train/train.py on one rank and on --ranks, with the same tokens in each step. A
+case passes if the losses and gradient norms of all steps are equal within the tolerance, or if train/launch.py refuses
+the configuration. Exit status: 1 if a case does not pass."""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ from train.record.run_folder import RunFolder
 
 SEQ_LENGTH = 64
 MICRO_BATCH = 2
-ACCUMULATION = 2  # on several ranks; on one it is as many times larger
+ACCUMULATION = 2  # with several ranks; one rank accumulates `ranks` times as many micro-batches
 VOCAB = 512
 SWITCHES: list[dict[str, Any]] = [
     *({"precision__optimizer_states": states} for states in ("bf16_remainder", "int8", "fp8")),
@@ -51,9 +53,9 @@ SWITCHES: list[dict[str, Any]] = [
     *({f"zero_optimization__{name}": "cpu"} for name in ("offload_optimizer", "offload_param")),
 ]
 PRECISIONS = ("bf16", "fp8")
-# Relative: the largest difference of all steps, and in the first step, before weights differ. What was measured is in
-# docs/validation.md. FP8's is wider, because a different rounding of a sum may give the next FP8 number, and delayed
-# scaling moves its scales with each micro-batch, of which a rank of several has fewer.
+# Largest allowed relative differences: over all steps, and in the first step, before the weights differ. The measured
+# values are in docs/validation.md. The tolerance of FP8 is wider, because a different rounding of a sum can change the
+# FP8 number. Also, delayed scaling updates its scales per micro-batch, and each of several ranks has fewer of them.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
     "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
@@ -61,9 +63,9 @@ TOLERANCE = {
 }
 
 OPTIONS = [
-    option("--ranks", 2, "on a GPU each, if there are any", type=between(2)),
-    option("--steps", 4, "of each training", type=positive),
-    option("--rows", ["*"], "cases with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"),
+    option("--ranks", 2, "number of ranks, one GPU each if there are GPUs", type=between(2)),
+    option("--steps", 4, "steps per run", type=positive),
+    option("--rows", ["*"], "cases to run: name patterns with * and ?", nargs="+", metavar="PATTERN"),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -76,7 +78,7 @@ COLUMNS: report.Columns = {
 
 
 def make_case(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
-    """`more`: other keys, "__" for the dots; zero_optimization__NAME is one of DeepSpeed's."""
+    """Return a case. `more`: further keys with "__" for the dots; zero_optimization__NAME is a key of DeepSpeed."""
     deepspeed = json.loads((ROOT / f"train_args/ds_config_zero{stage}.json").read_text(encoding="utf-8"))
     overrides: dict[str, Any] = {"model.variant": variant, "precision.compute": precision}
     recipes = VARIANTS[variant].recipes
@@ -94,20 +96,23 @@ def make_case(stage: int, variant: str, precision: str, recompute: bool = False,
 
 
 def matrix() -> Iterator[Case]:
-    """Yield all cases: each stage with each variant, precision and recipe, with and without recomputation; then
-    optimizers, states, gradients and offloading with te_layer in FP8."""
+    """Yield all cases.
+
+    First each stage with each variant, precision and recipe, with and without recomputation. Then optimizers, optimizer
+    states, gradients and offloading with te_layer in FP8.
+    """
     for stage, variant, precision, recompute in product(range(4), VARIANTS, PRECISIONS, (False, True)):
         yield make_case(stage, variant, precision, recompute)
         for recipe in VARIANTS[variant].recipes[1:] if precision == "fp8" else ():
             yield make_case(stage, variant, precision, recompute, precision__recipe=recipe)
-    for recompute in (False, True):  # on a GPU it is compiled, which is refused
+    for recompute in (False, True):  # on a GPU it is compiled, and the configuration is refused
         yield make_case(3, "torchao", "fp8", recompute, model__compile=False)
     for stage, switch in product(range(4), SWITCHES):
         yield make_case(stage, "te_layer", "fp8", False, **switch)
 
 
 def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
-    """Return the training configuration of a case. A step has the same tokens on one rank and on `ranks`."""
+    """Return the training configuration of a case. A step has the same tokens with one rank and with `ranks`."""
     return case.configured(
         {
             "model": {"config": "tiny"},
@@ -123,14 +128,14 @@ def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[st
             "logging_steps": 1,
             "max_eval_samples": 2,
             "save_strategy": "no",
-            "hang_timeout_s": 180,  # of the first step too, which torch.compile may compile for
+            "hang_timeout_s": 180,  # includes the first step, in which torch.compile may compile
             "resume_from_checkpoint": "never",
         }
     )
 
 
 def make_data(folder: Path) -> Path:
-    """Write prepared data in which each token depends mostly on the one before, so that there is something to learn."""
+    """Write prepared data in which each token depends mostly on the previous one, so that the model can learn."""
     random = np.random.default_rng(1)
     tokens = np.zeros(40_000, dtype=np.int64)
     noise = random.integers(0, 4, len(tokens))
@@ -140,8 +145,10 @@ def make_data(folder: Path) -> Path:
 
 
 def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Result]]:
-    """Train a configuration on `ranks` and on one, at the same time; return the records of both. Raises ValueError: a
-    run failed."""
+    """Train a configuration on `ranks` ranks and on one, at the same time, and return the records of both.
+
+    Raises ValueError if a run fails.
+    """
     outputs = [folder / f"on_{n}" for n in (ranks, 1)]
     programs = []
     for n, output in zip((ranks, 1), outputs, strict=True):
@@ -154,11 +161,16 @@ def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Resul
 
 
 def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
-    """Return loss and gradient norm of each step on several ranks and on one, the largest relative differences, and
-    "why" if one is beyond `tolerance`. AdamW and clipping hide a factor of the gradient; its norm shows it."""
+    """Compare loss and gradient norm of each step on several ranks and on one.
+
+    Returns these values, the largest relative differences, and "why" if one exceeds `tolerance`. The gradient norm is
+    compared because AdamW and clipping hide a constant factor of the gradient.
+    """
     steps = [(r["step"], r["tokens"]) for r in several]
     if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
-        return {"why": f"steps: {len(several)} on several ranks, {len(one)} on one, or with other tokens"}
+        return {
+            "why": f"steps differ: {len(several)} on several ranks, {len(one)} on one, or different tokens"
+        }
     result: Result = {}
     apart = {}
     for key in ("loss", "grad_norm"):
@@ -175,7 +187,7 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
 
 
 def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
-    """Train a case and return its outcome, "equal", "refused", "apart" or "failed", and why."""
+    """Train a case and return its outcome ("equal", "refused", "apart" or "failed") and the reason."""
     try:
         check(build_arguments(settings), ranks, ranks, devices)
     except (ValueError, UserError) as error:
@@ -191,10 +203,10 @@ def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[i
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Train all cases. Raises ValueError: there are fewer GPUs than ranks; no case has such a name."""
+    """Train all cases. Raises ValueError if there are fewer GPUs than ranks, or if no case matches a pattern."""
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
-        raise ValueError(f"--ranks {options.ranks}: this host has {len(devices)} GPUs")
+        raise ValueError(f"--ranks {options.ranks}: this host has only {len(devices)} GPUs")
     every = {case.name: case for case in matrix()}
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
