@@ -1,7 +1,7 @@
-"""Time whole steps with each candidate, and choose the fastest.
+"""Time training steps with each candidate and choose the fastest.
 
-Candidates are ordered by preference: cuDNN's attention, which needs no further package, first; FP8, which the user
-asked for, before bf16; launched kernels before CUDA graphs.
+Candidates are ordered by preference: cuDNN's attention first, because it needs no additional package; FP8, which the
+user configured, before bf16; launched kernels before CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,26 +36,30 @@ logger = logging.getLogger(__name__)
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
 ATTENTION = ("fused", "flash")
 MEMORY_SHARE = 0.95  # the rest is for NCCL, cuBLAS workspaces and fragmentation
-ROUNDS = 5  # timed windows, of which the median counts
+ROUNDS = 5  # timed windows; the median is used
 WARMUP_STEPS = 3
 WINDOW_MS = 300.0
-# Relative difference of a gradient between a launched and a replayed pass. A correct graph showed up to 3.4e-3 on an
-# H200, from one last bit in an amax that changes a scale. A wrong graph is off by more than 1e-2.
+# Allowed relative difference of a gradient between a launched and a replayed pass. A correct graph differed by up to
+# 3.4e-3 on an H200, because the last bit of an amax changed a scale. A wrong graph differs by more than 1e-2.
 GRAPH_TOLERANCE = 6e-3
 
-TIE = 0.01  # relative; medians on one GPU repeat within it
+TIE = 0.01  # relative; repeated medians on one GPU agree within it
 # The first micro-batch of a step quantizes the weights. Beyond 4 micro-batches the mean changes by less than 0.2 %.
 LONGEST_CYCLE = 4
 
 
 @dataclass
 class Task:
-    """The settings of a run, some of which are still to be chosen.
+    """The settings of a run. autotune chooses some of them.
 
-    precision, speed, attention_backend: as configured; compute is fp8. accumulation: micro-batches of a step.
-    main_grad: GEMMs add weight gradients into float32 buffers. graphs_allowed: whether the run can use CUDA graphs.
-    document_mask: attention stays within documents. other_memory_gib: GPU memory the run needs besides weights,
-    gradients and activations, mainly optimizer state.
+    Attributes:
+        precision: as configured, with compute fp8; also speed and attention_backend are as configured.
+        accumulation: micro-batches per step.
+        main_grad: GEMMs add weight gradients into float32 buffers.
+        graphs_allowed: whether the run can use CUDA graphs.
+        document_mask: attention stays within documents.
+        other_memory_gib: GPU memory that the run needs in addition to weights, gradients and activations, mainly for
+            optimizer state.
     """
 
     config: MistralConfig
@@ -73,22 +77,22 @@ class Task:
     other_memory_gib: float = 0.0
 
     def resolved(self, compute: Compute) -> Precision:
-        """The run's precision with `compute`. Amaxes are not reduced: the other ranks do not measure."""
+        """Return the run's precision with `compute`. Amaxes are not reduced, because the other ranks do not measure."""
         config = replace(self.precision, auto=False, compute=compute)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
 
     def cycle(self, precision: Precision) -> int | None:
-        """Passes that share one FP8 copy of the weights; None if each pass quantizes them."""
+        """Return the number of passes that share an FP8 copy of the weights, or None if each pass quantizes them."""
         return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 and self.accumulation > 1 else None
 
     def graph_modes(self) -> tuple[bool, ...]:
-        """Values of speed.cuda_graphs to measure. If the configuration sets it, it stays on."""
+        """Return the values of speed.cuda_graphs to measure. If it is configured as true, it stays true."""
         if not self.graphs_allowed:
             return (False,)
         return (True,) if self.speed.cuda_graphs else (False, True)
 
     def documents(self) -> Documents | None:
-        """Return random documents for a batch, with document_mask; half a sample long on average."""
+        """Return random documents for a batch if document_mask is set. Their mean length is half a sample."""
         if not self.document_mask:
             return None
         generator = torch.Generator().manual_seed(0)
@@ -129,8 +133,10 @@ class Choice:
 class Candidate:
     """A choice and its measurements.
 
-    times_ms: forward and backward of the model for one micro-batch, a time per visit. peak_gib: GPU memory of the
-    model. note: why the candidate cannot be chosen.
+    Attributes:
+        times_ms: time of forward and backward for one micro-batch, one value per visit.
+        peak_gib: GPU memory of the model.
+        note: the reason that the candidate cannot be chosen.
     """
 
     choice: Choice
@@ -140,11 +146,11 @@ class Candidate:
 
     @property
     def ms(self) -> float:
-        """Mean time over the visits; infinite if the candidate cannot be chosen."""
+        """Return the mean time over the visits, or infinity if the candidate cannot be chosen."""
         return sum(self.times_ms) / len(self.times_ms) if self.times_ms and not self.note else math.inf
 
     def line(self) -> str:
-        """A line of the printed table."""
+        """Return a line of the printed table."""
         result = self.note or f"{self.ms:9.3f} ms  {self.peak_gib:6.1f} GiB"
         return f"  {self.choice!s:<62} {result}"
 
@@ -153,7 +159,7 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
     """Return the choice of the fastest candidate that fits into memory_gib, or None.
 
     Args:
-        candidates: in the order of preference. Times within TIE of each other are equal: the first candidate wins.
+        candidates: in order of preference. The first of those whose times are within TIE of the fastest wins.
         memory_gib: GPU memory available to the model.
     """
     usable = [c for c in candidates if math.isfinite(c.ms) and c.peak_gib <= memory_gib]
@@ -164,8 +170,8 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
 def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     """Time the candidates on the current GPU, log them as a table and return the choice.
 
-    Takes about a minute. Leaves GPU memory, random generators and Transformer Engine's state as they were. A candidate
-    that fails is not chosen; if none can be measured, everything stays as configured.
+    This takes about a minute. GPU memory, random generators and Transformer Engine's state are restored. A candidate
+    that fails is not chosen. If none can be measured, the settings stay as configured.
 
     Raises PrecisionError: the precision is not possible with this model or GPU.
     """
@@ -182,14 +188,14 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
         logger.info(candidate.line())
     choice = choose(candidates, memory_gib)
     if choice is None:
-        logger.info("precision.auto: no candidate ran and fits into memory; everything stays as configured")
+        logger.info("precision.auto: no candidate ran and fits into memory; the settings stay as configured")
         return Choice("fp8", task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: {choice}; measured in {time.monotonic() - began:.0f} s")
     return choice
 
 
 def _memory_gib(task: Task) -> float:
-    """GPU memory for weights, gradients and activations of the run; infinite without a GPU."""
+    """Return the GPU memory for weights, gradients and activations of the run; infinity without a GPU."""
     if not torch.cuda.is_available():
         return math.inf
     release_memory()
@@ -198,7 +204,7 @@ def _memory_gib(task: Task) -> float:
 
 
 def attention_backends(task: Task, precision: Precision) -> list[str]:
-    """The backends to time: the configured one, or with "auto" each installed one that agrees with SDPA."""
+    """Return the backends to time: the configured one, or for "auto" the installed ones that agree with SDPA."""
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
     offered = te_backend.document_backends() if task.document_mask else ATTENTION
@@ -210,14 +216,15 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
                 task.config, precision, task.seq_length, document_mask=task.document_mask
             )
             in_use = te_backend.attention_backend_in_use(precision.te)
-        except Exception as failure:  # each package raises errors of its own
+        except Exception as failure:  # each package raises its own errors
             logger.info(f"  attention_backend {name} is not available: {one_line(failure)}")
             continue
         if in_use.startswith(name) and all(error <= ATTENTION_TOLERANCE["bf16"] for error in errors):
             right.append(name)
         else:
             logger.info(
-                f"  attention_backend {name} is not used: Transformer Engine ran {in_use}, errors {errors}"
+                f"  attention_backend {name} is not used: Transformer Engine ran {in_use}, relative errors "
+                f"{errors}"
             )
     return right or ["auto"]
 
@@ -229,7 +236,10 @@ def measure_steps(task: Task, backends: list[str], timer: Timer) -> list[Candida
         for backend, compute, graphs in product(backends, COMPUTE, task.graph_modes())
     }
     models = list(product(backends, COMPUTE))
-    for backend, compute in [*models, *models[-2::-1]]:  # a GPU gets slower while it warms up: there and back
+    for backend, compute in [
+        *models,
+        *models[-2::-1],
+    ]:  # forwards, then backwards, as a GPU slows down while it warms up
         precision = task.resolved(compute)
         choose_attention(backend, task.variant, precision, task.config, task.document_mask)
         step: Step | None = None
@@ -268,7 +278,7 @@ class Step:
         self.documents = None if documents is None else documents.to(precision.device)
 
     def __call__(self, index: int) -> torch.Tensor:
-        """Run pass `index` of a step, starting with 0, and return the detached loss. Gradients stay until the next."""
+        """Run pass `index` (from 0) of a step and return the detached loss. Gradients stay until the next call."""
         self.model.zero_grad(set_to_none=True)
         first = index % self.cycle == 0 if self.cycle else None
         extra = {} if self.documents is None else {"documents": self.documents}
@@ -277,8 +287,10 @@ class Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Time of one pass: the median of ROUNDS windows. Raises StartupCheckError if FP8 did not
-        run, see `verify_fp8`."""
+        """Return the time of one pass: the median of ROUNDS windows.
+
+        Raises StartupCheckError: FP8 did not run, see `verify_fp8`.
+        """
 
         def run(count: int) -> None:
             for index in range(count):
@@ -291,14 +303,14 @@ class Step:
         return statistics.median(timer(lambda: run(count)) for _ in range(ROUNDS)) / count
 
     def peak_gib(self) -> float:
-        """Peak GPU memory; 0 on a CPU. CUDA graphs keep a memory pool, including what is free in it."""
+        """Return the peak GPU memory, or 0 on a CPU. With CUDA graphs it includes the free memory of their pool."""
         if self.precision.device.type != "cuda":
             return 0.0
         peak = torch.cuda.max_memory_reserved if self.captured else torch.cuda.max_memory_allocated
         return peak() / GIB
 
     def capture(self) -> None:
-        """Replay passes as CUDA graphs from now on. Raises RuntimeError if a replayed pass computes other gradients."""
+        """Replay passes as CUDA graphs from now on. Raises RuntimeError: a replayed pass computes other gradients."""
         self.model.zero_grad(set_to_none=True)
         cached = self.cycle is not None
         use_cuda_graphs(self.model, self.precision, self.ids, self.labels, cached, self.documents)
@@ -322,7 +334,9 @@ class Step:
     def _gradients(
         self, forward: Callable[..., Any], state: dict[str, torch.Tensor], index: int
     ) -> dict[str, torch.Tensor]:
-        """Loss and gradients of pass `index` of a step that starts with this FP8 state; valid until the next pass."""
+        """Return loss and gradients of pass `index` of a step that starts with this FP8 state; valid until the next
+        pass.
+        """
         load_fp8_state(self.model, self.precision, state)
         self.forward = forward
         parameters = dict(self.model.named_parameters())

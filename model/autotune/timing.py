@@ -15,7 +15,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def cuda_ms(run: Callable[[], Any]) -> float:
-    """Milliseconds from the call of `run` to the end of its last kernel, including launch time."""
+    """Return the milliseconds from the call of `run` to the end of its last kernel, including launch time."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -27,7 +27,7 @@ def cuda_ms(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
-    """Restore torch's random generators, TE's FP8 state, the attention backend and free GPU memory at the end."""
+    """Context that restores torch's random generators, TE's FP8 state and the attention backend, and frees memory."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices), te_backend.own_fp8_state(te):
@@ -47,6 +47,6 @@ def release_memory() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line of at most 200 characters."""
+    """Return an error's message as one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

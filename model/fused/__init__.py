@@ -1,12 +1,12 @@
-"""Several launches made into one, for Transformer Engine's modules on a GPU, by switches of the section "speed".
+"""Fused Triton kernels for Transformer Engine's modules on a GPU, enabled by the switches of the "speed" section.
 
-    qkv_rope        splitting and rotating q, k and v; rotating one alone
+    qkv_rope        split q, k and v and rotate q and k; rotate a single tensor
     swiglu          SwiGLU of te.Linear's two halves, and its gradients
-    swiglu_fp8      SwiGLU of LayerNormMLP and its gradient as FP8, with the scale of delayed scaling
-    embedding       the gradient of an embedding's weight
-    cross_entropy   the loss in one kernel, its gradient in another, also as FP8
-    operand_totals  what a look at the health of FP8 counts of an operand
+    swiglu_fp8      SwiGLU of LayerNormMLP and its gradient, cast to FP8 with delayed scaling
+    embedding       gradient of an embedding's weight
+    cross_entropy   the loss, and its gradient in its own dtype or in FP8
+    operand_totals  sums for the FP8 health check
 
-fp8/te_backend.py hands them out, but for the last, which fp8/health.py takes; where there is no CUDA, Triton is not
-imported. Imports nothing of the project but a constant of te_reference.
+fp8/te_backend.py provides these functions to models, except operand_totals, which fp8/health.py calls. Without CUDA,
+Triton is not imported. From this project, the kernels import only a constant of te_reference.
 """

@@ -1,9 +1,11 @@
-"""The cross entropy of logits and its gradient: in their place and dtype, or cast to FP8 in blocks and transposed.
+"""Cross entropy of logits and its gradient, which overwrites the logits or is written as FP8 blocks.
 
-The gradient is computed by a second kernel from the statistics that the first one leaves. The third writes it as FP8
-right away, bit for bit what casting the second one's makes: it is rounded to the logits' dtype before it is cast. A row
-is read in pieces of a few thousand entries: with whole rows at a time too few programs share a GPU, and each waits for
-its memory. Shape suffixes: M tokens, V vocabulary.
+The first kernel computes the loss and statistics of each row. A second kernel computes the gradient from the
+statistics. A third one writes the gradient directly as FP8, with and without transposition. Its result equals, bit for
+bit, casting the gradient of the second kernel, because it is rounded to the logits' dtype before the cast.
+
+The first two kernels read a row in pieces of a few thousand entries. With whole rows at a time too few programs would
+fit on the GPU, and each would wait for memory. Shape suffixes: M tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ E4M3_MAX = 448.0
 
 @triton.jit
 def _statistics(logits, labels, losses, stats, V, IGNORED: tl.constexpr, PIECE: tl.constexpr):
-    """Of one row: the largest logit and the sum of exp(logit - largest), and its loss."""
+    """Compute the largest logit, the sum of exp(logit - largest) and the loss of one row."""
     row = tl.program_id(0).to(tl.int64)
     largest, total = float("-inf"), 0.0
     for start in range(0, V, PIECE):
@@ -43,7 +45,7 @@ def _statistics(logits, labels, losses, stats, V, IGNORED: tl.constexpr, PIECE: 
 
 @triton.jit
 def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr, PIECE: tl.constexpr):
-    """Of one row, in the place of its logits."""
+    """Overwrite one row of logits with its gradient."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     largest = tl.load(stats + 2 * row)
@@ -59,7 +61,7 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 
 @triton.jit
 def _scale_of(amax, largest, E4M3_MAX: tl.constexpr):
-    """What Transformer Engine takes for a block of that largest value, where scales need be no powers of two."""
+    """Return the scale that Transformer Engine uses for a block with this amax, without rounding to a power of two."""
     scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
     return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
@@ -85,7 +87,7 @@ def _gradient_in_fp8(
     BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr,
 ):
-    """Of one square of BLOCK x BLOCK: neighbours among programs are neighbours along V, as logits lie in memory."""
+    """Write one square of BLOCK x BLOCK as FP8. Neighbouring programs are neighbours along V (contiguous)."""
     square_v, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * BLOCK + tl.arange(0, BLOCK)
     v = square_v * BLOCK + tl.arange(0, BLOCK)
@@ -108,7 +110,7 @@ def _gradient_in_fp8(
     tl.store(row_scales + square_v * row_scales_width + m, tl.div_rn(1.0, scale), mask=is_m)
 
     scale = _scale_of(tl.max(tl.abs(gradient), axis=0), largest_of_dtype, E4M3_MAX)
-    # it has been rounded to the dtype: transposed in 16 bits it moves half the bytes
+    # values are already rounded to the dtype, so transposing in 16 bits is exact and moves half the bytes
     turned = tl.trans(gradient.to(dtype)).to(tl.float32) * scale[:, None]
     cast = tl.cast(turned.to(tl.float8e4nv), tl.uint8, bitcast=True)
     tl.store(columns + v.to(tl.int64)[:, None] * M + m[None, :], cast, mask=is_v[:, None] & is_m[None, :])
@@ -118,9 +120,17 @@ def _gradient_in_fp8(
 def loss_and_statistics(
     logits_MV: torch.Tensor, labels_M: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Mean cross entropy in nats (float32 scalar) over the labels that are not -100, and what the gradient is computed
-    from: labels; float32 [M, 2], each row's largest logit and sum of exp(logit - largest); how many labels counted, at
-    least 1. logits: contiguous, bf16 or float32; labels: int64, contiguous. CUDA only."""
+    """Compute the mean cross entropy over the labels that are not -100, and the statistics for the gradient. CUDA only.
+
+    Args:
+        logits_MV: bf16 or float32, contiguous.
+        labels_M: int64, contiguous.
+
+    Returns:
+        loss: float32 scalar, in nats.
+        statistics: the labels; float32 [M, 2] with each row's largest logit and sum of exp(logit - largest); and the
+            number of labels that count, at least 1.
+    """
     M, V = logits_MV.shape
     losses = torch.empty(M, dtype=torch.float32, device=logits_MV.device)
     stats = torch.empty(M, 2, dtype=torch.float32, device=logits_MV.device)
@@ -132,7 +142,7 @@ def loss_and_statistics(
 def gradient_in_place(
     logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the mean cross entropy times `upstream` (scalar), in the memory of the logits."""
+    """Overwrite the logits with the gradient of the mean cross entropy times `upstream` (scalar), and return it."""
     M, V = logits_MV.shape
     _gradient[(M,)](logits_MV, *statistics, upstream, V, IGNORED=IGNORED, PIECE=PIECE, num_warps=4)
     return logits_MV
@@ -147,8 +157,14 @@ def gradient_in_fp8(
     columns_VM: torch.Tensor,
     column_scales: torch.Tensor,
 ) -> None:
-    """Writes that gradient as Transformer Engine's block scaling lays it out: e4m3 as bytes, `rows` and, transposed,
-    `columns`, and their inverse scales, float32 [ceil(V / 128), >= M] and [ceil(M / 128), >= V]."""
+    """Write the gradient of `gradient_in_place` in the layout of Transformer Engine's block scaling.
+
+    Args:
+        rows_MV: output, e4m3 as bytes.
+        row_scales: output, inverse scales, float32 [ceil(V / 128), >= M].
+        columns_VM: output, e4m3 as bytes, transposed.
+        column_scales: output, inverse scales, float32 [ceil(M / 128), >= V].
+    """
     M, V = logits_MV.shape
     _gradient_in_fp8[(triton.cdiv(V, BLOCK), triton.cdiv(M, BLOCK))](
         logits_MV,
@@ -186,6 +202,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy as in `loss_and_statistics`, of logits [..., V], which the backward overwrites with their
-    gradient: one backward alone."""
+    """Compute the mean cross entropy of logits [..., V] as `loss_and_statistics`.
+
+    The backward overwrites the logits with their gradient, so there can be only one backward.
+    """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten())

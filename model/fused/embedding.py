@@ -1,9 +1,11 @@
-"""Rows of an embedding, and the gradient of its weight: each row's tokens are added up in float32 and rounded once.
+"""Embedding lookup, and the gradient of its weight: the tokens of each row are summed in float32 and rounded once.
 
-torch's kernel sums pieces of a few rows and keeps a float32 row of each in memory, which costs most where tokens seldom
-repeat. Here a program takes the next ROWS tokens in the order of their ids: an id whose tokens all lie there is written
-at once, only what goes on in the next program is kept. No atomics, so that sums are the same each time. Shape
-suffixes: M tokens, H hidden, V vocabulary.
+torch's kernel sums pieces of a few rows and keeps a float32 row for each in memory. This costs most if tokens seldom
+repeat. Here each program processes ROWS tokens in the order of their ids. An id whose tokens all belong to one program
+is written at once, and only a sum that continues in the next program is kept. There are no atomics, so sums are
+reproducible.
+
+Shape suffixes: M tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ PIECE = 512
 
 @triton.jit
 def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """parts [programs, 2, H] float32: what belongs to an id that began in an earlier program, and what goes on."""
+    """Sum the gradients of ROWS sorted tokens by id.
+
+    parts: float32 [programs, 2, H], the sums of an id that started in an earlier program, and of one that continues in
+    the next.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     is_h = h < H
@@ -46,8 +52,10 @@ def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE:
 
 @triton.jit
 def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Of the id that begins in a program and goes on in the next one: the sum of its parts. ends: where the id of each
-    program's last token ends."""
+    """Add up the parts of the id that starts in a program and continues in the next ones.
+
+    ends: position after the last token of the id of each program's last token.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     start, stop = chunk * ROWS, (chunk + 1) * ROWS
@@ -62,9 +70,12 @@ def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr
 
 
 def sum_by_row(gradient_MH: torch.Tensor, ids_M: torch.Tensor, V: int) -> torch.Tensor:
-    """[V, H] in the gradient's dtype: at each id the sum of its tokens' gradients, 0 where there is none.
+    """Sum the gradients of the tokens of each id: [V, H] in the gradient's dtype, 0 for ids without tokens. CUDA only.
 
-    gradient: contiguous. ids: int64, contiguous, 0 to V - 1. CUDA only."""
+    Args:
+        gradient_MH: contiguous.
+        ids_M: int64, contiguous, from 0 to V - 1.
+    """
     M, H = gradient_MH.shape
     out = gradient_MH.new_zeros(V, H)
     if not M:
@@ -83,7 +94,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.V = weight_VH.shape[0]  # ZeRO 3 takes the weight away
+        ctx.V = weight_VH.shape[0]  # ZeRO 3 frees the weight before the backward
         return torch.nn.functional.embedding(ids, weight_VH)
 
     @staticmethod
@@ -94,5 +105,5 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """weight [V, H] at ids (int64, any shape): [..., H]. CUDA only."""
+    """Return the rows of weight [V, H] at ids (int64, any shape): [..., H]. CUDA only."""
     return _Embedding.apply(ids, weight)

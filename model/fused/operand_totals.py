@@ -1,7 +1,7 @@
-"""Sums over an operand of a GEMM and what was quantized to it, in one kernel that reads each element once: what a look
-at the health of FP8 (model/fp8/health.py) takes on a GPU.
+"""Sums over an operand of a GEMM and its quantized values, for the FP8 health check on a GPU (model/fp8/health.py).
 
-What a kernel computed as it cast is computed again here, in float32, element by element; nothing of it is written.
+One kernel reads each element once. If a kernel computed and cast the operand in one, this kernel recomputes it in
+float32, element by element, without writing it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import triton.language as tl
 from model.te_reference.quantize import BLOCK
 
 IGNORED = -100  # a label
-# A block: rows, and columns as many as a tile of scales has. Sums are in float32 within one, in float64 over all.
+# A block has this many rows, and the columns of one tile of scales. Sums are in float32 within a block and in float64
+# across blocks.
 ROWS, WARPS = 32, 4
 
 
 @triton.jit
 def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr, IGNORED: tl.constexpr):
-    """float32 [rows, columns] of what was quantized; 0 outside."""
+    """Return the values that were quantized, float32 [rows, columns]; 0 outside the matrix."""
     row, column = m.to(tl.int64)[:, None], n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if KIND == "swiglu":
@@ -62,7 +63,7 @@ def _totals(
     KIND: tl.constexpr, ROUNDED: tl.constexpr, E4M3: tl.constexpr, MOMENTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IGNORED: tl.constexpr,
 ):  # fmt: skip
-    """The nine sums of one block, see `operand_totals`, to out [programs, 9]."""
+    """Write the nine totals of one block (see `operand_totals`) to out [programs, 9]."""
     program, across = tl.program_id(0), tl.cdiv(N, COLUMNS)
     block_n, block_m = program % across, program // across
     m = block_m * ROWS + tl.arange(0, ROWS)
@@ -71,7 +72,7 @@ def _totals(
     value = _source(x, other, weight, m, n, M, N, KIND, IGNORED)
     if ROUNDED:
         value = value.to(x.dtype.element_ty).to(tl.float32)
-    # the scales of a block are of one column of tiles
+    # a block lies within one column of tiles
     inverse = tl.load(scale_inv + (m // SCALE_ROWS) * per_row + block_n * per_tile, mask=m < M, other=1.0)
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     stored = tl.load(codes + at, mask=inside, other=0)
@@ -93,12 +94,16 @@ def _totals(
 
 
 def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
-    """float64 [9] of an operand [M, N]: of its source x the number of elements that are not 0; of codes that are not;
-    of |x| beyond what rounding brings to the format's largest value; sums of (codes * scale_inv - x)^2, x^2 and, with
-    `moments` and else 0, of x, x^3, x^4; the largest |x| / scale_inv, NaN where there is one in x.
+    """Return nine totals of an operand [M, N] with source x: float64 [9]. CUDA only.
 
-    source: model.fp8.quantizers.Source. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128] or
-    [M / 128, N / 128]). CUDA only.
+    They are: the number of nonzero x; the number of nonzero codes; the number of |x| that rounding alone would move
+    beyond the format's largest value; the sums of (codes * scale_inv - x)^2 and x^2; with `moments`, the sums of x, x^3
+    and x^4 (otherwise 0); and the largest |x| / scale_inv (NaN if x has a NaN).
+
+    Args:
+        source: model.fp8.quantizers.Source.
+        codes: float8 [M, N].
+        scale_inv: float32, one for the tensor or one per tile ([M, N / 128] or [M / 128, N / 128]).
     """
     M, N = codes.shape
     parts = source.parts
@@ -118,6 +123,6 @@ def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, mo
         num_warps=WARPS,
     )  # fmt: skip
     sums = out.sum(0, dtype=torch.float64)
-    # a maximum of a kernel passes over NaN, a sum does not
+    # the kernel's maximum ignores NaN, but its sums do not
     sums[8] = torch.where(sums[4].isnan(), sums[4], out[:, 8].max())
     return sums

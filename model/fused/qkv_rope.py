@@ -1,10 +1,10 @@
-"""One kernel from the output of the fused qkv projection to rotated q, rotated k and v, each contiguous; one back. And
-one that rotates q or k alone.
+"""Split q, k and v from the fused qkv projection and rotate q and k in one kernel; rotate a single tensor in another.
 
 te.TransformerLayer copies strided views of q, k and v, rotates q and k, and in the backward copies the three gradients
-back together, each in a launch of its own. Transformer Engine's fused kernel wants the rows of the qkv weight
-interleaved by group; this one takes them in Hugging Face's order [q; k; v]. Its kernel for one tensor reaches a quarter
-of the memory's speed where heads are small.
+back together, each in a separate launch. Here one kernel writes q, k and v as contiguous tensors, and one computes the
+backward. Transformer Engine's fused kernel requires the rows of the qkv weight to be interleaved by group; this one
+takes Hugging Face's order [q; k; v]. Transformer Engine's kernel for one tensor reaches a quarter of the memory
+bandwidth if heads are small.
 
 Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-ENTRIES = 4096  # of each half of the heads that a program of _rotate has
+ENTRIES = 4096  # elements per program of _rotate, in each half of the heads
 
 
 @triton.jit
@@ -35,13 +35,16 @@ def _rotate_heads(
     HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """All heads of one token. HEADS: N + 2 K rounded up to a power of two; HALF: D / 2, too."""
+    """Process all heads of one token.
+
+    HEADS is N + 2 K and HALF is D / 2, each rounded up to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
     fits = channel < D // 2
     angle = tl.load(freqs + (row % tokens) * D + channel, mask=fits, other=0.0)
-    turns = head < N + K  # v is only moved
+    turns = head < N + K  # v is only copied
     cos = tl.where(turns, tl.cos(angle), 1.0)
     sin = tl.where(turns, tl.sin(angle), 0.0)
     if BACKWARD:
@@ -136,11 +139,14 @@ class _SplitAndRotate(torch.autograd.Function):
 def split_and_rotate(
     packed: torch.Tensor, freqs: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The qkv projection's output [B, T, (N + 2 K) D], rows [q; k; v], contiguous -> rotated q [B, T, N, D], rotated k
-    [B, T, K, D], v [B, T, K, D].
+    """Split the output of the qkv projection and rotate q and k. Computes in float32 and rounds once. CUDA only.
 
-    freqs: angles, float32 [T, 1, 1, D] contiguous, of which the second half repeats the first (RotaryPositionEmbedding,
-    https://arxiv.org/abs/2104.09864). Computed in float32, rounded once. CUDA only.
+    Args:
+        packed: [B, T, (N + 2 K) D], rows [q; k; v], contiguous.
+        freqs: angles, float32 [T, 1, 1, D], contiguous; the second half repeats the first (RotaryPositionEmbedding,
+            https://arxiv.org/abs/2104.09864).
+
+    Returns: rotated q [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D].
     """
     return _SplitAndRotate.apply(packed, freqs, num_heads, num_kv_heads)
 
@@ -159,7 +165,10 @@ def _rotate(
     HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """All heads of ROWS tokens. HEADS: N rounded up to a power of two; HALF: D / 2, too."""
+    """Rotate all heads of ROWS tokens.
+
+    HEADS is N and HALF is D / 2, each rounded up to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     head = tl.arange(0, HEADS)[None, :, None]
     channel = tl.arange(0, HALF)[None, None, :]
@@ -211,5 +220,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D], rotated; freqs as in `split_and_rotate`. Computed in float32, rounded once. CUDA only."""
+    """Rotate x [B, T, heads, D] by freqs as in `split_and_rotate`. Computes in float32 and rounds once. CUDA only."""
     return _Rotate.apply(x, freqs)

@@ -1,4 +1,4 @@
-"""silu(gate) * up in one kernel, and both gradients in one: torch takes two launches and five, each through memory."""
+"""silu(gate) * up in one kernel, and both gradients in another; torch needs two launches and five."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (https://arxiv.org/abs/2002.05202) of two tensors of one shape and dtype. Computed in float32,
-    rounded once. CUDA only."""
+    """Compute silu(gate) * up (https://arxiv.org/abs/2002.05202) of tensors with the same shape and dtype.
+
+    Computes in float32 and rounds once. CUDA only.
+    """
     return _SwiGLU.apply(gate, up)

@@ -1,7 +1,7 @@
-"""SwiGLU and its gradient as FP8 with the scale of delayed scaling, each in one kernel; the gradient transposed, too.
+"""SwiGLU and its gradient as FP8 with delayed scaling, each in one kernel. The gradient is also written transposed.
 
-`swiglu` and `dswiglu` take what Transformer Engine's kernels of these names take, and are faster. Computed in float32,
-rounded once.
+`swiglu` and `dswiglu` take the same arguments as Transformer Engine's kernels of these names, and are faster. They
+compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-# rows, columns and warps of a block; side and warps of a square
+# FORWARD: rows, columns and warps of a block. BACKWARD: side and warps of a square.
 FORWARD = 16, 256, 4
 BACKWARD = 64, 8
 
 
 @triton.jit
 def _cast(x, E4M3: tl.constexpr):
-    """float32 -> the bytes of FP8; beyond the largest value that one, by the hardware's cast."""
+    """Cast float32 to FP8 bytes. The hardware's cast saturates at the largest value."""
     return tl.cast(x.to(tl.float8e4nv if E4M3 else tl.float8e5), tl.uint8, bitcast=True)
 
 
 @triton.jit
 def _note(amax, scale, scale_inv, largest, is_first):
-    """Of one program, what Transformer Engine's kernels write beside a tensor. NaN is no largest value."""
+    """Update the amax and inverse scale of the tensor as Transformer Engine's kernels do. The amax ignores NaN."""
     tl.atomic_max(amax, tl.maximum(largest, 0.0), sem="relaxed")
     if is_first:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -35,7 +35,7 @@ def _note(amax, scale, scale_inv, largest, is_first):
 def _forward(
     x, out, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # one axis, the blocks of a row in turn: a grid's second would end at 65,535 programs, a million rows
+    # a one-dimensional grid, because a second dimension is limited to 65,535 programs (a million rows)
     program, across = tl.program_id(0), tl.cdiv(F, COLUMNS)
     block_f, block_m = program % across, program // across
     m = block_m * ROWS + tl.arange(0, ROWS)
@@ -52,7 +52,7 @@ def _forward(
 
 @triton.jit
 def _clamp(x, E4M3: tl.constexpr):
-    """To what FP8 holds; NaN stays NaN."""
+    """Clamp to the range of FP8; NaN stays NaN."""
     largest = 448.0 if E4M3 else 57344.0
     x = tl.where(x > largest, largest, x)
     return tl.where(x < -largest, -largest, x)
@@ -62,11 +62,11 @@ def _clamp(x, E4M3: tl.constexpr):
 def _backward(
     gradient, x, rows, columns, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, SIDE: tl.constexpr
 ):
-    """One square of the gate's half, and that of up's beside it.
+    """Process one square of the gate's half, and the matching square of up's half.
 
-    Rows and columns are cast each for themselves, the rows from clamped values, so that no compiler makes one cast of
-    both: from codes that are stored as words and taken out of them as bytes as well, the ptxas of Triton 3.6.0
-    (12.8.93) takes each fourth out of a register that nothing has written.
+    Rows and columns are cast separately, and the rows from clamped values, so that the compiler cannot merge the two
+    casts. If it stores codes as words and also extracts their bytes, the ptxas of Triton 3.6.0 (12.8.93) reads every
+    fourth byte from a register that was never written.
     """
     square_f, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * SIDE + tl.arange(0, SIDE)
@@ -98,8 +98,10 @@ def _is_e4m3(quantizer: Any) -> bool:
 
 
 def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
-    """silu(gate) * up of x [..., 2 F], gate and up side by side, as `quantizer`, Transformer Engine's of delayed
-    scaling, makes it: FP8 [..., F], by rows. CUDA only."""
+    """Compute silu(gate) * up of x [..., 2 F] (gate and up side by side) as FP8 [..., F], by rows. CUDA only.
+
+    quantizer: Transformer Engine's quantizer for delayed scaling.
+    """
     x = x.contiguous()
     F = x.shape[-1] // 2
     M = x.numel() // (2 * F)
@@ -114,8 +116,12 @@ def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
-    """The gradient of x [..., 2 F] where `gradient` [..., F] is that of silu(gate) * up, as `quantizer` makes it: FP8
-    [..., 2 F], by rows and transposed. CUDA only."""
+    """Compute the gradient of x [..., 2 F] as FP8 [..., 2 F], by rows and transposed. CUDA only.
+
+    Args:
+        gradient: [..., F], the gradient of silu(gate) * up.
+        quantizer: Transformer Engine's quantizer for delayed scaling.
+    """
     gradient, x = gradient.contiguous(), x.contiguous()
     F = x.shape[-1] // 2
     M = x.numel() // (2 * F)
@@ -130,8 +136,10 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def works(quantizer: Any) -> bool:
-    """Whether this machine's compilers made of `dswiglu` what writes the same bytes by rows and transposed, with the
-    format of `quantizer`. CUDA only; waits for the GPU."""
+    """Return whether `dswiglu`, as compiled on this machine, writes the same bytes by rows and transposed.
+
+    Checks the format of `quantizer`. CUDA only; waits for the GPU.
+    """
     x = torch.linspace(-4.0, 4.0, 128 * 256, device=quantizer.scale.device).bfloat16().view(128, 256)
     made = dswiglu(x.view(256, 128)[:128], x, quantizer)
     return torch.equal(made._transpose, made._data.t())

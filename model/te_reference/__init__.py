@@ -1,14 +1,16 @@
-"""CPU reference of the Transformer Engine modules used here: same classes, same parameters, same rounding, no
-GPU.
+"""CPU reference of the Transformer Engine modules used here: same classes, same parameters, same rounding, no GPU.
 
-Written from what Transformer Engine 2.20.2 does on a Hopper GPU; tests/model/te_reference/test_te_recorded.py compares
-it with tensors recorded there. It is for development, tests and checking numbers, not for speed.
+It is written from the behaviour of Transformer Engine 2.20.2 on a Hopper GPU, and
+tests/model/te_reference/test_te_recorded.py compares it with tensors recorded there. Use it for development, tests and
+checking numbers, not for speed.
 
-FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU: single values of a layer's output round
-differently, and where FP8 rounds them again, its steps enlarge that. With the GPU's sums in their place
-(tests/model/te_reference/tensor_core.py), whole layers, their gradients and FP8 state equal the GPU's bit for bit but
-for a rare rounding. FP8 attention, biases, LayerNorm, other activations, tensor
-parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an error.
+FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU. So single output values of a layer round
+differently, and FP8 rounding of these values enlarges the difference. With the GPU's sums instead
+(tests/model/te_reference/tensor_core.py), whole layers, their gradients and FP8 state equal the GPU's bit for bit,
+except for a rare rounding.
+
+FP8 attention, biases, LayerNorm, other activations, tensor parallelism and MXFP8 or NVFP4 recipes are not implemented
+and raise an error.
 """
 
 from model.te_reference import recipe

@@ -17,11 +17,11 @@ from model.te_reference.linear import LayerNormLinear, Linear
 from model.te_reference.rotary import apply_rotary_pos_emb
 
 MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
-"""Layouts, [batch, tokens, ...] and sequences one after the other, with the mask type of each."""
+"""Mask type for each layout: "bshd" is [batch, tokens, ...], "thd" is sequences one after the other."""
 
 
 def causal_mask(tokens: int, window: int, device: torch.device) -> Tensor:
-    """bool [tokens, tokens], True where a query sees a key: not after it, and at most `window` before it (-1 = any)."""
+    """Return bool [tokens, tokens], True if a query sees a key: not later, and at most `window` before it (-1: any)."""
     query = torch.arange(tokens, device=device)[:, None]
     key = torch.arange(tokens, device=device)[None, :]
     visible = key <= query
@@ -29,8 +29,10 @@ def causal_mask(tokens: int, window: int, device: torch.device) -> Tensor:
 
 
 class _WideBackward(torch.autograd.Function):
-    """torch's attention, whose gradients are computed in float32 and rounded once: in 16 bits they take five times as
-    long on a CPU without instructions for these."""
+    """torch's attention with gradients computed in float32 and rounded once.
+
+    In 16 bits they take five times as long on a CPU without 16-bit instructions.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, grouped: bool) -> Tensor:
@@ -49,20 +51,29 @@ class _WideBackward(torch.autograd.Function):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, grouped: bool) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v of q [B, N, S, D], k and v [B, K, S, D] where `visible` [S, S] is True.
+    """Compute softmax(q k^T / sqrt(D)) v at the positions where `visible` is True.
 
-    grouped: K is not N. Returns [B, N, S, D]."""
+    Args:
+        q: [B, N, S, D].
+        k: [B, K, S, D], as v.
+        visible: bool [S, S].
+        grouped: whether K differs from N.
+
+    Returns: [B, N, S, D].
+    """
     if q.dtype == torch.float32:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
     return _WideBackward.apply(q, k, v, visible, grouped)
 
 
 class DotProductAttention(nn.Module):
-    """te.DotProductAttention for causal attention with grouped queries and a sliding window; never in FP8, no dropout.
+    """te.DotProductAttention for causal attention with grouped queries and a sliding window; no FP8, no dropout.
 
-    window_size: (left, 0), a query sees itself and `left` keys before it; None and (-1, 0): all of them. A
-    Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" with attn_mask_type "causal", or "thd" with
-    "padding_causal": the sequences of cu_seqlens one after the other.
+    Args:
+        qkv_format: "bshd" with attn_mask_type "causal", or "thd" with "padding_causal": the sequences of cu_seqlens one
+            after the other.
+        window_size: (left, 0): a query sees itself and `left` keys before it. None and (-1, 0): all keys before it. A
+            Hugging Face sliding_window W is (W - 1, 0).
     """
 
     def __init__(
@@ -98,11 +109,16 @@ class DotProductAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         window_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """[B, S, N, D], [B, S, K, D] twice -> [B, S, N * D]; for "thd" [T, N, D], [T, K, D] twice -> [T, N * D].
+        """Compute attention of [B, S, N, D] and twice [B, S, K, D], or for "thd" of [T, N, D] and twice [T, K, D].
 
-        attn_mask_type, qkv_format, window_size: override the constructor's. cu_seqlens_q, for "thd": int32
-        [sequences + 1], where each sequence of queries and keys begins, and T. Transformer Engine's other arguments
-        for "thd" have no effect here.
+        Transformer Engine's other arguments for "thd" have no effect here.
+
+        Args:
+            attn_mask_type: overrides the constructor's, as do qkv_format and window_size.
+            cu_seqlens_q: for "thd": int32 [sequences + 1], the start of each sequence of queries and keys, then T.
+
+        Returns: [B, S, N * D], or for "thd" [T, N * D].
+
         Raises ValueError: an unsupported mask or window.
         """
         layout = qkv_format or self.qkv_format
@@ -115,7 +131,7 @@ class DotProductAttention(nn.Module):
         return self._attend(q, k, v, window).transpose(1, 2).flatten(2)
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-        """Each sequence by itself: [T, N, D], [T, K, D] twice -> [T, N * D]."""
+        """Attend within each sequence: [T, N, D] and twice [T, K, D] -> [T, N * D]."""
         outputs, bounds = [], cu_seqlens.tolist()
         for begin, end in pairwise(bounds):
             if begin < end:
@@ -124,7 +140,7 @@ class DotProductAttention(nn.Module):
         return torch.cat(outputs).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """[B, N, S, D], [B, K, S, D] twice -> [B, N, S, D]."""
+        """Attend: [B, N, S, D] and twice [B, K, S, D] -> [B, N, S, D]."""
         visible = causal_mask(q.shape[2], window, q.device)
         return sdpa(q, k, v, visible, self.num_gqa_groups != self.num_attention_heads)
 
@@ -133,7 +149,7 @@ def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     left, right = window_size or (-1, 0)
     if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
         raise ValueError(
-            f"window_size must be None, (-1, 0) or (keys before the query, 0), not {window_size}."
+            f"window_size must be None, (-1, 0) or (number of keys before the query, 0), not {window_size}."
         )
     return left, 0
 
@@ -147,8 +163,9 @@ def _check_layout(layout: str, mask_type: str) -> None:
 
 
 class MultiheadAttention(nn.Module):
-    """The attention block of TransformerLayer: layernorm_qkv, whose rows are [q; k; v], rotary positions,
-    core_attention, proj.
+    """The attention block of TransformerLayer: layernorm_qkv (rows [q; k; v]), rotary positions, core_attention and
+    proj,
+    without the residual connection.
     """
 
     def __init__(
@@ -193,8 +210,11 @@ class MultiheadAttention(nn.Module):
         is_first_microbatch: bool | None = None,
         **attention: Any,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H], or [T, H] -> [T, H], without the residual. attention: window_size and, for "thd",
-        cu_seqlens_q and so on of DotProductAttention."""
+        """Compute [B, S, H] -> [B, S, H], or [T, H] -> [T, H], without the residual.
+
+        Args:
+            attention: window_size and, for "thd", cu_seqlens_q and the other arguments of DotProductAttention.
+        """
         qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
         if rotary_pos_emb is not None:

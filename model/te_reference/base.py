@@ -1,8 +1,8 @@
-"""What the FP8 modules share: their FP8 state, their quantizers, the checks of shapes and arguments.
+"""Shared parts of the FP8 modules: FP8 state, quantizers, and checks of shapes and arguments.
 
-Forward tensors of each GEMM have the columns [input, weight, output] in `fp8_meta["scaling_fwd"]`, backward
-ones [grad_output, grad_input] in `fp8_meta["scaling_bwd"]`, as in Transformer Engine. Outputs and input
-gradients are never quantized here, so their columns stay unused.
+As in Transformer Engine, the tensors of each GEMM have the columns [input, weight, output] in `fp8_meta["scaling_fwd"]`
+and [grad_output, grad_input] in `fp8_meta["scaling_bwd"]`. Outputs and input gradients are never quantized here, so
+their columns are unused.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from model.te_reference.state import (
 )
 
 INPUT, WEIGHT = 0, 1
-"""Columns of the forward tensors of a GEMM."""
+"""Columns of a GEMM's forward tensors."""
 
 
 @dataclass
 class Quantizer:
-    """Quantizes one tensor slot of a module under its recipe.
+    """Quantizes one tensor of a module with its recipe.
 
-    kind: "fwd_inp", "fwd_weight" or "bwd_grad". scale: the scale to use for delayed scaling, None = the state's own.
-    record: whether delayed scaling notes the amax.
+    Attributes:
+        kind: "fwd_inp", "fwd_weight" or "bwd_grad".
+        scale: scales for delayed scaling; None: those of the state.
+        record: whether delayed scaling records the amax.
     """
 
     state: RecipeState
@@ -53,7 +55,7 @@ class Quantizer:
     def __call__(
         self, x: Tensor, *, columnwise: bool = True, rowwise: bool = True, amax_of_x: Tensor | None = None
     ) -> QuantizedMatrix:
-        """Quantize a matrix [M, N]; `rowwise` and `columnwise` say which contractions it is for."""
+        """Quantize a matrix [M, N] for contractions over N (`rowwise`) and M (`columnwise`)."""
         state, dtype = self.state, self.state.dtype
         if isinstance(state, DelayedScalingState):
             if self.record:
@@ -74,11 +76,11 @@ class Quantizer:
     def fused(
         self, x: Tensor, dtype: torch.dtype, *, columnwise: bool, amax_before_rounding: bool = False
     ) -> QuantizedMatrix:
-        """Quantize what a norm or activation kernel computed in float32.
+        """Quantize the float32 result of a norm or activation kernel.
 
-        The delayed-scaling kernel quantizes it directly; the other recipes round it to `dtype` first. The
-        activation kernel takes the amax of current scaling before that rounding (`amax_before_rounding`), the
-        norm after it.
+        The kernel for delayed scaling quantizes it directly. With the other recipes it is rounded to `dtype` first. For
+        current scaling, the activation kernel takes the amax before that rounding (`amax_before_rounding`) and the norm
+        kernel after it.
         """
         if isinstance(self.state, DelayedScalingState):
             return self(x, columnwise=columnwise)
@@ -88,8 +90,7 @@ class Quantizer:
 
 @dataclass
 class FP8Call:
-    """One FP8 forward of a module: where its quantizers come from, whether it will have a backward and whether that
-    moves the scales."""
+    """One FP8 forward of a module: its quantizers, whether it has a backward, and whether that updates the scales."""
 
     forward_state: RecipeState
     backward_state: RecipeState
@@ -100,23 +101,22 @@ class FP8Call:
 
     @property
     def high_precision_backward(self) -> bool:
-        """Whether gradients are computed from what was not quantized (the recipe's backward_override)."""
+        """Return whether gradients use the unquantized operands (the recipe's backward_override)."""
         return _overrides_backward(self.forward_state.recipe)
 
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
-        """Quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
+        """Return the quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
         return Quantizer(self.forward_state, 3 * gemm + tensor, kind, self.scale, self.record)
 
     def grad_quantizer(self, gemm: int) -> Quantizer:
-        """Quantizer of the gradient of what GEMM number `gemm` gives."""
+        """Return the quantizer for the gradient of the output of GEMM number `gemm`."""
         return Quantizer(self.backward_state, 2 * gemm, "bwd_grad")
 
     def accumulates_fast(self, gemm: str) -> bool:
-        """Whether the recipe has use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
+        """Return whether the recipe sets use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
 
-        Transformer Engine's default for a recipe without such a field, DelayedScaling, is that of
-        Float8CurrentScaling.
+        DelayedScaling has no such field; Transformer Engine then uses the default of Float8CurrentScaling.
         """
         recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
         params = getattr(recipe, name, getattr(Float8CurrentScaling, name))
@@ -128,11 +128,11 @@ def _overrides_backward(recipe: Recipe) -> bool:
 
 
 class FP8Module(nn.Module):
-    """Base of the modules with GEMMs.
+    """Base class of the modules with GEMMs.
 
-    fp8_meta: "num_gemms", "recipe", and after an FP8 forward (or
-    `init_fp8_meta_tensors`) "scaling_fwd" and "scaling_bwd", which with delayed scaling hold `scale` and
-    `amax_history`.
+    Attributes:
+        fp8_meta: "num_gemms", "recipe" and, after an FP8 forward or `init_fp8_meta_tensors`, "scaling_fwd" and
+            "scaling_bwd". With delayed scaling these have `scale` and `amax_history`.
     """
 
     def __init__(self, num_gemms: int) -> None:
@@ -141,7 +141,7 @@ class FP8Module(nn.Module):
         self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Allocate the state of `recipe` unless the module has it already. A module has one recipe for good."""
+        """Allocate the state of `recipe`, unless the module already has a state. A module's recipe cannot change."""
         for key, forward, tensors in (("scaling_fwd", True, 3), ("scaling_bwd", False, 2)):
             if key not in self.fp8_meta:
                 device = next(self.parameters()).device
@@ -149,10 +149,13 @@ class FP8Module(nn.Module):
                 self.fp8_meta[key] = make_recipe_state(recipe, forward, num_tensors, device)
 
     def prepare_fp8(self, inp: Tensor, weight: Tensor) -> FP8Call | None:
-        """To be called at the start of each forward, with the input and the first weight: the FP8 call that the
-        running autocast asks for, or None.
+        """Return the FP8 call for the current autocast, or None. Call it at the start of each forward.
 
-        Raises ValueError: an input of another width than the weight's.
+        Args:
+            inp: input of the module.
+            weight: weight of its first GEMM.
+
+        Raises ValueError: the widths of input and weight differ.
         """
         check_features(type(self).__name__, inp, weight.shape[1])
         if not running.enabled:
@@ -179,9 +182,12 @@ class FP8Module(nn.Module):
     def quantize_weight(
         self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
     ) -> QuantizedMatrix:
-        """FP8 weight of GEMM number `gemm`: quantized now (None), quantized and kept (True), the kept one (False)."""
+        """Return the FP8 weight of GEMM number `gemm`.
+
+        is_first_microbatch: None quantizes the weight, True also keeps the copy, and False returns the kept copy.
+        """
         if is_first_microbatch is not None and gemm in self._fp8_workspaces:
-            # a recomputation finds the copy that its own first forward made or used
+            # a recomputation uses the copy that its first forward made or used
             if not is_first_microbatch or running.replaying is not None:
                 return self._fp8_workspaces[gemm]
         quantized = quantizer(weight.detach())
@@ -191,7 +197,7 @@ class FP8Module(nn.Module):
 
 
 def check_features(name: str, inp: Tensor, in_features: int) -> None:
-    """Raises ValueError: the last dimension of the input is not the module's."""
+    """Raise ValueError if the last dimension of the input is not `in_features`."""
     if inp.shape[-1] != in_features:
         raise ValueError(
             f"{name}: the last dimension of the input must be {in_features}, but its shape is "
@@ -200,11 +206,10 @@ def check_features(name: str, inp: Tensor, in_features: int) -> None:
 
 
 def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) -> None:
-    """Raises ValueError for a shape that the FP8 GEMMs of a Hopper GPU do not take.
+    """Raise ValueError for shapes that the FP8 GEMMs of a Hopper GPU do not accept.
 
-    The rows (product of the leading dimensions) must be divisible by 8 and the last dimension by 16. The
-    weight's gradient contracts over the rows and the input's over the output features: with a backward both
-    need 16.
+    The rows (product of the leading dimensions) must be divisible by 8 and the last dimension by 16. With a backward
+    both need 16, because the weight gradient contracts over the rows and the input gradient over the output features.
     """
     rows = math.prod(inp.shape[:-1])
     divisor = 16 if trains else 8
@@ -223,7 +228,7 @@ def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) ->
 
 
 def check_supported(name: str, **arguments: tuple[Any, Any]) -> None:
-    """Raises ValueError: an argument, given as (value, the one that the reference has), has another value."""
+    """Raise ValueError if an argument differs from the only supported value. arguments: (value, supported value)."""
     for argument, (value, only) in arguments.items():
         if value != only:
             raise ValueError(f"{name}({argument}={value!r}): the CPU reference supports only {only!r}.")
@@ -232,6 +237,6 @@ def check_supported(name: str, **arguments: tuple[Any, Any]) -> None:
 def make_weight(
     out_features: int, in_features: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Parameter:
-    """Weight [out_features, in_features] with Transformer Engine's default initialization."""
+    """Return a weight [out_features, in_features] with Transformer Engine's default initialization."""
     weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
     return nn.init.normal_(weight, mean=0.0, std=0.023)

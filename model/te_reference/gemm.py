@@ -1,7 +1,8 @@
-"""One FP8 GEMM of a module with both of its gradients, and what comes before it: RMSNorm, SwiGLU or nothing.
+"""One FP8 GEMM of a module with both gradients, including a preceding RMSNorm or SwiGLU.
 
-With delayed scaling the norm and SwiGLU are quantized from float32; with current and block scaling they are rounded to
-the activation dtype first. The gradient of SwiGLU is always rounded to the activation dtype before it is quantized.
+With delayed scaling, the output of the norm or SwiGLU is quantized from float32. With current and block scaling it is
+rounded to the activation dtype first. The gradient of SwiGLU is always rounded to the activation dtype before it is
+quantized.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from model.te_reference.state import update_scales
 
 
 def _swiglu_forward(x: Tensor) -> Tensor:
-    """float32 silu(first half) * second half of x [..., 2 F] -> [..., F]."""
+    """Compute silu(first half) * second half of x [..., 2 F] in float32: [..., F]."""
     gate, up = x.float().chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of x [..., 2 F] in its dtype, computed in float32."""
+    """Return the gradient of x [..., 2 F] in its dtype, computed in float32."""
     gate, up = x.float().chunk(2, dim=-1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)
@@ -66,13 +67,18 @@ class _Linear(torch.autograd.Function):
 
 
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T and its gradients in float32, each rounded once to the dtype of x and W. Many CPUs have no instructions for
-    16 bits, and torch is then fifteen times slower in these."""
+    """Compute x W^T and its gradients in float32, each rounded once to the dtype of x and W.
+
+    Without 16-bit instructions, as on many CPUs, torch is fifteen times slower in 16 bits.
+    """
     return F.linear(x, weight) if x.dtype == torch.float32 else _Linear.apply(x, weight)
 
 
 def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
-    """left right ("dgrad") or left^T right ("wgrad"), of (matrix, inverse scale) in FP8, or as they were."""
+    """Compute left right ("dgrad") or left^T right ("wgrad").
+
+    Operands are (matrix, inverse scale), in FP8 or, for a high-precision backward, unquantized.
+    """
     if call.high_precision_backward:
         return (left[0] if gemm == "dgrad" else left[0].t()) @ right[0]
     layout = {"dgrad": "nn", "wgrad": "tn"}[gemm]
@@ -80,8 +86,11 @@ def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch
 
 
 class _FP8Gemm(torch.autograd.Function):
-    """(x [M, K], or [M, 2 K] before SwiGLU; norm weight [K] or None; W [N, K]) -> f(x) W^T [M, N]; f(x) and W are saved
-    in FP8, or for a backward in high precision as they were, x only where f is not nothing."""
+    """Compute `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
+
+    x is [M, K], or [M, 2 K] with SwiGLU; norm_weight is [K] or None; W is [N, K]. Saves f(x) and W in FP8 for the
+    backward, or unquantized for a high-precision backward, and x unless f is the identity.
+    """
 
     @staticmethod
     def forward(
@@ -109,7 +118,7 @@ class _FP8Gemm(torch.autograd.Function):
         else:
             operand = quantizer(x, columnwise=columnwise)
         before = x if swiglu or norm_weight is not None else None
-        # the gradient of the weight contracts over the rows, that of the input over the outputs
+        # the weight gradient contracts over the rows, the input gradient over the outputs
         operands = (source, None, weight, None)
         if not exact:
             operands = (
@@ -141,7 +150,7 @@ class _FP8Gemm(torch.autograd.Function):
                 grad_x = _swiglu_backward(grad_x, before)
         if needs_weight:
             grad_weight = _gradient_gemm(call, "wgrad", columns, x, ctx.dtype)
-        # the last backward of the module: that of its first GEMM, or the only one that is needed
+        # this is the module's last backward: that of its first GEMM, or the only one needed
         if call.moves_backward_scales and (ctx.gemm == 0 or not needs_input):
             update_scales(forward=False)
         return grad_x, grad_norm, grad_weight, None, None, None, None, None
@@ -159,8 +168,12 @@ def fp8_gemm(
     eps: float = 0.0,
     swiglu: bool = False,
 ) -> Tensor:
-    """f(x) W^T, [..., K] -> [..., N], as GEMM number `gemm` of `module`; f is RMSNorm where there is a norm_weight,
-    SwiGLU ([..., 2 K]), or nothing. Raises ValueError: a shape that FP8 GEMMs do not take."""
+    """Compute f(x) W^T, [..., K] -> [..., N], as GEMM number `gemm` of `module`.
+
+    f is RMSNorm if there is a norm_weight, SwiGLU if `swiglu` (x is [..., 2 K]), or the identity.
+
+    Raises ValueError: FP8 GEMMs do not accept the shape.
+    """
     check_fp8_shapes(type(module).__name__, x, weight, trains=call.trains)
     weight_fp8 = module.quantize_weight(gemm, weight, call.quantizer(WEIGHT, gemm), is_first_microbatch)
     rows = x.reshape(-1, x.shape[-1])
@@ -175,14 +188,21 @@ def fp8_gradients(
     into: Tensor | None,
     note: Callable[[int, Tensor, Any], None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Both gradients of x [M, K] W^T, W [N, K], from `gradient` [M, N], as FP8 products: e4m3 with block scaling.
+    """Compute both gradients of x W^T as FP8 GEMMs: e4m3 with block scaling.
 
-    Scales of the gradient are no powers of two. That of a loss has the label's entry in each row, which early in a
-    training is nearly the same for all tokens, -1 / how many: with powers of two all would be rounded alike, up to 6 %
-    off, by what that number is. With its own scale the largest entry of a block is not rounded at all.
+    The scales of `gradient` are not powers of two. In the gradient of a loss, each row has the label's entry, which
+    early in training is nearly the same for all tokens: -1 / (number of tokens). With powers of two, all of them would
+    be rounded in the same direction by up to 6 %, depending on that number. With its exact scale, the largest entry of
+    a block is not rounded at all.
 
-    Returns the gradient of x, and that of W, which is None where it is added to `into`, float32 [N, K]. note: called
-    with what is cast here, (0 of x, 1 of W, 2 of the gradient; the matrix; what became of it).
+    Args:
+        gradient: [M, N], gradient of the output.
+        x: [M, K].
+        weight: [N, K].
+        into: float32 [N, K]; the weight gradient is added to it. None: it is returned.
+        note: called with each operand that is cast: (0 x, 1 weight, 2 gradient; the matrix; the quantized result).
+
+    Returns: the gradient of x, and the gradient of the weight or None.
     """
     e4m3, row, column, tile = torch.float8_e4m3fn, (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
     of_rows, of_columns = (quantize_blocks(gradient, b, e4m3, power_2_scale=False) for b in (row, column))

@@ -1,5 +1,8 @@
-"""The modules with GEMMs: y = x W^T with FP8 operands in the forward GEMM and in both gradients' GEMMs, alone, after
-RMSNorm, and as an MLP. What a norm or activation computes goes to its GEMM in FP8 without a detour."""
+"""The modules with GEMMs: a Linear alone, after RMSNorm, and as an MLP.
+
+They compute y = x W^T with FP8 operands in the forward GEMM and in both gradient GEMMs. The result of a norm or
+activation is quantized for its GEMM directly.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from model.te_reference.norm import rms_norm
 class Linear(FP8Module):
     """te.Linear: y = x W^T.
 
-    in_features, out_features: sizes; in FP8 in_features must be divisible by 16 and out_features by 8, in
-    training 16.
-    bias must be False.
+    Args:
+        in_features: in FP8 divisible by 16.
+        out_features: in FP8 divisible by 8, in training by 16.
+        bias: must be False.
     """
 
     def __init__(
@@ -34,11 +38,11 @@ class Linear(FP8Module):
         self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[..., in_features] -> [..., out_features].
+        """Compute [..., in_features] -> [..., out_features].
 
-        is_first_microbatch: None quantizes the weight now; True quantizes it and keeps the copy; False uses
-        the copy.
-        Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not take.
+        is_first_microbatch: None quantizes the weight, True also keeps the copy, and False uses the kept copy.
+
+        Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not accept.
         """
         call = self.prepare_fp8(inp, self.weight)
         if call is None:
@@ -70,7 +74,7 @@ class LayerNormLinear(FP8Module):
         self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[..., in_features] -> [..., out_features]; see Linear.forward."""
+        """Compute [..., in_features] -> [..., out_features]; see Linear.forward."""
         weight, norm_weight, eps = self.weight, self.layer_norm_weight, self.eps
         call = self.prepare_fp8(inp, weight)
         if call is None:
@@ -81,9 +85,9 @@ class LayerNormLinear(FP8Module):
 class LayerNormMLP(FP8Module):
     """te.LayerNormMLP with RMSNorm and SwiGLU.
 
-    Parameters `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the
-    gate's rows first, `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization
-    "RMSNorm", activation "swiglu".
+    Parameters `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the gate's rows
+    first, and `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization "RMSNorm" and activation
+    "swiglu".
     """
 
     def __init__(
@@ -111,13 +115,13 @@ class LayerNormMLP(FP8Module):
         self.fc2_weight = make_weight(hidden_size, ffn_hidden_size, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[..., hidden_size] -> the same shape; see Linear.forward."""
+        """Compute [..., hidden_size] -> the same shape; see Linear.forward."""
         norm_weight, fc1, fc2, eps = self.layer_norm_weight, self.fc1_weight, self.fc2_weight, self.eps
         call = self.prepare_fp8(inp, fc1)
         if call is not None and call.high_precision_backward:
             raise ValueError(
-                "LayerNormMLP: as in Transformer Engine its backward is FP8 where its forward is; use a recipe without "
-                "backward_override, or run this module under autocast(enabled=False)."
+                "LayerNormMLP does not support a recipe with backward_override, as in Transformer Engine; use another "
+                "recipe, or run this module under autocast(enabled=False)."
             )
         if call is None:
             return linear_in_float32(

@@ -11,14 +11,14 @@ from model.te_reference.base import check_features
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """float32 (y [..., H], 1 / rms [..., 1]) of x [..., H]."""
+    """Return y [..., H] and 1 / rms [..., 1] of x [..., H], both float32."""
     x = x.float()
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x * inverse_rms).mul_(weight.float()), inverse_rms
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight in their dtypes, computed in float32."""
+    """Return the gradients of x and weight in their dtypes, computed in float32."""
     grad, y = grad.float(), x.float() * inverse_rms
     grad_weight = (grad * y).flatten(0, -2).sum(0)
     grad_y = grad * weight.float()
@@ -39,14 +39,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Differentiable RMSNorm in the dtype of x [..., H]."""
+    """Compute a differentiable RMSNorm in the dtype of x [..., H]."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.Module):
     """te.RMSNorm over the last dimension; the output has the weight's dtype.
 
-    normalized_shape: its size. dtype, device: of the weight.
+    Args:
+        normalized_shape: size of the last dimension.
+        dtype: dtype of the weight.
+        device: device of the weight.
     """
 
     def __init__(
@@ -62,6 +65,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=dtype, device=device))
 
     def forward(self, inp: Tensor) -> Tensor:
-        """[..., normalized_shape] -> the same shape. Raises ValueError: another last dimension."""
+        """Compute [..., normalized_shape] -> the same shape. Raises ValueError: another last dimension."""
         check_features("RMSNorm", inp, self.weight.shape[0])
         return rms_norm(inp.to(self.weight.dtype), self.weight, self.eps)

@@ -1,12 +1,11 @@
-"""FP8 quantization as the kernels of Transformer Engine 2.20.2 do it, in float32 operations on any device.
+"""FP8 quantization as in the kernels of Transformer Engine 2.20.2, with float32 operations on any device.
 
-An FP8 tensor is `q = cast(clamp(x * scale))`; its values stand for `q * scale_inv` with `scale_inv = 1 /
-scale`. Casts round to nearest even and saturate at the largest finite value of the format (448 for e4m3, 57344
-for e5m2), for infinities too; NaN becomes the byte 0x7F. An amax, the largest magnitude of a tensor or tile,
-passes over NaN.
+An FP8 tensor is `q = cast(clamp(x * scale))`. Its values are `q * scale_inv` with `scale_inv = 1 / scale`. Casts round
+to nearest even and saturate at the format's largest finite value (448 for e4m3, 57344 for e5m2), also for infinities.
+NaN becomes the byte 0x7F. An amax, the largest magnitude of a tensor or tile, ignores NaN.
 
-What Transformer Engine calls "columnwise" data is quantized in tiles that run down the columns; it is kept
-here in the orientation of its source, not transposed.
+Transformer Engine's "columnwise" data is quantized in tiles along the columns. Here it keeps the orientation of its
+source and is not transposed.
 """
 
 import math
@@ -17,25 +16,25 @@ import torch
 from torch import Tensor
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-# On a CPU looking an FP8 value up takes a fifth of the time of torch's conversion: of a training step, a third.
+# On a CPU a table lookup takes a fifth of the time of torch's FP8 conversion, which is a third of a training step.
 VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8_MAX}
 NAN_BYTE = 0x7F
-"""The NaN that the hardware's casts write, in both formats."""
+"""The NaN that the hardware writes in both formats."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 BLOCK = 128
 """Side of a tile in block scaling."""
 
 
 def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """cast(clamp(x * scale)) in float32 -> FP8, every NaN as the byte 0x7F.
+    """Compute cast(clamp(x * scale)) from float32 to FP8, with NaN as the byte 0x7F.
 
-    torch's own cast to e5m2 gives inf where the hardware saturates, and keeps the sign of a NaN, which the
-    hardware drops.
+    torch's own cast to e5m2 gives inf where the hardware saturates, and keeps the sign of NaN, which the hardware
+    drops.
     """
     limit = FP8_MAX[dtype]
     scaled = (x.float() * scale).clamp_(-limit, limit)
     data = scaled.to(dtype)
-    if scaled.sum().isnan():  # of finite numbers it never is; a tenth of the time of isnan().any()
+    if scaled.sum().isnan():  # never true for finite numbers; takes a tenth of the time of isnan().any()
         data.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_BYTE)
     return data
 
@@ -45,7 +44,7 @@ def _is_transposed(data: Tensor) -> bool:
 
 
 def values_of(data: Tensor) -> Tensor:
-    """FP8 -> float32, laid out in memory as `data` is."""
+    """Convert FP8 to float32 with the same memory layout."""
     if _is_transposed(data):
         return values_of(data.t()).t()
     if not (data.is_cpu and data.is_contiguous()):
@@ -54,7 +53,7 @@ def values_of(data: Tensor) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x`, as a float32 scalar; NaN elements do not count, and an empty tensor has 0."""
+    """Return the largest magnitude of `x` as a float32 scalar. NaN is ignored, and an empty tensor gives 0."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x.detach())
@@ -72,11 +71,11 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     value_for_inf: float = FLOAT32_MAX,
 ) -> Tensor:
-    """Scale of current and block scaling, elementwise in float32 (compute_scale_from_amax in
+    """Compute scales of current and block scaling elementwise in float32 (compute_scale_from_amax in
     recipe_common.cuh).
 
-    `fp8_max / max(amax, amax_epsilon)`; 1 where that amax is 0, inf or NaN; `value_for_inf` where the
-    quotient overflows; with `power_2_scale` the mantissa is cut off, which rounds down to a power of two.
+    The scale is `fp8_max / max(amax, amax_epsilon)`. It is 1 if that amax is 0, inf or NaN, and `value_for_inf` if the
+    quotient overflows. `power_2_scale` drops the mantissa, which rounds down to a power of two.
     """
     amax = torch.where(amax < amax_epsilon, torch.full_like(amax, amax_epsilon), amax)
     scale = torch.full_like(amax, fp8_max) / amax
@@ -95,15 +94,19 @@ def update_delayed_scaling(
     margin: int = 0,
     amax_compute_algo: str = "max",
 ) -> tuple[Tensor, Tensor]:
-    """One step of delayed scaling for many tensors at once (kernel_bulk in delayed_scaling.cu).
+    """Run one step of delayed scaling for many tensors at once (kernel_bulk in delayed_scaling.cu).
 
-    amax_history: float32 [L, n], row 0 the amax of the running step. scale, latest_amax: float32 [n], the
-    latter row 0 reduced over ranks. Returns the new (amax_history, scale).
+    A tensor whose latest amax is 0 was not used: its history and scale do not change. Otherwise the history rolls by
+    one row, the latest amax becomes the last row, and row 0 is cleared; the row that leaves still counts for the
+    maximum. The new scale is `fp8_max * 2**-margin / amax`, capped at the largest float32. If the amax is 0, inf or
+    NaN, the old scale stays (NaN entries do not count for the maximum).
 
-    A tensor whose latest amax is 0 was not used: its history does not roll and its scale stays. Otherwise the
-    history rolls by one row, the latest amax enters as the last row and row 0 is cleared; the row that leaves
-    still counts for the maximum. The new scale is `fp8_max * 2**-margin / amax`, capped at the largest
-    float32; a 0, inf or NaN amax keeps the old scale (NaN entries do not count for the maximum).
+    Args:
+        amax_history: float32 [L, n]; row 0 is the amax of the current step.
+        scale: float32 [n].
+        latest_amax: float32 [n], row 0 reduced over ranks.
+
+    Returns: the new (amax_history, scale).
     """
     latest = torch.where(latest_amax != 0, latest_amax, amax_history[0])
     used = latest != 0
@@ -123,12 +126,15 @@ def update_delayed_scaling(
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """An FP8 matrix [M, N] with what a matmul needs to contract it along its rows or its columns.
+    """An FP8 matrix [M, N] for contractions along its rows and its columns.
 
-    rows / columns: float8 [M, N], quantized for a contraction over N / over M. With one scale for the tensor
-    and with 128x128 tiles both are the same tensor; either may be None when it is not needed.
-    rows_scale_inv / columns_scale_inv: float32, [] for one scale a tensor, else one a tile:
-    [M, ceil(N/128)] / [ceil(M/128), N] for 1x128 tiles, [ceil(M/128), ceil(N/128)] for 128x128 tiles.
+    Attributes:
+        rows: float8 [M, N], quantized for a contraction over N, or None if not needed.
+        columns: float8 [M, N], quantized for a contraction over M, or None if not needed. The same tensor as `rows`
+            with one scale per tensor and with 128x128 tiles.
+        rows_scale_inv: float32, [] for one scale per tensor, [M, ceil(N/128)] for 1x128 tiles, or [ceil(M/128),
+            ceil(N/128)] for 128x128 tiles.
+        columns_scale_inv: the same, but [ceil(M/128), N] for 128x1 tiles.
     """
 
     rows: Tensor | None
@@ -138,7 +144,7 @@ class QuantizedMatrix:
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-    """Quantize with a given scale (float32 scalar), as delayed and current scaling do."""
+    """Quantize with a given scale (float32 scalar), for delayed and current scaling."""
     data = scaled_cast(x, scale, dtype)
     scale_inv = scale.reciprocal()
     return QuantizedMatrix(data, scale_inv, data, scale_inv)
@@ -152,16 +158,14 @@ def quantize_current(
     amax_epsilon: float = 0.0,
     amax_of_x: Tensor | None = None,
 ) -> QuantizedMatrix:
-    """Quantize with the scale of the tensor's own amax, or of `amax_of_x` where a kernel computes it
-    elsewhere.
-    """
+    """Quantize with the scale from the tensor's amax, or from `amax_of_x` if a kernel computes it elsewhere."""
     amax_of_x = amax(x) if amax_of_x is None else amax_of_x
     scale = scale_from_amax(amax_of_x, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
     return quantize_per_tensor(x, scale, dtype)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[M, N] -> [row tiles, block rows, column tiles, block columns], zero-padded to whole tiles."""
+    """Reshape [M, N] to [row tiles, block rows, column tiles, block columns], zero-padded to whole tiles."""
     pad_rows, pad_columns = -x.shape[0] % block[0], -x.shape[1] % block[1]
     if pad_rows or pad_columns:
         x = torch.nn.functional.pad(x, (0, pad_columns, 0, pad_rows))
@@ -181,10 +185,9 @@ def quantize_blocks(
     power_2_scale: bool = True,
     amax_epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix [M, N] with one scale a tile of `block` = (rows, columns).
+    """Quantize a matrix [M, N] with one scale per tile of `block` = (rows, columns). Tiles at the edge may be partial.
 
-    Returns (float8 [M, N], scale_inv float32 [ceil(M/rows), ceil(N/columns)]). Tiles at the edge may be
-    partial.
+    Returns: float8 [M, N] and scale_inv, float32 [ceil(M/rows), ceil(N/columns)].
     """
     tiles = _tiles(x.float(), block)
     tile_amax = torch.maximum(tiles.amax((1, 3)), -tiles.amin((1, 3)))
@@ -202,8 +205,9 @@ def quantize_blocks(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """FP8 [M, N] and its inverse scales (one, or one a tile in any of the three layouts) -> values in
-    `dtype`.
+    """Return the values of FP8 [M, N] in `dtype`.
+
+    scale_inv: inverse scales, one for the tensor or one per tile in any of the three layouts of QuantizedMatrix.
     """
     if scale_inv.dim() == 0:
         return values_of(data).mul_(scale_inv).to(dtype)
@@ -218,9 +222,11 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
 
 @dataclass(frozen=True)
 class Quantized:
-    """An FP8 matrix [R, C] whose values are codes * scale.
+    """An FP8 matrix [R, C] with the values codes * scale.
 
-    codes: float8_e4m3fn [R, C]. scale: float32, [R, 1] (one a row) or [ceil(R/128), ceil(C/128)] (one a block).
+    Attributes:
+        codes: float8_e4m3fn [R, C].
+        scale: float32, [R, 1] (one per row) or [ceil(R/128), ceil(C/128)] (one per block).
     """
 
     codes: Tensor
@@ -245,12 +251,15 @@ def fp8_matmul(
     layout: str,
     fast: bool = False,
 ) -> Tensor:
-    """Product of two FP8 matrices (data, inverse scales), accumulated in float32, rounded once to
-    `out_dtype`.
+    """Multiply two FP8 matrices (data, inverse scales), accumulate in float32 and round once to `out_dtype`.
 
-    layout: "nt" left @ right.T (forward), "nn" left @ right (gradient of the input), "tn" left.T @ right
-    (gradient of the weight). FP8 products are exact in float32. Per-tensor scales multiply the result; tile
-    scales multiply the operands, as they change along the contraction. fast: without use_split_accumulator.
+    FP8 products are exact in float32. Per-tensor scales multiply the result. Tile scales multiply the operands, because
+    they change along the contraction.
+
+    Args:
+        layout: "nt" left @ right.T (forward), "nn" left @ right (input gradient), "tn" left.T @ right (weight
+            gradient).
+        fast: without use_split_accumulator.
     """
     (a, a_scale_inv), (b, b_scale_inv) = left, right
     assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
@@ -262,8 +271,11 @@ def fp8_matmul(
 
 
 def accumulate(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, fast: bool) -> Tensor:
-    """FP8 [M, K] x [N, K] -> float32 [M, N], where `fast` makes no difference. The tests put the sums of a Hopper
-    GPU's tensor cores in its place, for which it does."""
+    """Multiply FP8 [M, K] by [N, K] transposed, to float32 [M, N].
+
+    `fast` has no effect here. Tests replace this function by the sums of a Hopper GPU's tensor cores, which depend on
+    it.
+    """
     if a_scale_inv.dim() == 0:
         return (values_of(a) @ values_of(b).t()).mul_(a_scale_inv * b_scale_inv)
     return dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()

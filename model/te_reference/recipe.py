@@ -1,12 +1,12 @@
 """FP8 recipes with the names, fields and defaults of transformer_engine.common.recipe (2.20.2).
 
 Three recipes run on Hopper: DelayedScaling (one scale per tensor, from the amaxes of earlier steps),
-Float8CurrentScaling (one scale per tensor, from the tensor itself) and Float8BlockScaling (one scale per
-1x128 tile of an activation or gradient and per 128x128 tile of a weight).
+Float8CurrentScaling (one scale per tensor, from the tensor itself) and Float8BlockScaling (one scale per 1x128 tile of
+an activation or gradient and per 128x128 tile of a weight).
 
-As in Transformer Engine the quantization parameters of the last two (`fp8_quant_fwd_inp`,
-`fp8_quant_fwd_weight`, `fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. Unlike
-there, an unknown constructor argument is an error.
+As in Transformer Engine, the quantization parameters of the last two (`fp8_quant_fwd_inp`, `fp8_quant_fwd_weight`,
+`fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. Unlike there, an unknown constructor argument
+is an error.
 """
 
 import os
@@ -23,25 +23,24 @@ class Format(Enum):
     HYBRID = "hybrid"
 
     def dtype(self, forward: bool) -> torch.dtype:
-        """torch dtype of the tensors that the forward (inputs, weights) or the backward (gradients)
-        quantizes.
-        """
+        """Return the torch dtype of tensors that the forward (inputs, weights) or the backward (gradients) quantizes."""
         return torch.float8_e4m3fn if forward or self is Format.E4M3 else torch.float8_e5m2
 
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options, which make no difference to float32 sums."""
+    """Matrix multiplication options. They have no effect on float32 sums."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class QParams:
-    """Quantization options of one kind of tensor.
+    """Quantization options for one kind of tensor.
 
-    power_2_scale: round the scale down to a power of two.
-    amax_epsilon: smallest amax that the scale is computed from.
+    Attributes:
+        power_2_scale: round the scale down to a power of two.
+        amax_epsilon: smallest amax that the scale is computed from.
     """
 
     power_2_scale: bool = False
@@ -49,7 +48,7 @@ class QParams:
 
 
 class Recipe:
-    """Base class; `delayed` tells a kind as in Transformer Engine."""
+    """Base class. `delayed` identifies the kind as in Transformer Engine."""
 
     fp8_format: Format
 
@@ -60,10 +59,9 @@ class Recipe:
 
 @dataclass
 class DelayedScaling(Recipe):
-    """Scale of each tensor from the largest (or latest) amax of the last `amax_history_len` steps.
+    """One scale per tensor, from the largest (or latest) amax of the last `amax_history_len` steps.
 
-    The scale is `fp8_max * 2**-margin / amax`. With `reduce_amax` the amaxes are maximized over the ranks
-    first.
+    The scale is `fp8_max * 2**-margin / amax`. With `reduce_amax`, it uses the maximum of the amaxes over all ranks.
     """
 
     margin: int = 0
@@ -79,8 +77,11 @@ _BLOCK_POWER_2 = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """Scale of each tensor from its own amax. backward_override: None, or "high_precision": gradients are computed
-    from what was not quantized."""
+    """One scale per tensor, from its own amax.
+
+    Attributes:
+        backward_override: None, or "high_precision" to compute gradients from the unquantized operands.
+    """
 
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams = field(init=False, default=QParams(_CURRENT_POWER_2))
@@ -94,8 +95,11 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """Scale of each 1x128 tile (activations, gradients) or 128x128 tile (weights) from its own amax. backward_override:
-    as in Float8CurrentScaling."""
+    """One scale per 1x128 tile (activations, gradients) or 128x128 tile (weights), from the tile's amax.
+
+    Attributes:
+        backward_override: as in Float8CurrentScaling.
+    """
 
     fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = field(init=False, default=QParams(_BLOCK_POWER_2))

@@ -1,8 +1,8 @@
-"""checkpoint: run a function without keeping its activations, and run it again in the backward.
+"""Gradient checkpointing: run a function without keeping its activations, and run it again in the backward.
 
-With delayed scaling the scales have moved by then, so that a plain recomputation would compute something
-else. This one replays the scales of the first forward and records nothing, which makes gradients and FP8
-state equal, bit for bit, to those of a run without it.
+With delayed scaling the scales have changed by then, so a plain recomputation would give other values. `checkpoint`
+replays the scales of the first forward and records no amaxes. Gradients and FP8 state are bit-equal to those without
+checkpointing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from model.te_reference.state import new_frame, replay, stash
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, with its activations recomputed in the backward.
+    """Call `function(*args, **kwargs)` and recompute its activations in the backward.
 
-    The function must do the same each time, in the same order. Random numbers are replayed. Without gradients it is a
-    plain call. Raises ValueError: use_reentrant, which would need an argument that requires a gradient.
+    The function must do the same in both calls, in the same order. Random numbers are replayed. Without gradients this
+    is a plain call.
+
+    Raises ValueError: use_reentrant is True, which would need an argument that requires a gradient.
     """
     check_supported("checkpoint", use_reentrant=(use_reentrant, False))
     if not torch.is_grad_enabled():

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864), first half of the channels
-    with second.
+    """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864). Channel i is paired with i + dim / 2.
 
-    dim: channels to rotate. rotary_base: the base of the geometric sequence of frequencies.
+    Args:
+        dim: number of channels to rotate.
+        rotary_base: base of the geometric sequence of frequencies.
     """
 
     inv_freq: Tensor
@@ -24,19 +25,19 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
 
     def forward(self, max_seq_len: int) -> Tensor:
-        """float32 [max_seq_len, 1, 1, dim]: angles of positions 0 to max_seq_len - 1."""
+        """Return the angles of positions 0 to max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """float32 a * b + c, rounded once as by the GPU's instruction."""
+    """Compute a * b + c in float32 with one rounding, like the GPU's instruction."""
     return (a.double() * b.double()).add_(c.double()).float()
 
 
 class _FusedRotation(torch.autograd.Function):
-    """t [..., D] turned by the angles freqs [..., D]; backward turns the gradient back."""
+    """Rotate t [..., D] by the angles freqs [..., D]. The backward rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
@@ -62,23 +63,26 @@ def apply_rotary_pos_emb(
     fused: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Rotate t, [B, S, N, D] ("bshd") or [T, N, D] ("thd"), by freqs [>= S, 1, 1, D], in float32, rounded once.
+    """Rotate t, [B, S, N, D] ("bshd") or [T, N, D] ("thd"), in float32 with one rounding.
 
-    cu_seqlens: int [sequences + 1], for "thd": where each sequence begins among the T tokens, and T.
-    Raises ValueError: another format, fused=False (which rounds cos and sin first), or freqs too short.
+    Args:
+        freqs: angles, [>= S, 1, 1, D].
+        cu_seqlens: for "thd": int [sequences + 1], the start of each sequence among the T tokens, then T.
+
+    Raises ValueError: another format, fused=False (which would round cos and sin first), or freqs too short.
     """
     packed = tensor_format == "thd"
     if not fused or tensor_format not in ("bshd", "thd") or packed != (cu_seqlens is not None):
         raise ValueError(
             f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}): the CPU reference supports "
-            "'bshd', and 'thd' with cu_seqlens, fused."
+            "only fused=True with 'bshd', or with 'thd' and cu_seqlens."
         )
     length = t.shape[1]
     if cu_seqlens is not None:
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         length = int(lengths.max())
     if length > len(freqs):
-        raise ValueError(f"rotary frequencies for {len(freqs)} positions, but {length} are needed.")
+        raise ValueError(f"freqs has angles for {len(freqs)} positions, but {length} are needed.")
     if cu_seqlens is None:
         return _FusedRotation.apply(t, freqs[:length].transpose(0, 1))
     positions = torch.arange(len(t), device=t.device) - cu_seqlens[:-1].long().repeat_interleave(lengths)
@@ -88,8 +92,14 @@ def apply_rotary_pos_emb(
 def split_and_rotate(
     packed: Tensor, freqs: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What model/fused/qkv_rope.py computes in one kernel: [B, T, (N + 2 K) D] with rows [q; k; v] -> rotated q
-    [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D]; freqs float32 [>= T, 1, 1, D]."""
+    """Split and rotate like model/fused/qkv_rope.py, which needs one kernel.
+
+    Args:
+        packed: [B, T, (N + 2 K) D], rows [q; k; v].
+        freqs: float32 [>= T, 1, 1, D].
+
+    Returns: rotated q [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D].
+    """
     heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     rotated = (apply_rotary_pos_emb(x, freqs, "bshd", fused=True) for x in (q, k))

@@ -1,13 +1,12 @@
-"""What FP8 has to remember between forwards: the autocast, the scales, and when the scales move.
+"""FP8 state between forwards: the autocast, the scales, and when the scales are updated.
 
-Delayed scaling needs the amaxes of all modules at two moments. The forward ones are reduced over the ranks
-and turned into scales when the outermost `autocast` exits with gradients enabled; the backward ones at the
-end of the backward of the first FP8 module that ran in that autocast, which is the last one to run backward.
-Modules register their state on first use, in that order, which must be the same on all ranks; the registry
-does not keep them alive.
+Delayed scaling needs the amaxes of all modules at two times. The forward amaxes are reduced over the ranks and turned
+into scales when the outermost `autocast` exits with gradients enabled. The backward amaxes follow at the end of the
+backward of the first FP8 module that ran in that autocast, which runs backward last. Modules register their state on
+first use, in an order that must be the same on all ranks. The registry does not keep them alive.
 
-As in Transformer Engine, a forward without gradients records its amaxes but moves no scale, so the next
-training step sees the larger of the two.
+As in Transformer Engine, a forward without gradients records its amaxes but updates no scale, so the next training step
+sees the larger of the two.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from model.te_reference.recipe import DelayedScaling, Recipe
 
 
 class RecipeState:
-    """State of the tensors that one direction of a module quantizes, under `recipe`; none but for delayed
-    scaling.
-    """
+    """State of the tensors that a module quantizes in one direction. Only delayed scaling has tensors."""
 
     def __init__(self, recipe: Recipe, forward: bool):
         self.recipe, self.forward = recipe, forward
@@ -37,8 +34,11 @@ class RecipeState:
 
 
 class DelayedScalingState(RecipeState):
-    """scale: float32 [num_tensors]. amax_history: float32 [amax_history_len, num_tensors], row 0 the running
-    step.
+    """State of delayed scaling.
+
+    Attributes:
+        scale: float32 [num_tensors].
+        amax_history: float32 [amax_history_len, num_tensors]; row 0 belongs to the current step.
     """
 
     recipe: DelayedScaling
@@ -51,7 +51,7 @@ class DelayedScalingState(RecipeState):
         )
 
     def record(self, column: int, amax: Tensor) -> None:
-        """Maximize the running amax of a tensor."""
+        """Update the current amax of a tensor with the larger value."""
         row = self.amax_history[0]
         row[column] = torch.maximum(row[column], amax)
 
@@ -64,11 +64,12 @@ def make_recipe_state(recipe: Recipe, forward: bool, num_tensors: int, device: t
 
 @dataclass
 class RecomputeFrame:
-    """What the first forward of a checkpointed function leaves for its recomputation.
+    """Data that the first forward of a checkpointed function saves for its recomputation.
 
-    scales: the forward scales of its FP8 modules in the order of their calls (None without delayed scaling).
-    first: whether it holds the first FP8 module of its autocast. The other fields are the autocast that it
-    ran in.
+    Attributes:
+        enabled: setting of the autocast it ran in, as are recipe and depth.
+        first: whether it contains the first FP8 module of its autocast.
+        scales: the forward scales of its FP8 modules in the order of their calls; None without delayed scaling.
     """
 
     enabled: bool
@@ -85,7 +86,7 @@ class RecomputeFrame:
 
 @dataclass
 class _Running:
-    """The autocast and recomputation that the process is in."""
+    """The current autocast and recomputation of the process."""
 
     enabled: bool = False
     recipe: Recipe | None = None
@@ -97,18 +98,20 @@ class _Running:
 
 running = _Running()
 
-# by direction and recipe, in the order of first use
+# states by direction and recipe, in the order of first use
 _registry: dict[tuple[bool, str], weakref.WeakKeyDictionary[DelayedScalingState, None]] = {}
 
 
 class autocast:  # noqa: N801 (Transformer Engine's name)
-    """Context in which the FP8 modules quantize with `recipe` (default: DelayedScaling()).
+    """Context in which FP8 modules quantize with `recipe` (default: DelayedScaling()).
 
-    Contexts nest: an inner one replaces the outer until it exits, so that `autocast(enabled=False)` switches
-    FP8 off inside. As in Transformer Engine a module in an inner one does not use up the mark of the first module:
-    where its own backward is not FP8, the next one's moves the backward scales; where both do, the second finds no
-    new amax. Wrap only the forward. At the exit of the outermost enabled context the forward scales of
-    delayed scaling move, which reduces amaxes over all ranks: every rank must exit equally often.
+    Contexts nest: an inner one replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8 inside.
+    Wrap only the forward. When the outermost enabled context exits, delayed scaling updates the forward scales, which
+    reduces amaxes over all ranks: every rank must exit equally often.
+
+    As in Transformer Engine, a module in an inner context does not use up the mark of the first module. If its backward
+    is not FP8, the next module's backward updates the backward scales. If both are FP8, the second update finds no new
+    amax.
     """
 
     def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None):
@@ -138,22 +141,21 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
 
 
 def take_first_module() -> bool:
-    """True for the first caller in an autocast: the module whose backward moves the backward scales."""
+    """Return True for the first caller in an autocast, whose backward updates the backward scales."""
     first, running.first_module = running.first_module, False
     return first
 
 
 def register(state: DelayedScalingState) -> None:
-    """Include `state` in the scale updates of its recipe, after those registered before it."""
+    """Include `state` in the scale updates of its recipe, after those registered earlier."""
     members = _registry.setdefault((state.forward, repr(state.recipe)), weakref.WeakKeyDictionary())
     members[state] = None
 
 
 def update_scales(forward: bool) -> None:
-    """Move the scales of one direction: reduce the running amaxes over the ranks, roll the histories, set the
-    scales.
+    """Update the scales of one direction: reduce the current amaxes over the ranks, roll the histories, set the scales.
 
-    One all-reduce for all modules of a recipe.
+    Runs one all-reduce for all modules of a recipe.
     """
     for (direction, _), members in _registry.items():
         states = list(members)
@@ -182,13 +184,13 @@ def update_scales(forward: bool) -> None:
 
 
 def new_frame() -> RecomputeFrame:
-    """A frame for a function that is about to be checkpointed in the running autocast."""
+    """Return a frame for a function that is about to be checkpointed in the current autocast."""
     return RecomputeFrame(running.enabled, running.recipe, running.depth, running.first_module)
 
 
 @contextmanager
 def stash(frame: RecomputeFrame) -> Iterator[None]:
-    """The first forward of a checkpointed function: its scales go to `frame`."""
+    """Context for the first forward of a checkpointed function: saves its scales in `frame`."""
     outer = running.stashing
     running.stashing = (*outer, frame)
     try:
@@ -199,10 +201,9 @@ def stash(frame: RecomputeFrame) -> Iterator[None]:
 
 @contextmanager
 def replay(frame: RecomputeFrame) -> Iterator[None]:
-    """The recomputation of a checkpointed function: the autocast and the scales of its first forward.
+    """Context for the recomputation of a checkpointed function, with the autocast and scales of its first forward.
 
-    Amaxes are not recorded again and no forward scale moves, also where the function has an autocast of its
-    own.
+    Amaxes are not recorded again and no forward scale is updated, even if the function has its own autocast.
     """
     outer = _Running(**vars(running))
     frame.position = 0

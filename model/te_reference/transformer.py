@@ -1,4 +1,4 @@
-"""TransformerLayer: attention and SwiGLU MLP with norms before and residuals around them."""
+"""TransformerLayer: attention and SwiGLU MLP, each with a preceding norm and a residual connection."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ class TransformerLayer(nn.Module):
     """te.TransformerLayer for a Llama-style decoder: RMSNorm, SwiGLU, no biases, one fused qkv weight.
 
     Parameters: self_attention.layernorm_qkv.{layer_norm_weight, weight}, self_attention.proj.weight,
-    layernorm_mlp.{layer_norm_weight, fc1_weight, fc2_weight}. The defaults are Transformer Engine's; what the reference
-    does not have of them is an error that says what to give.
+    layernorm_mlp.{layer_norm_weight, fc1_weight, fc2_weight}.
 
-    hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, kv_channels: sizes; kv_channels is that
-    of a head, default hidden_size / num_attention_heads. window_size: as in DotProductAttention.
+    The defaults are Transformer Engine's. Values that the reference does not support raise an error that says which
+    ones it does.
+
+    Args:
+        kv_channels: size of a head; default hidden_size / num_attention_heads.
+        window_size: as in DotProductAttention.
     """
 
     def __init__(
@@ -90,12 +93,14 @@ class TransformerLayer(nn.Module):
         max_seqlen_kv: int | None = None,
         window_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """[B, S, hidden_size] (or [T, ...] for "thd") -> the same shape.
+        """Compute [B, S, hidden_size] (or [T, ...] for "thd") -> the same shape.
 
-        cu_seqlens_q, max_seqlen_q: for "thd", as in DotProductAttention, for queries and keys; cu_seqlens_kv,
-        max_seqlen_kv: for cross attention, which is not here, without effect.
-        rotary_pos_emb: angles [>= S, 1, 1, kv_channels] of RotaryPositionEmbedding. is_first_microbatch: as
-        in Linear. window_size: overrides the constructor's.
+        Args:
+            is_first_microbatch: as in Linear.
+            rotary_pos_emb: angles [>= S, 1, 1, kv_channels] of RotaryPositionEmbedding.
+            cu_seqlens_q: for "thd", as in DotProductAttention, for queries and keys; also max_seqlen_q.
+            cu_seqlens_kv: for cross attention, which is not supported; no effect, as max_seqlen_kv.
+            window_size: overrides the constructor's.
         """
         hidden_states = hidden_states + self.self_attention(
             hidden_states,
