@@ -163,9 +163,9 @@ def _check_layout(layout: str, mask_type: str) -> None:
 
 
 class MultiheadAttention(nn.Module):
-    """The attention block of TransformerLayer: layernorm_qkv (rows [q; k; v]), rotary positions, core_attention and
-    proj,
-    without the residual connection.
+    """The attention block of TransformerLayer, without the residual connection.
+
+    It has layernorm_qkv (rows [q; k; v]), rotary positions, core_attention and proj.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Format(Enum):
     HYBRID = "hybrid"
 
     def dtype(self, forward: bool) -> torch.dtype:
-        """Return the torch dtype of tensors that the forward (inputs, weights) or the backward (gradients) quantizes."""
+        """Return the torch dtype of tensors quantized in the forward (inputs, weights) or the backward (gradients)."""
         return torch.float8_e4m3fn if forward or self is Format.E4M3 else torch.float8_e5m2
 
 
