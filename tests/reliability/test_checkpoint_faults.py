@@ -148,10 +148,10 @@ def test_a_full_disk_is_named_and_leaves_the_previous_one(
     assert outcomes[0] == outcomes[1]
     first, before, during, after = outcomes[0]
     assert first["bytes"] < first["needed"] < 1.2 * first["bytes"]
-    assert "the disk has not the room: " in before["outcome"]
+    assert "not enough disk space: " in before["outcome"]
     assert "could not be written: " in during["outcome"] and "step-00000003/" in during["outcome"]
     for failed in (before, during):
-        needed = f"In {tmp_path / 'checkpoints'} a save needs about {failed['needed'] / 1e6:,.1f} MB"
+        needed = f"A save needs about {failed['needed'] / 1e6:,.1f} MB in {tmp_path / 'checkpoints'}."
         assert needed in failed["outcome"]
         assert failed["folders"] == ["step-00000001"] and failed["problems"] == []
     assert after["outcome"] == "saved" and after["folders"] == ["step-00000001", "step-00000004"]

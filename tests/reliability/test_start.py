@@ -47,7 +47,7 @@ def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
         said = process.communicate(timeout=250)[0]
     # and nothing of the op, which is there
     assert said.splitlines() == [
-        f"removed {lock}, left by a build that was killed",
+        f"removed {lock}, which a killed build had left",
         "it has begun; ranks wait for each other for 1 day, 0:00:00",
     ]
     assert not lock.exists()

@@ -1,4 +1,4 @@
-"""The process group that a run works in, and kernels that give the same bits each time."""
+"""Initialize the process group of a run, and select deterministic kernels."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from train.files import open_files, remove_dead_buffers
 
 T = TypeVar("T")
 
-# The timeout of every process group, above hang_timeout_s: the watchdog ends a run that hangs and names the rank at
-# fault. torch's own timeout, 10 minutes with NCCL, would abort an innocent rank before that.
+# The timeout of every process group, larger than any hang_timeout_s, so that the watchdog ends a hanging run and names
+# the rank at fault. torch's default, 10 minutes with NCCL, would first abort a rank that only waits.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
 
-# The time that the ranks of several nodes have to arrive, and the setting for another one.
+# Time in which the ranks of several nodes must arrive, and the environment variable that overrides it.
 NODES_TIMEOUT_S, NODES_TIMEOUT = 50.0, "NODES_TIMEOUT_S"
 ANSWER_S = 3.0
 
-# Transformer Engine's advice to install what FlashAttention-4 replaces; that FlashAttention-4 is missing is told.
+# Suppress Transformer Engine's advice to install packages that FlashAttention-4 replaces.
 leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Return on every rank what `make` returns on rank 0, which alone calls it. Collective.
+    """Call `make` on rank 0 and return its result on every rank. Collective.
 
-    A UserError or OSError of `make` is raised on every rank; it must not raise others.
+    A UserError or OSError of `make` is raised on every rank. `make` must not raise other errors.
     """
     made: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -57,10 +57,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def init_distributed() -> None:
-    """Join the process group that whatever started this process describes (train/launchers.py); alone, make one
-    of one process.
+    """Initialize the process group that the launcher describes (train/launchers.py), or a group of one process.
 
-    Raises ValueError: it is described in part, or another process has the port."""
+    Raises: LauncherError: the launcher's description is incomplete, or another process uses MASTER_PORT."""
     launchers.adopt()
     if not os.environ.get("RANK"):
         with socket.socket() as s:
@@ -72,27 +71,30 @@ def init_distributed() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # torch's remarks on how DeepSpeed calls it drown what a user should read
+    # torch warns about calls inside DeepSpeed, which users cannot change
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
-    # and so do FlashAttention-4's on itself
+    # FlashAttention-4 warns about its own code
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
     wait_out_a_dead_builder()
     if os.environ["LOCAL_RANK"] == "0":
         remove_dead_buffers()
         if (folder := build_folder()) and not any(folder.glob("*.so")):
-            print("building DeepSpeed's CPU communication, once; it takes about a minute", flush=True)
+            print(
+                "compiling DeepSpeed's CPU communication; only the first run does this (about a minute)",
+                flush=True,
+            )
     try:
-        store = wait_for_ranks()  # shares its port with torch's while both are there
-        # each rank would say at each start that this op was built
+        store = wait_for_ranks()  # shares its port with torch's store
+        # each rank would print at each start that this op is built
         with contextlib.redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise launchers.LauncherError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; give another "
-            "port, the same to every rank",
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; set MASTER_PORT to "
+            "another free port, the same for all ranks",
             code="port_in_use",
             key="MASTER_PORT",
         ) from error
@@ -101,15 +103,17 @@ def init_distributed() -> None:
 
 
 def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore | None:
-    """Wait until the ranks of all nodes have arrived, so that the missing ones are listed within a minute: torch would
-    wait for half an hour and then name a socket. Every rank calls it.
+    """Wait until the ranks of all nodes have arrived, and report missing ranks within a minute. Collective.
 
-    torchrun and accelerate, whose agents wait for each other, are left alone.
+    torch would wait for half an hour and then name only a socket. Does nothing under torchrun and accelerate, whose
+    agents wait for each other.
 
-    Returns: the store at MASTER_PORT, None on one node. Keep it until the process group is initialized.
+    Returns: the store at MASTER_PORT, or None on one node. Keep it until the process group is initialized.
 
-    Raises LauncherError: ranks were started with different numbers of ranks. ConnectionError: ranks, or rank 0,
-    did not arrive in time."""
+    Raises:
+        LauncherError: ranks were started with different numbers of ranks.
+        ConnectionError: some ranks did not arrive in time, or rank 0 cannot be reached.
+    """
     if not launchers.several_nodes(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     rank, world = launchers.rank(environment), launchers.world_size(environment)
@@ -138,17 +142,20 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
             raise
         raise ConnectionError(
             f"rank {rank} on {mine['host']} did not reach rank 0 within {timeout_s:g} s at MASTER_ADDR={address}, "
-            f"MASTER_PORT={port}. That must be the host of rank 0, up and reachable, and the port the same on all nodes"
+            f"MASTER_PORT={port}. Check that this is the host of rank 0, that it is up and reachable, and that all "
+            "nodes use the same port"
         ) from error
     if problem:
         if rank == 0:
-            time.sleep(ANSWER_S)  # the store, from which the others read, ends with this process
+            time.sleep(ANSWER_S)  # other ranks still read from the store, which ends with this process
         raise ConnectionError(problem) if is_late else launchers.LauncherError(problem, code="ranks_differ")
     return store
 
 
 def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> tuple[str, bool]:
-    """Wait for all ranks; rank 0 calls it. Returns: what is wrong with them, or "", and whether some are late."""
+    """Wait on rank 0 for all ranks.
+
+    Returns: a message about the problem, or "", and whether the problem is late ranks."""
     missing, deadline = set(range(world)), time.monotonic() + timeout_s
     first = json.loads(store.get("arrived/0"))
     while missing:
@@ -157,12 +164,15 @@ def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> tuple
                 missing.remove(rank)
                 found = json.loads(store.get(f"arrived/{rank}"))
                 if found | {"host": ""} != first | {"host": ""}:
-                    text = f"rank {rank} was started as {found}, and rank 0 as {first}; start as many on each node"
+                    text = (
+                        f"rank {rank} was started as {found}, but rank 0 as {first}. Start the same number of ranks on "
+                        "each node"
+                    )
                     return text, False
         if missing and time.monotonic() > deadline:
             text = f"of {world} ranks {sorted(missing)} did not arrive within {timeout_s:g} s at {first['host']}. "
             return (
-                f"{text}Start all nodes within that time, or set {NODES_TIMEOUT}=600; each needs its NODE_RANK",
+                f"{text}Start all nodes within that time, or set {NODES_TIMEOUT}=600. Each node needs a NODE_RANK",
                 True,
             )
         time.sleep(0.1)
@@ -170,13 +180,13 @@ def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> tuple
 
 
 def set_group_timeouts() -> None:
-    """Set GROUP_TIMEOUT for all process groups of this rank, whoever created them."""
+    """Set GROUP_TIMEOUT for all existing process groups of this rank."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(GROUP_TIMEOUT, group)
 
 
 def build_folder() -> Path | None:
-    """Where torch builds DeepSpeed's shared-memory op; None: it is not for this machine."""
+    """Return the folder where torch builds DeepSpeed's shared-memory op, or None if this machine does not use it."""
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         return None
@@ -184,9 +194,11 @@ def build_folder() -> Path | None:
 
 
 def wait_out_a_dead_builder() -> None:
-    """Remove the lock file of a process that was killed while it compiled DeepSpeed's shared-memory op, which its
-    init_distributed does on a CPU machine's first start: torch's builder leaves it behind, and every later start would
-    wait for it, for ever and without a word. A living builder has its file open (Linux; elsewhere there is no such op).
+    """Remove the lock file of a process that was killed while compiling DeepSpeed's shared-memory op.
+
+    DeepSpeed compiles the op in the first init_distributed on a CPU machine. torch's builder does not remove the lock
+    of a killed process, and later starts would wait for it forever without a message. A running builder keeps the file
+    open, which is visible on Linux; DeepSpeed uses the op only there.
     """
     folder = build_folder()
     if folder is None:
@@ -194,18 +206,21 @@ def wait_out_a_dead_builder() -> None:
     lock, looks = folder / "lock", 0
     while lock.exists() and str(lock) not in open_files():
         looks += 1
-        # not at the first looks: torch closes the file just before it removes it
+        # wait a moment: torch closes the file just before it removes it
         if looks > 3 and os.environ["LOCAL_RANK"] == "0":
-            print(f"removed {lock}, left by a build that was killed", flush=True)
+            print(f"removed {lock}, which a killed build had left", flush=True)
             lock.unlink(missing_ok=True)
             looks = 0
         time.sleep(0.5)
 
 
 def make_deterministic() -> None:
-    """Kernels that give the same bits each time: cuBLAS with workspaces of its own, cuDNN's attention backward without
-    atomic additions (Transformer Engine follows torch's switch), and an error from what torch cannot make so."""
+    """Select deterministic kernels, so that a run gives the same bits every time.
+
+    cuBLAS uses fixed workspaces. cuDNN's attention backward uses no atomic additions; Transformer Engine follows
+    torch's switch. Operations without a deterministic kernel raise an error.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # not needed for equal results, and it would fill every buffer that is allocated
+    # not needed for equal results, and it would fill every new buffer
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,4 +1,4 @@
-"""Losses of held-out sets, with the engine of a run and in the precision of training."""
+"""Evaluate the loss on held-out sets with the engine of the run, in the precision of training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ def held_out_losses(
     batch_size: int,
     asked_to_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Return the mean loss in nats per token over the samples of each held-out set, by the name of the loss.
+    """Return the mean loss of each held-out set in nats per token, by the name of the loss. Collective.
 
-    The FP8 scales and histories are put back after each set: evaluating changes nothing in training, nor does one set
-    in another. asked_to_stop: called after each batch, with the same answer on every rank; then None is returned.
+    FP8 scales and histories are restored after each set, so evaluation does not change training or other sets.
+
+    Args:
+        streams: held-out sets by the name of their loss.
+        batch_size: samples per batch and rank.
+        asked_to_stop: called after each batch; must return the same value on every rank.
+
+    Returns: None if asked to stop.
     """
     before = snapshot_fp8_state(engine.module, precision)
     losses: dict[str, float] = {}
@@ -44,7 +50,7 @@ def held_out_losses(
 def _sums(
     engine: Any, stream: SampleStream, batch_size: int, asked_to_stop: Callable[[], bool]
 ) -> torch.Tensor | None:
-    """(sum of the losses, tokens) of this rank's part of a held-out set; None, on every rank: asked to stop."""
+    """Return [sum of the losses, tokens] over this rank's part of a held-out set, or None if asked to stop."""
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for *_, batch in held_out_batches(stream, batch_size, dist.get_rank(), dist.get_world_size()):
         tokens = int((batch.labels != NO_LABEL).sum())

@@ -13,22 +13,24 @@ from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
 from train.engine.zero import name_of, shape_of, step_parts_apart
 
-# A decorator compiles its functions, which would import torch's compiler, a second of each start, and compile for each
-# shape. It is disabled; its gain on a GPU is not measured.
+# DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
+# for each shape. It is disabled here; its gain on a GPU is not measured.
 with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-# Root mean square of the elements of Muon's update. That of AdamW's is 0.2 to 0.4.
+# Root mean square of the elements of Muon's update. For AdamW it is 0.2 to 0.4.
 MUON_RMS = 0.2
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw") -> list[dict[str, Any]]:
-    """Return AdamW's two groups: matrices (embeddings too) with decay, vectors (norms, biases) without. With `optim`
-    "muon" the matrices of the decoder layers come first, in a group for each number of columns, with a factor
-    `lr_scale` of the learning rate.
+    """Return the parameter groups of the optimizer.
 
-    Parameters are grouped by dimension and place, never by name, so that fused weights decay like their parts. A tied
-    weight appears once. Parameters without gradient and empty groups are omitted.
+    AdamW has two groups: matrices, including embeddings, with weight decay, and vectors (norms, biases) without. With
+    `optim` "muon", the matrices of the decoder layers come first, in one group per number of columns, with a factor
+    `lr_scale` for the learning rate.
+
+    Parameters are grouped by dimension and place, never by name, so fused weights decay like their parts. A tied weight
+    appears once. Parameters without gradient and empty groups are omitted.
     """
     hidden: list[nn.Parameter] = list(model.model.layers.parameters()) if optim == "muon" else []
     of_muon = {id(p) for p in hidden if p.requires_grad and len(shape_of(p)) == 2}
@@ -50,24 +52,24 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
 
 
 def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: float) -> dict[str, Any]:
-    """Return the group of the matrices with this number of columns.
+    """Return Muon's group of the matrices with this number of columns.
 
-    DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` the factor is
-    0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon): the
-    elements are then as large as AdamW's, and AdamW's learning rate and decay apply. The decay is divided by the
-    factor, because it is multiplied by the group's rate.
+    DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` the total factor
+    is 0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon).
+    The elements of the update are then as large as AdamW's, so AdamW's learning rate and decay apply. The decay is
+    divided by `lr_scale`, because the optimizer multiplies it by the learning rate of the group.
     """
     scale = MUON_RMS * math.sqrt(columns)
-    # the order in which DeepSpeed's Muon sorts them
+    # the order that DeepSpeed's Muon uses
     ordered = sorted(parameters, key=shape_of, reverse=True)
     return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
 
 
 def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
-    """Build torch's AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA, or
-    DeepSpeed's Muon (Jordan et al., kellerjordan.github.io/posts/muon) with that AdamW for all but the matrices of the
-    layers.
+    """Build AdamW or Muon.
 
+    AdamW is torch's (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA. Muon is DeepSpeed's
+    (Jordan et al., kellerjordan.github.io/posts/muon), with AdamW for all parameters except the matrices of the layers.
     DeepSpeed's ZeRO accepts exactly these classes without `zero_allow_untested_optimizer`.
     """
     groups = parameter_groups(model, arguments.weight_decay, arguments.optim)
@@ -87,8 +89,10 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
 
 
 def orthogonalize_each_matrix(engine: Any) -> None:
-    """Have Muon of a new engine step each matrix by itself where a variant fuses several into one parameter: q, k and
-    v; gate and up. Without Muon nothing changes."""
+    """Make Muon of a new engine orthogonalize each matrix of a fused parameter separately.
+
+    Some variants fuse q, k and v, or gate and up, into one parameter. Without Muon this does nothing.
+    """
     config = engine.module.config
 
     def rows(parameter: nn.Parameter) -> list[int]:
@@ -98,13 +102,15 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:
-    """Return the learning rate of `step`, counted from 0. It is a pure function: a resume needs no scheduler state.
+    """Return the learning rate of `step`, counted from 0. A pure function, so a resume needs no scheduler state.
 
-    Warmup: learning_rate / warmup_steps at step 0, the peak at step warmup_steps - 1. Then by
-    lr_scheduler_type, with `floor` = min_lr_ratio * learning_rate reached at max_steps: cosine (Loshchilov
-    and Hutter, arXiv:1608.03983) and linear: from the peak to the floor; constant: the peak;
-    warmup_stable_decay (Hu et al., arXiv:2404.06395): the peak, then linear to the floor in the last
-    decay_steps.
+    The warmup rises linearly from learning_rate / warmup_steps at step 0 to the peak, learning_rate, at step
+    warmup_steps - 1. Then lr_scheduler_type decides; `floor` is min_lr_ratio * learning_rate, reached at max_steps:
+
+        cosine                 from the peak to the floor (Loshchilov and Hutter, arXiv:1608.03983)
+        linear                 from the peak to the floor
+        constant               the peak
+        warmup_stable_decay    the peak, then linear to the floor in the last decay_steps (Hu et al., arXiv:2404.06395)
     """
     peak, kind, end = arguments.learning_rate, arguments.lr_scheduler_type, arguments.max_steps
     if step < arguments.warmup_steps:

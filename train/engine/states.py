@@ -1,11 +1,11 @@
 """AdamW with less memory (precision.optimizer_states), on the partitions of DeepSpeed's BF16_Optimizer.
 
-    fp32             12 bytes a parameter: a float32 weight and two float32 moments (torch's AdamW)
-    bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 more bits; moments in bf16 (10: float32)
+    fp32             12 bytes per parameter: a float32 weight and two float32 moments (torch's AdamW)
+    bf16_remainder    6: the model's bf16 weight and 16 more bits give the float32 weight; bf16 moments (float32: 10)
     int8, fp8         4.03: the same weight; moments in torchao's 8 bits, with a scale for each block of 256
 
-A step decodes `STATE_CHUNK` elements at a time, steps them with torch's AdamW in float32, and encodes them again. The
-weights are exact float32 numbers.
+A step decodes `STATE_CHUNK` elements at a time, updates them with torch's AdamW in float32, and encodes them again. The
+float32 weights are exact.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from model.fp8.torchao_fp8 import STATE_DTYPES, dequantize_state, quantize_state
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-State = dict[str, torch.Tensor]  # of a flat tensor of weights, as torch.optim.Optimizer.state has it
+State = dict[str, torch.Tensor]  # optimizer state of one flat weight, as in torch.optim.Optimizer.state
 
 
 # ---------------------------------------------------------------- float32 as bf16 and 16 more bits
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Write float32 `master` as bf16 `weight` and int16 `remainder`, all 1-D and of one length.
+    """Split float32 `master` into bf16 `weight` and int16 `remainder`, all 1-D of the same length.
 
-    The weight is the nearest bf16 number, on a tie the one farther from zero. (With rounding to even 65,537 numbers
-    would have the same weight, one more than 16 bits can distinguish.)
+    The weight is the nearest bf16 number; a tie rounds away from zero. Rounding ties to even would map 65,537 numbers
+    to one weight, one more than 16 bits can distinguish.
     """
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -43,7 +43,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers that `split` was given."""
+    """Return the float32 numbers that `split` has split."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -52,7 +52,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Return `length` zeros, as `decoded` reads them."""
+    """Return the state of a moment with `length` zeros, in the format that `decoded` reads."""
     if kind in DTYPES:
         return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
     blocks = -(-length // STATE_BLOCK)
@@ -63,7 +63,7 @@ def new_moment(moment: str, length: int, kind: str, device: torch.device) -> Sta
 
 
 def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
-    """Return the elements from `start` to `end` in float32; of a float32 moment a view."""
+    """Return the elements from `start` to `end` in float32. For a float32 moment this is a view."""
     if (scale := state.get(f"{moment}_scale")) is None:
         return state[moment][start:end].float()
     blocks = slice(start // STATE_BLOCK, -(-end // STATE_BLOCK))
@@ -73,7 +73,10 @@ def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
-    """Write float32 `values` to the elements from `start` on; of 8-bit moments whole blocks, or to the end."""
+    """Write float32 `values` to the elements from `start` on.
+
+    For 8-bit moments, `values` must consist of whole blocks or reach the end.
+    """
     held, scale = state[moment][start : start + len(values)], state.get(f"{moment}_scale")
     if scale is not None:
         values = nn.functional.pad(values, (0, -len(values) % STATE_BLOCK))
@@ -92,11 +95,11 @@ def _is_signed(moment: str) -> bool:
 
 
 class PackedAdamW(torch.optim.Optimizer):
-    """torch's AdamW on 1-D bf16 weights, with the other 16 bits of their float32 values in its state.
+    """torch's AdamW for 1-D bf16 weights, with the other 16 bits of their float32 values in its state.
 
     Args:
-        groups: as of torch.optim.AdamW.
-        gradients: float32, of each of the weights; `.grad`, which would have to be bf16, is not read.
+        groups: parameter groups, as for torch.optim.AdamW.
+        gradients: float32 gradient of each weight. `.grad`, which would have to be bf16, is not read.
         moments: a type of MOMENT_BYTES.
     """
 
@@ -128,7 +131,7 @@ class PackedAdamW(torch.optim.Optimizer):
             [first],
             [second],
             [],
-            [state["step"].clone()],  # it counts on
+            [state["step"].clone()],  # adamw increments it
             foreach=group["foreach"],
             fused=group["fused"],
             amsgrad=False,
@@ -144,9 +147,9 @@ class PackedAdamW(torch.optim.Optimizer):
         encode(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
-        """Allocate the state of weights whose float32 values are bf16 numbers."""
+        """Allocate the state of a weight whose float32 values equal its bf16 values."""
         state = self.state[weight]
-        # on the device where torch's kernel reads it
+        # on the device where torch's kernel reads the step
         state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")
         state["remainder"] = torch.zeros(len(weight), dtype=torch.int16, device=weight.device)
         for moment in MOMENTS:
@@ -155,8 +158,13 @@ class PackedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def put(self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None) -> None:
-        """Set the weights to float32 `master`, with `moments` after `step` steps; 1-D, on any device. None: before the
-        first step, when the weights are bf16 numbers."""
+        """Set `weight` to the float32 `master`, with `moments` after `step` steps.
+
+        Args:
+            master: 1-D float32, on any device.
+            moments: 1-D float32 tensors by name, on any device.
+            step: None before the first step, when the float32 values equal the bf16 values.
+        """
         if step is None:
             weight.copy_(master)
             return
@@ -169,7 +177,7 @@ class PackedAdamW(torch.optim.Optimizer):
                 encode(moments[moment][part].to(weight.device), state, moment, start)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this optimizer bit by bit: torch would cast all states to the type of the weights."""
+        """Load a `state_dict` of this optimizer unchanged; torch would cast all states to the dtype of the weights."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.state.clear()
@@ -180,14 +188,14 @@ class PackedAdamW(torch.optim.Optimizer):
                 own[key] = value.to("cpu" if on_host else weight.device, copy=True)
 
 
-# ---------------------------------------------------------------- in files
+# ---------------------------------------------------------------- reading from files
 
 
 @dataclass
 class Stretch:
-    """Elements of a packed tensor, decoded on access. It has the methods of a 1-D tensor that reshard.py uses."""
+    """A range of a packed tensor that is decoded on access, with the methods of a 1-D tensor that reshard.py uses."""
 
-    decode: Callable[[int, int], torch.Tensor]  # from, to -> float32
+    decode: Callable[[int, int], torch.Tensor]  # (start, end) -> float32
     start: int
     length: int
 
@@ -203,7 +211,7 @@ class Stretch:
 
 
 def stretches(weight: torch.Tensor, state: State) -> tuple[Stretch, dict[str, Stretch]]:
-    """Return the float32 weights and moments in `weight` and `state` of a PackedAdamW."""
+    """Return the float32 weight and its moments from `weight` and `state` of a PackedAdamW."""
 
     def of(moment: str) -> Callable[[int, int], torch.Tensor]:
         return lambda start, end: decoded(state, moment, start, end)

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of a model, one micro-batch through it, and whether a step is skipped.
+"""Build the DeepSpeed engine, run micro-batches through it, and detect skipped steps.
 
 engine = build_engine(model, arguments, ds_config)
 micro_step = MicroStep(engine, precision, arguments)
@@ -41,25 +41,29 @@ from train.engine.zero import (
     undo_initial_step,
 )
 
-# Steps of the run between two removals of amaxes that are not finite. Counted in steps of the run, because the values
-# that a step computes may depend on it.
+# Remove non-finite amaxes every this many steps. This counts from the first step of the run, not from a resume, because
+# the results may depend on it.
 MEND_STEPS = 10
 
 
 @contextlib.contextmanager
 def without_prints() -> Iterator[None]:
-    """DeepSpeed prints its own memory readings, unasked, when it builds or loads."""
+    """Suppress the memory statistics that DeepSpeed prints when it builds or destroys an engine."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
-    """deepspeed.initialize with AdamW or Muon, before its first step. `ds_config`: of `resolve_ds_config`."""
+    """Build a DeepSpeed engine with AdamW or Muon, before its first step.
+
+    Args:
+        ds_config: DeepSpeed configuration from `resolve_ds_config`.
+    """
     with without_prints():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
-        set_group_timeouts()  # DeepSpeed has created groups of its own
+        set_group_timeouts()  # for the process groups that DeepSpeed has created
         undo_initial_step(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
@@ -69,34 +73,43 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
 
 
 def release(engine: Any) -> None:
-    """Destroy an engine. Its memory is free once the caller drops the last references to it and to its model, and
-    calls `free_memory`."""
+    """Destroy an engine.
+
+    To free its memory, drop the last references to the engine and its model, then call `free_memory`.
+    """
     parameters = list(engine.module.parameters())
     with without_prints():
         engine.destroy()
     forget_module(engine)
     for parameter in parameters:
-        # DeepSpeed gives them methods of their own, by which they would hold themselves: no garbage collector sees that
+        # DeepSpeed adds methods to each parameter that refer to the parameter; the garbage collector misses this cycle
         vars(parameter).clear()
     te_backend.forget_models()
 
 
 def free_memory() -> None:
-    """Free the memory of models and engines that nothing refers to any more."""
-    gc.collect()  # they are in reference cycles
+    """Free the memory of released models and engines."""
+    gc.collect()  # models and engines are in reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class MicroStep:
-    """Forward, backward and, at the last micro-batch of a step, the optimizer. `notes`, for the log: what came of the
-    switches of the section "speed". `arguments` are resolved."""
+    """Runs forward, backward and, after the last micro-batch of a step, the optimizer.
+
+    Args:
+        arguments: resolved training arguments.
+
+    Attributes:
+        notes: log lines with the effective settings of the section "speed".
+        plain: whether all gradients pass through autograd hooks anyway (see `through_autograd`).
+    """
 
     def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
         self.engine, self.precision = engine, precision
         accumulation, speed = arguments.gradient_accumulation_steps or 1, arguments.speed
         stage, te_model = engine.zero_optimization_stage(), VARIANTS[arguments.model.variant].te
-        # With accumulation the FP8 copy of the weights is made once a step. Not at ZeRO 3, which frees the weights.
+        # With accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, which frees the weights.
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
@@ -107,16 +120,20 @@ class MicroStep:
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.buffers
-            else "weight gradients: in the parameters' type, accumulated by DeepSpeed",
+            else "weight gradients: in the dtype of the parameters, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
             *filter(None, [arguments.precision.described_states()]),
         ]
 
     def __call__(self, batch: Batch, index: int) -> torch.Tensor:
-        """`batch` on the engine's device. Returns the mean loss of the micro-batch, detached, without waiting for it.
+        """Run one micro-batch and return its mean loss, detached, without waiting for the GPU.
 
-        With documents, whose last tokens have no labels, it is the sum of the losses over B * T instead, here and for
-        the gradients: so that each label has the same weight in whatever micro-batch and on whatever rank it is.
+        With documents, whose last tokens have no labels, the loss is the sum over all labels divided by B * T, also for
+        the gradients. So each label has the same weight in every micro-batch and on every rank.
+
+        Args:
+            batch: micro-batch on the device of the engine.
+            index: index of the micro-batch in the step.
         """
         engine, (input_ids, labels, documents) = self.engine, batch
         if self.capture:
@@ -129,9 +146,8 @@ class MicroStep:
         loss = engine(input_ids, labels=labels, is_first_microbatch=first, documents=documents).loss
         if documents is not None:
             loss = loss * batch.labelled()
-        # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). This makes
-        # them NaN on this rank, so that the norm after the reduction is NaN on all (SkipDecision). Else it multiplies
-        # by 1.
+        # A non-finite loss can have finite gradients. The factor makes them NaN on this rank, so the norm after the
+        # reduction is NaN on all ranks (SkipDecision). With a finite loss the factor is 1.
         engine.backward(
             loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         )  # divides by the accumulation steps
@@ -142,8 +158,10 @@ class MicroStep:
 
     @contextlib.contextmanager
     def through_autograd(self) -> Iterator[None]:
-        """Within it, before the first step, all gradients pass hooks of parameters: no GEMM adds one into a buffer, and
-        nothing is captured. `plain`: it is so anyway."""
+        """In the block, pass all gradients through autograd hooks: without `MainGrads` and without CUDA graphs.
+
+        Call it before the first step. If `plain` is set, this is the case anyway.
+        """
         capture, main_grads, self.capture, self.main_grads = self.capture, self.main_grads, False, None
         if main_grads:
             main_grads.switch(False)
@@ -154,13 +172,13 @@ class MicroStep:
 
 
 class SkipDecision:
-    """Decides whether a step is skipped: on all ranks or on none, if the norm of its reduced gradients is not finite.
+    """Detects skipped steps and restores the FP8 state after them.
 
-    MicroStep makes gradients NaN where the loss is not finite, so this norm shows every step to skip. The optimizers
-    of DeepSpeed then leave weights and optimizer state as they are, and the engine counts the step in
-    `skipped_steps`; engine/zero.py gives that behavior to the only optimizer without it. `is_skipped` reads the count
-    and restores the FP8 state, so that a skipped step changes nothing. Nobody else decides: the trainer reports the
-    step, and ends a run that skips too many.
+    A step is skipped on all ranks if the norm of its reduced gradients is not finite. MicroStep makes the gradients NaN
+    if the loss is not finite, so the norm detects every step to skip. DeepSpeed's optimizers then leave weights and
+    optimizer state unchanged, and the engine counts the step in `skipped_steps`. engine/zero.py adds this behavior to
+    the only optimizer without it. `is_skipped` reads the count and restores the FP8 state, so a skipped step changes
+    nothing. The trainer only reports skipped steps, and ends a run that skips too many.
     """
 
     def __init__(self, engine: Any, precision: Precision):
@@ -172,10 +190,13 @@ class SkipDecision:
         self._removed = torch.zeros((), dtype=torch.int64, device=precision.device)
 
     def keep_fp8_state(self) -> None:
-        """Keep the FP8 state of before a step. With an amax of inf a scale would not move while it is in the history
-        (16 passes by default); with a finite but enormous one, everything after it would underflow as long."""
+        """Copy the FP8 state before a step.
+
+        An amax of inf would freeze its scale as long as it is in the history (16 passes by default). A finite but huge
+        amax would make all values underflow for as long.
+        """
         self._count_before = self.engine.skipped_steps
-        if not self._live:  # allocated in the modules' first forward; from then on it stays where it is
+        if not self._live:  # the modules allocate it in their first forward and never move it
             state = fp8_state(self.engine.module, self.precision)
             self._live = list(state.values())
             self._kept = [torch.empty_like(t) for t in self._live]
@@ -185,7 +206,7 @@ class SkipDecision:
 
     @torch.no_grad()
     def is_skipped(self, step: int) -> bool:
-        """Return whether this step, which was the `step`-th of the run, is skipped; if so, restore the FP8 state."""
+        """Return whether step number `step` of the run was skipped. If so, restore the FP8 state."""
         skipped = self.engine.skipped_steps > self._count_before
         if skipped and self._live:
             torch._foreach_copy_(self._live, self._kept)
@@ -196,8 +217,10 @@ class SkipDecision:
         return skipped
 
     def _remove_bad_amaxes(self) -> None:
-        """Remove amaxes that are not finite from the histories. FP8 casts saturate, so that an inf need not make a
-        gradient infinite and its step need not be skipped."""
+        """Replace non-finite amaxes in the histories with 0.
+
+        FP8 casts saturate, so an inf may leave the gradients finite, and the step is then not skipped.
+        """
         amaxes = torch.cat([history.flatten() for history in self._histories])
         bad = ~amaxes.isfinite()
         self._removed += bad.sum()
@@ -207,19 +230,19 @@ class SkipDecision:
         )
 
     def count_removed_amaxes(self) -> int:
-        """Return how many amaxes were removed since the last call. Waits for the GPU."""
+        """Return the number of amaxes removed since the last call. Waits for the GPU."""
         count = int(self._removed)
         self._removed.zero_()
         return count
 
 
 class MainGrads:
-    """Lets Transformer Engine's weight-gradient GEMMs add straight into DeepSpeed's float32 gradients.
+    """Makes Transformer Engine's weight-gradient GEMMs add directly into DeepSpeed's float32 gradients.
 
-    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter and, after
-    each backward, adds the bf16 `.grad` to it: 24 bytes of memory traffic a parameter and micro-batch. Here the GEMM
-    itself adds, in float32 and without the rounding to bf16; `.grad` stays None. Other optimizers have no such buffer:
-    then nothing changes and there are no `buffers`.
+    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. After
+    each backward it adds the bf16 `.grad`: 24 bytes of memory traffic per parameter and micro-batch. Here the
+    GEMM itself adds in float32, without rounding to bf16, and `.grad` stays None. Other optimizers have no float32 gradients;
+    then `buffers` is empty and nothing changes.
     """
 
     def __init__(self, engine: Any, precision: Precision):
@@ -235,12 +258,12 @@ class MainGrads:
         self.switch(True)
 
     def switch(self, on: bool) -> None:
-        """Whether the GEMMs add into the buffers."""
+        """Set whether the GEMMs add into the buffers."""
         for module in self.modules:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
-        """The gradients of a micro-batch have been added."""
+        """Report to DeepSpeed that the buffers hold gradients."""
         for buffer in self.buffers:
             buffer.mark()
 

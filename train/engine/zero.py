@@ -1,12 +1,13 @@
-"""DeepSpeed 0.19.8's private attributes, and the work-arounds for its faults. For a new version of DeepSpeed check this
-file, and train/checkpoint/reshard.py for its checkpoint files.
+"""Access private attributes of DeepSpeed 0.19.8 and work around its bugs.
 
-    ZeRO  optimizer                                   what AdamW or Muon steps (`masters`)
+For a new version of DeepSpeed, check this file, and train/checkpoint/reshard.py for its checkpoint files.
+
+    ZeRO  optimizer                                   tensors that AdamW or Muon updates (`masters`)
     0     the optimizer itself (float32)              the weights
-    0     a wrapper of it (bf16)                      a float32 tensor of each weight
-    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat; after `pack_states` it is
-                                                      the weights themselves, in bf16
-    1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in an order of its own
+    0     a wrapper of it (bf16)                      a float32 copy of each weight
+    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat; after `pack_states` the bf16
+                                                      weights themselves
+    1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in its own order
     3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
 
 Sources: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py,
@@ -33,14 +34,14 @@ from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
 
-# Types in DeepSpeed's files that torch.load does not allow by default (#8500). Creating one executes no other code.
+# Types in DeepSpeed's files that torch.load does not allow by default (#8500). Creating them runs no other code.
 SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
-# ---------------------------------------------------------------- parameters and what is stepped
+# ---------------------------------------------------------------- parameters and optimizer tensors
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the full shape: ZeRO 3 empties partitioned parameters."""
+    """Return the full shape of a parameter, which ZeRO 3 may have partitioned and emptied."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -50,36 +51,36 @@ def name_of(engine: Any, parameter: nn.Parameter) -> str:
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Return AdamW, or Muon with AdamW for the rest, without DeepSpeed's wrapper."""
+    """Return the optimizer (AdamW, or Muon with AdamW) without DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def adamw_is_fused(engine: Any) -> bool:
-    """Return whether AdamW is one kernel, which reads its count of steps on the GPU."""
+    """Return whether AdamW is fused. The fused kernel reads its step count on the GPU."""
     optimizer = base_optimizer(engine)
     return bool(getattr(optimizer, "aux_optimizer", optimizer).defaults.get("fused"))
 
 
-# The state of Muon for each element of a weight. MOMENTS are those of AdamW.
+# Names of Muon's state tensors. AdamW's are MOMENTS.
 MOMENTUM: tuple[str, ...] = ("momentum_buffer",)
 
 
 @dataclass
 class Master:
-    """A tensor that AdamW or Muon steps. Its `moments` are in `base_optimizer(engine).state[tensor]`.
+    """A tensor that AdamW or Muon updates. Its `moments` are in `base_optimizer(engine).state[tensor]`.
 
-    Without ZeRO it is one parameter, in its shape. Else it is 1-D, this rank's part of `parameters`: see
+    Without ZeRO it is one parameter in its shape. With ZeRO it is 1-D and holds this rank's part of `parameters`: see
     `flat_partition` (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
     """
 
     tensor: torch.Tensor
     parameters: list[nn.Parameter]
-    paddings: list[int]  # elements after each of them; ZeRO 1 and 2
+    paddings: list[int]  # padding elements after each parameter; ZeRO 1 and 2
     moments: tuple[str, ...]  # MOMENTS or MOMENTUM
 
 
 def masters(engine: Any) -> Iterator[Master]:
-    """Yield what this rank's optimizer steps, in its order."""
+    """Yield the tensors that this rank's optimizer updates, in its order."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     paddings = None
     if stage == 3:
@@ -101,8 +102,7 @@ def masters(engine: Any) -> Iterator[Master]:
 
 @contextlib.contextmanager
 def rewritten_masters(engine: Any) -> Iterator[None]:
-    """In the block `masters` may be written. At its end the weights of the model become these, rounded, in place.
-    Collective."""
+    """Allow writing to `masters` in the block, then copy them, rounded, to the model weights in place. Collective."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -123,8 +123,11 @@ def rewritten_masters(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_settings(engine: Any) -> Iterator[None]:
-    """In the block a checkpoint may be loaded. At its end restore the optimizer's settings, its kernel (that of a CPU
-    and of a GPU differ) and the norm of clipping: DeepSpeed loads those of the checkpoint."""
+    """Keep the settings of the engine while DeepSpeed loads a checkpoint in the block.
+
+    DeepSpeed loads the optimizer settings, the kernel choice (CPU and GPU differ) and the clipping norm of the
+    checkpoint. They are restored after the block.
+    """
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
     settings = [{key: group[key] for key in keys & group.keys()} for group in optimizer.param_groups]
@@ -133,28 +136,32 @@ def own_settings(engine: Any) -> Iterator[None]:
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    for weight, state in optimizer.state.items():  # at ZeRO 3 no group has its weights
-        if "step" in state:  # where that kernel reads it
+    for weight, state in optimizer.state.items():  # with ZeRO 3 no group lists its weights
+        if "step" in state:  # on the device where the kernel reads it
             state["step"] = state["step"].to(weight.device if fused else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
 
 
 def use_loader(engine: Any, load: Callable[..., Any]) -> None:
-    """Have DeepSpeed load files with `load(path, map_location)`: its own torch.load executes code in them (#6751)."""
+    """Make DeepSpeed load files with `load(path, map_location)`; its own torch.load executes code in them (#6751)."""
     engine.checkpoint_engine.load = load
 
 
 def forget_moments(engine: Any) -> None:
-    """Drop DeepSpeed's links from weights to moments that a checkpoint has replaced, which would keep the old ones in
-    memory. The next step links again."""
+    """Drop DeepSpeed's links from weights to moments after loading a checkpoint.
+
+    The links would keep the replaced moments in memory. The next step creates new links.
+    """
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
 
 
 def forget_module(engine: Any) -> None:
-    """Drop DeepSpeed's references to the model of a destroyed engine, and so to its weights and optimizer states. ZeRO
-    3 has it on a global list of modules whose forward runs, and modules of it in the cache of a method."""
+    """Drop DeepSpeed's references to the model of a destroyed engine, so that its memory can be freed.
+
+    ZeRO 3 keeps the model on a global stack of modules in forward, and its submodules in the cache of a method.
+    """
     stack, coordinator = parameter_offload.FWD_MODULE_STACK, parameter_offload.PartitionedParameterCoordinator
     stack[:] = [module for module in stack if module is not engine.module]
     for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
@@ -163,13 +170,13 @@ def forget_module(engine: Any) -> None:
 
 
 def undo_initial_step(engine: Any) -> None:
-    """Restore a new engine's optimizer to before its first step (DeepSpeed #5151, #5104).
+    """Undo the step that DeepSpeed runs to allocate the optimizer state (DeepSpeed #5151, #5104).
 
-    Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
-    weights and advances the bias correction, so that the first real step is 27 % too short.
+    Without ZeRO, in bf16, DeepSpeed allocates AdamW's state with a step of zero gradients. That step decays the weights
+    and advances the bias correction, so the first real step would be 27 % too short.
     """
     if engine.zero_optimization_stage() or base_optimizer(engine) is engine.optimizer:
-        return  # ZeRO, or float32: no such step
+        return  # with ZeRO or in float32 there is no such step
     base_optimizer(engine).state.clear()
     with torch.no_grad():
         for master in masters(engine):
@@ -177,8 +184,13 @@ def undo_initial_step(engine: Any) -> None:
 
 
 def pack_states(engine: Any, moments: str) -> None:
-    """Have a new engine's BF16_Optimizer keep only those bits of its float32 weights that the bf16 weights lack, and
-    `moments` of that type (train/engine/states.py)."""
+    """Make the BF16_Optimizer of a new engine use PackedAdamW (train/engine/states.py).
+
+    It then keeps only the 16 bits of its float32 weights that the bf16 weights lack.
+
+    Args:
+        moments: type of the moments.
+    """
     optimizer, plain = engine.optimizer, base_optimizer(engine)
     assert type(optimizer).__name__ == "BF16_Optimizer", type(optimizer)
     groups = []
@@ -189,7 +201,7 @@ def pack_states(engine: Any, moments: str) -> None:
         optimizer.fp32_groups_flat_partition[index] = weight
         group["params"] = []  # frees the float32 weights
     gradients = optimizer.fp32_groups_gradient_flat_partition
-    # a step would make `.grad` of the weights, in their type, of what is left in this list
+    # otherwise a step would copy these gradients to `.grad` of the weights, in bf16
     optimizer.fp32_groups_gradient_flat_partition = []
     packed = PackedAdamW(groups, gradients, moments)
     optimizer.optimizer = engine.basic_optimizer = engine.client_optimizer = packed
@@ -197,7 +209,7 @@ def pack_states(engine: Any, moments: str) -> None:
     whole_state = optimizer.state_dict
 
     def state_dict() -> dict[str, Any]:
-        # torch.save would write the whole storage of a part
+        # copies, because torch.save would write the whole storage of a part
         parts = [weight.clone() for weight in optimizer.fp32_groups_flat_partition]
         return whole_state() | {"single_partition_of_fp32_groups": parts}
 
@@ -212,14 +224,20 @@ MOMENTS_LINKED = ("_hp_optimizer_states_linked",)
 
 
 def muon_groups(engine: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups that Muon steps."""
+    """Return the parameter groups that Muon updates."""
     return [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
 
 
 @contextlib.contextmanager
 def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
-    """Within it a step ends before the optimizer: `take` gets each tensor it would step, with the reduced and clipped
-    gradient, not yet orthogonalized by Muon. Weights, moments and counters stay as they are."""
+    """In the block, intercept each step just before the optimizer update.
+
+    Weights, moments and counters stay unchanged.
+
+    Args:
+        take: called with each tensor that the optimizer would update and its reduced and clipped gradient, which Muon
+            has not orthogonalized yet.
+    """
     wrapper, optimizer = engine.optimizer, base_optimizer(engine)
     by_id = {id(master.tensor): master for master in masters(engine)}
     has_muon = bool(muon_groups(engine))
@@ -229,7 +247,7 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
     counters = [(h, name, getattr(h, name)) for h, names in holders for name in names if hasattr(h, name)]
 
     def take_gradients(*_: Any) -> None:
-        # Muon steps parts of these, all in one step; AdamW what DeepSpeed gives it, at times a group alone
+        # Muon updates all tensors in one step. AdamW updates the groups that DeepSpeed passes, sometimes one at a time.
         groups = [] if has_muon else optimizer.param_groups
         stepped = [by_id[id(tensor)] for group in groups for tensor in group["params"]]
         for master in by_id.values() if has_muon else stepped:
@@ -238,7 +256,7 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
             if gradient is not None:
                 take(master, gradient)
 
-    # what skip_steps_that_are_not_finite has wrapped, inside its check
+    # skip_steps_that_are_not_finite keeps the original step in step_if_finite; replace it inside that check
     replaced: list[tuple[Any, str, Any]] = [
         (optimizer, "step_if_finite" if hasattr(optimizer, "step_if_finite") else "step", take_gradients)
     ]
@@ -255,12 +273,15 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
         for holder, name, value in counters:
             setattr(holder, name, value)
         for tensor in [tensor for tensor, state in optimizer.state.items() if not state]:
-            del optimizer.state[tensor]  # which DeepSpeed has asked for
+            del optimizer.state[tensor]  # DeepSpeed's reads have created empty states
 
 
 def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Have Muon step parts of `rows` of each matrix, as views: they lie one after another, in the parameter as in flat
-    tensors. Checkpoints stay by parameter."""
+    """Make Muon orthogonalize parts of each matrix separately, as views. Checkpoints still store whole parameters.
+
+    Args:
+        rows: returns the number of rows of each part of a parameter; the parts are consecutive in memory.
+    """
     if not muon_groups(engine):
         return
     if hasattr(engine.optimizer, "bf16_groups"):
@@ -270,8 +291,11 @@ def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> 
 
 
 def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """With BF16_Optimizer, which orthogonalizes before the step: by lists of parameters, of their float32 gradients,
-    and of what ranks exchange of a matrix that lies on two of them."""
+    """Make BF16_Optimizer, which orthogonalizes before the step, process parts of matrices.
+
+    This replaces its lists of parameters, of float32 gradients, and of exchange layouts for matrices that are split
+    between two ranks.
+    """
     names = "bf16_groups", "fp32_groups_gradients", "_muon_exchange_layouts"
     whole = [getattr(optimizer, name) for name in names]
     apart = [list(each) for each in whole]
@@ -307,7 +331,7 @@ def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int
 
 
 def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Without ZeRO, where Muon itself orthogonalizes whole matrices."""
+    """Make Muon process parts of matrices without ZeRO, where its step orthogonalizes whole parameters."""
     optimizer = base_optimizer(engine)
     step = optimizer.step
     of_each = {id(master.tensor): rows(master.parameters[0]) for master in masters(engine)}
@@ -323,7 +347,7 @@ def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
             yield part
 
     def step_apart(closure: Any = None) -> None:
-        groups = muon_groups(engine)  # a checkpoint brings others
+        groups = muon_groups(engine)  # loading a checkpoint replaces the groups
         whole = [group["params"] for group in groups]
         for group, tensors in zip(groups, whole, strict=True):
             group["params"] = [part for tensor in tensors for part in parts_of(tensor)]
@@ -339,11 +363,11 @@ def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
 
 
 def skip_steps_that_are_not_finite(engine: Any) -> None:
-    """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
+    """Make ZeRO 0 in float32 skip steps with non-finite gradients, as DeepSpeed's other optimizers do.
 
-    Those skip a step where the norm of the reduced gradients, the same on every rank, is not finite, set `overflow`, by
-    which the engine counts `skipped_steps`, and keep the norm. At ZeRO 0 in float32 DeepSpeed calls torch's AdamW in
-    any case.
+    Those skip a step if the norm of the reduced gradients, which is the same on every rank, is not finite. They store
+    the norm and set `overflow`, and the engine then counts the step in `skipped_steps`. With ZeRO 0 in float32,
+    DeepSpeed calls torch's AdamW without this check.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow"):
@@ -361,7 +385,7 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
     def checked_step(closure: Any = None) -> None:
         if not engine.gradient_clipping():
             measure()
-        # waits for the GPU, as all of them do
+        # waits for the GPU, as DeepSpeed's other optimizers do
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if not optimizer.overflow:
             optimizer.step_if_finite(closure)
@@ -372,7 +396,7 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class GradientBuffer:
-    """BF16_Optimizer's float32 gradient of a parameter, 1-D, to which it adds the bf16 `.grad` after each backward."""
+    """The 1-D float32 gradient of a parameter in BF16_Optimizer, which adds the bf16 `.grad` after each backward."""
 
     tensor: torch.Tensor
     optimizer: Any
@@ -380,12 +404,12 @@ class GradientBuffer:
     index: int
 
     def mark(self) -> None:
-        """Tell DeepSpeed that there is a gradient: its norm and clipping skip parameters without one."""
+        """Mark the gradient as present for DeepSpeed, whose norm and clipping skip parameters without a gradient."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 
 def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
-    """Return the buffers by `id` of the parameter; {} for an optimizer without float32 gradients."""
+    """Return the gradient buffers by `id` of the parameter, or {} if the optimizer has no float32 gradients."""
     optimizer = engine.optimizer
     buffers = getattr(optimizer, "fp32_groups_gradients", None)
     if buffers is None or optimizer.grad_acc_dtype != torch.float32:
@@ -397,11 +421,11 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
     }
 
 
-# ---------------------------------------------------------------- a save
+# ---------------------------------------------------------------- saving
 
 
 class _Capture:
-    """Replaces DeepSpeed's checkpoint engine: passes what that would write to `take`."""
+    """A replacement for DeepSpeed's checkpoint engine that passes the content of files to `take`."""
 
     def __init__(self, writer: Any, take: Callable[[str, Any], None]):
         self.writer, self.take = writer, take
@@ -414,7 +438,7 @@ class _Capture:
         pass
 
     def save(self, state_dict: Any, path: str) -> None:
-        if self.error is None:  # else the save has failed already
+        if self.error is None:  # otherwise the save has already failed
             try:
                 self.take(Path(path).name, state_dict)
             except Exception as error:
@@ -422,10 +446,14 @@ class _Capture:
 
 
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
-    """Call engine.save_checkpoint with `take(name of the file, its content)` in place of writing. Return the first
-    error of `take`: if it were raised, the other ranks would wait in DeepSpeed's barriers.
+    """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing it.
 
-    DeepSpeed's scripts are not copied beside the checkpoints; train/export.py does what they do.
+    DeepSpeed's conversion scripts are not copied to the checkpoint folder; use train/export.py instead.
+
+    Args:
+        take: called with the name and the content of each file.
+
+    Returns: the first error of `take`, or None. Raising it would leave the other ranks in DeepSpeed's barriers.
     """
     writer = engine.checkpoint_engine
     engine.checkpoint_engine = capture = _Capture(writer, take)
