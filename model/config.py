@@ -88,14 +88,16 @@ def read_json_file(path: Path) -> Any:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:  # json keeps the last one silently
             raise JsonError(
-                f"{path}: the key {', '.join(twice)} is given twice in one object",
+                f"{path}: duplicate key {', '.join(twice)} in one object; remove one",
                 code="duplicate_key",
                 key=twice[0],
             )
         return dict(pairs)
 
     def no_constant(name: str) -> Any:
-        raise JsonError(f"{path}: {name} is not JSON; give a finite number", code="not_json", key=str(path))
+        raise JsonError(
+            f"{path}: {name} is not valid JSON; use a finite number", code="not_json", key=str(path)
+        )
 
     if path.suffix in (".yaml", ".yml"):
         message = f"{path}: YAML is not supported; write the same keys as JSON in a .json file"
@@ -126,7 +128,7 @@ def config_file(name_or_path: str) -> Path:
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise ModelConfigError(
-            f"model.config: {name_or_path!r} is neither a file, nor a folder, nor one of {names}",
+            f"model.config: {name_or_path!r} is neither a file or folder nor one of {names}",
             code="not_found",
             key=name_or_path,
         )
@@ -159,7 +161,7 @@ def load_config(name_or_path: str) -> MistralConfig:
 
     try:
         config = MistralConfig.from_dict(values)
-    except Exception as error:  # transformers checks types with exceptions of its own
+    except Exception as error:  # transformers raises its own exceptions for wrong types
         raise ModelConfigError(f"model.config: {path}: {' '.join(str(error).split())}") from error
     # it describes the stored weights, not the architecture, and does not apply to a model trained from scratch
     vars(config).pop("quantization_config", None)

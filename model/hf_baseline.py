@@ -26,9 +26,7 @@ class HuggingFaceMistral(MistralForCausalLM):
     @classmethod
     def build(cls, config: MistralConfig, precision: Precision) -> Self:
         """Build the model in training mode, with weights not yet set."""
-        given = (
-            config.dtype
-        )  # describes exported weights; restored below, as `precision` sets the compute dtype
+        given = config.dtype  # dtype of exported weights, which _from_config overwrites
         with precision.device:
             model = cls._from_config(config, attn_implementation="sdpa", dtype=precision.dtype).train()
         config.dtype = given

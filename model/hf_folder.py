@@ -77,7 +77,7 @@ def check_init_from(folder: str, config: Any) -> None:
     }
     if differences:
         raise WeightsError(
-            f"model.init_from: {folder!r} is another model: " + "; ".join(differences.values()),
+            f"model.init_from: {folder!r} has another architecture: " + "; ".join(differences.values()),
             code="architecture",
             key=next(iter(differences)),
         )

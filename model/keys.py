@@ -26,7 +26,7 @@ RESUME = {
     "structural": "cannot change on a resume",
 }
 
-NOT_GIVEN = "empty (an unset shell variable?); give a path, such as . for this folder"
+NOT_GIVEN = "empty (an unset shell variable?); pass a path, such as . for the current folder"
 
 
 def option(

@@ -222,10 +222,12 @@ class MistralBase(nn.Module):
             B, T = input_ids.shape
             return Documents.whole_rows(B, T, input_ids.device)
         if not self.document_mask:
-            raise ValueError("documents need a model with a document mask; build it with document_mask=True")
+            raise ValueError(
+                "documents were passed to a model without a document mask; build it with document_mask=True"
+            )
         if documents.positions.shape != input_ids.shape:
             raise ValueError(
-                f"documents of a batch {list(documents.positions.shape)} were given with input_ids "
+                f"documents has the batch shape {list(documents.positions.shape)}, but input_ids has "
                 f"{list(input_ids.shape)}"
             )
         return documents

@@ -141,9 +141,9 @@ def _check_cudnn() -> str:
     theirs, torchs = te_backend.cudnn_versions()
     if theirs != torchs:
         raise StartupCheckError(
-            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two cuDNNs end in a slow attention. Set "
+            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Set "
             "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn), and put its lib folder first in "
-            "LD_LIBRARY_PATH. run_training.sh does this",
+            "LD_LIBRARY_PATH, or start with run_training.sh, which does this",
             code="two_cudnns",
             key="CUDNN_HOME",
         )

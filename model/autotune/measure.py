@@ -236,10 +236,8 @@ def measure_steps(task: Task, backends: list[str], timer: Timer) -> list[Candida
         for backend, compute, graphs in product(backends, COMPUTE, task.graph_modes())
     }
     models = list(product(backends, COMPUTE))
-    for backend, compute in [
-        *models,
-        *models[-2::-1],
-    ]:  # forwards, then backwards, as a GPU slows down while it warms up
+    # visit the models in both directions, because a GPU slows down while it warms up
+    for backend, compute in [*models, *models[-2::-1]]:
         precision = task.resolved(compute)
         choose_attention(backend, task.variant, precision, task.config, task.document_mask)
         step: Step | None = None
@@ -253,7 +251,7 @@ def measure_steps(task: Task, backends: list[str], timer: Timer) -> list[Candida
                     step.capture()
                 candidate.times_ms.append(step.milliseconds(timer))
                 candidate.peak_gib = step.peak_gib()
-            except RuntimeError as error:  # out of memory, cannot be captured, or runs no FP8
+            except RuntimeError as error:  # out of memory, not capturable, or FP8 did not run
                 candidate.note = f"failed: {one_line(error)}"
                 step = None
         step = None

@@ -78,12 +78,14 @@ class Gemms:
         backward: whether each forward had a backward.
         """
         if self.weights and not self.ran:
-            return "FP8 was asked for and no module ran FP8; set precision.compute to bf16 if that is meant"
+            return (
+                "FP8 is configured, but no module ran FP8; set precision.compute to bf16 to train without it"
+            )
         planned = {name: weights * passes for name, weights in self.weights.items()}
         wrong = sorted(name for name in {*planned, *self.ran} if self.forward[name] != planned.get(name, 0))
         if wrong:
             return (
-                f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]} "
+                f"{len(wrong)} modules did not run in their planned precision, such as {wrong[0]} "
                 f"({self.forward[wrong[0]]} FP8 GEMMs, not {planned.get(wrong[0], 0)}); check precision.bf16_modules"
             )
         of_modules = 2 * sum(planned[name] for name in self.backwards)

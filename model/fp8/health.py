@@ -42,9 +42,8 @@ OVERFLOW = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
 SUMS = ("nonzero", "kept", "saturated", "error2", "x2", "x1", "x3", "x4", "elements")
 TOTALS = (*SUMS, "range")
 
-_watching: list[
-    HealthCheck | None
-] = []  # nested contexts; only the innermost collects; None: no check collects
+# Nested contexts; only the innermost collects. None: no check collects.
+_watching: list[HealthCheck | None] = []
 
 
 class HealthCheck:

@@ -186,8 +186,8 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
     report = fp8_modules(model, precision)
     if not report.planned and TAKEN_OUT not in report.kept.values():
         raise PrecisionError(
-            f"precision.bf16_modules {patterns} leaves no module to run FP8; "
-            'remove patterns or set precision.compute to "bf16"',
+            f"precision.bf16_modules {patterns} leaves no module to run FP8; remove patterns, or set "
+            "precision.compute to bf16",
             code="no_fp8_module",
             key="precision.bf16_modules",
         )

@@ -66,8 +66,8 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     shapes, expected = ({key: tuple(t.shape) for key, t in tensors.items()} for tensors in (loaded, state))
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
         raise PrecisionError(
-            f"{len(wrong)} tensors of the saved FP8 state do not fit the model, such as {wrong[0]}: the saved shape is "
-            f"{shapes.get(wrong[0])}, the model has {expected.get(wrong[0])} (None: no such tensor)",
+            f"{len(wrong)} tensors of the saved FP8 state do not fit the model, such as {wrong[0]}: its saved shape is "
+            f"{shapes.get(wrong[0])}, and the model needs {expected.get(wrong[0])} (None: no such tensor)",
             code="fp8_state",
             key=wrong[0],
         )

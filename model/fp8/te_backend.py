@@ -102,7 +102,7 @@ def _load_transformer_engine() -> SimpleNamespace:
     except (ImportError, OSError) as error:
         raise BackendError(
             f"there is a CUDA device, but transformer_engine cannot be imported ({error}); "
-            "pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it",
+            "run pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it",
             code="not_installed",
         ) from error
     return SimpleNamespace(
