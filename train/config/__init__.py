@@ -1,8 +1,6 @@
-"""The configuration of a run.
-
-`arguments` declares the keys. `load` reads, checks and resolves the file and the command line. `schema` describes the
-allowed values, as JSON schema and in words. `schedule` has the phases of the precision, `ds_config` the DeepSpeed
-configuration, and `differences` compares configurations on a resume.
+"""The configuration of a run: keys (`arguments`), loading and checks (`load`), allowed values as JSON schema or text
+(`schema`), phases of the precision (`schedule`), the DeepSpeed configuration (`ds_config`), and changes on a resume
+(`differences`).
 
 May import train.files, train.data, and the parts of model that do not need torch. Other packages use TrainingArguments
 and ConfigurationError from arguments; load_arguments, build_arguments and resolve_arguments from load;

@@ -1,5 +1,5 @@
-"""Evaluation outside of training: the model (models), the text (texts), the losses (scores), all of it (evaluation).
+"""Evaluation outside of training: the model (`models`), data (`texts`), losses (`scores`) and report (`evaluation`).
 
-May import model, train.checkpoint and what that may, and train.prepare.corpus, which reads text. Others use of it: only
-train/evaluate.py. A run evaluates by itself, in train/trainer.py.
+May import model, train.checkpoint and its imports, and train.prepare.corpus, which reads text. Used only by
+train/evaluate.py. Evaluation during training is in train/trainer.py.
 """

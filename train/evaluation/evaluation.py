@@ -1,4 +1,4 @@
-"""Evaluate a model on data: open both as the options of train/evaluate.py ask, and return the report."""
+"""Open the model and the data according to the options of train/evaluate.py, evaluate, and return the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_ranks() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes that evaluate together."""
+    """Join the other ranks. Return the rank of this process and the number of ranks."""
     launchers.adopt()
     if launchers.world_size() == 1:
         return 0, 1
@@ -40,14 +40,18 @@ def leave_ranks(world: int) -> None:
 
 
 def plan_evaluation(args: argparse.Namespace) -> Plan:
-    """Return what is evaluated, and how. Raises ValueError, UserError: the options do not fit the model."""
+    """Return the evaluation plan.
+
+    Raises:
+        ValueError, UserError: The options do not fit the model.
+    """
     plan = plan_model(find_model(args.model), args.precision)
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     plan.document_mask = plan.document_mask and args.by == "packed"
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
         raise ValueError(
-            f"--max_seq_length {plan.max_seq_length}: the model has {most} positions (max_position_embeddings)"
+            f"--max_seq_length {plan.max_seq_length}: at most {most} are allowed (max_position_embeddings of the model)"
         )
     rows = plan.batch_size * plan.max_seq_length
     if plan.precision.compute == "fp8" and args.by == "packed" and rows % FP8_TRAIN_ROW_MULTIPLE:
@@ -59,17 +63,18 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
 
 
 def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
-    """Open DATA: prepared folders to read packed as one, everything else as another.
+    """Open DATA. Returns one `Packed` for all prepared folders (--by packed) and one `Documents` for all other data.
 
-    Raises DataError, ValueError, UserError: data that cannot be read, or that another tokenizer prepared.
+    Raises:
+        DataError, ValueError, UserError: Data cannot be read, or were prepared with another tokenizer.
     """
     folders = {name: name for name in args.data} or plan.sources()
     if not folders:
-        raise ValueError(f"{plan.path} does not say what it was trained on: name DATA")
+        raise ValueError(f"{plan.path} does not record its training data; pass DATA")
     if not args.data and (missing := [folder for folder in folders.values() if not Path(folder).exists()]):
         raise ValueError(
-            f"the training data {', '.join(missing)} do not exist in {Path.cwd()}: name DATA, or start the evaluation "
-            "where the training was started"
+            f"the training data {', '.join(missing)} do not exist in {Path.cwd()}; pass DATA, or start the evaluation "
+            "in the folder where the training was started"
         )
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     plan.check_data(prepared.values(), args.tokenizer)
@@ -87,22 +92,26 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
         found.append(Packed(prepared, length, size, args.max_samples, plan.document_mask))
     found += [documents] if documents.sources else []
     if changed := plan.changed_data(prepared.values()):
-        note = f"{' and '.join(changed)}: prepared again since the training, whose data the eval split may contain"
+        note = f"{' and '.join(changed)}: prepared again since the training; the eval split may contain training data"
         found[0].notes.insert(0, note)
     return found
 
 
 def choose_stride(args: argparse.Namespace, plan: Plan) -> int | None:
-    """Return the tokens from one row of a longer document to the next; None if documents are packed."""
+    """Return the distance in tokens between the starts of two rows of a long document. None: packed documents."""
     return min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
 
 
 def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
-    """Return the report; its results are complete on rank 0 only. Raises ValueError, OSError, UserError."""
+    """Run the evaluation and return the report, which is complete only on rank 0. Collective.
+
+    Raises:
+        ValueError, OSError, UserError: The evaluation is not possible.
+    """
     plan = plan_evaluation(args)
     logger.info(plan.describe())
     if plan.precision.compute == "fp16" and not torch.cuda.is_available():
-        logger.info("note: float16 can take several times as long on a CPU as --precision fp32")
+        logger.info("note: on a CPU, float16 can be several times slower than --precision fp32")
     data = open_data(args, plan)
     notes = [note for part in data for note in part.notes]
     for note in notes:
@@ -112,12 +121,13 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     logger.info(f"{world} x {headline(machine, versions)}")
     if world < (gpus := machine.get("gpus", 1)):
         logger.info(
-            f"note: {world} of {gpus} GPUs; for all: python train/launch.py --nproc {gpus} train/evaluate.py ..."
+            f"note: using {world} of {gpus} GPUs; to use all, run: python train/launch.py --nproc {gpus} "
+            "train/evaluate.py ..."
         )
     begin = time.perf_counter()
     tokens = sum(part.tokens for part in data) // world
     sums, gemms = [], list[str]()
-    # a log file gets a line now and then
+    # update a log file less often than a terminal
     pause = 0 if sys.stderr.isatty() else 10
     with tqdm(
         total=tokens,
@@ -142,10 +152,10 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         print("\n".join(scores.table(by_source, everything)), flush=True)
     for source in sources:
         if source.name not in by_source:
-            notes.append(f"{source.name}: no token was predicted, so it has no result")
+            notes.append(f"{source.name}: no result, because no token was predicted")
             logger.info(f"note: {notes[-1]}")
     if any(row["bits_per_byte"] is None for row in by_source.values()):
-        logger.info("note: bits/byte ?: the tokens of that source do not say how many bytes of text they are")
+        logger.info("note: bits/byte is ? if the number of text bytes cannot be derived from the tokens")
     return {
         "model": plan.describe(),
         "precision": plan.precision.compute,

@@ -1,4 +1,4 @@
-"""MODEL -> a checkpoint or a Hugging Face folder, what it is evaluated in (`plan`), and the modules (`Plan.build`)."""
+"""Find the model to evaluate, plan its precision and variant (`plan_model`), and build it (`Plan.build`)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,25 @@ if TYPE_CHECKING:
 
 
 class EvaluationError(UserError, ValueError):
-    """What was asked for cannot be evaluated; `key` names the option, the path or the source."""
+    """The evaluation is not possible. `key` names the option, path or source."""
 
     code = "evaluation"
 
 
 logger = logging.getLogger(__name__)
-MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # at most, and of a Hugging Face folder
+MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # maximum length in tokens and batch size for a Hugging Face folder
 
 
 def find_model(given: Path) -> Path:
-    """Return the checkpoint or Hugging Face folder `given`, or of a run its newest good checkpoint, else its export.
-    Raises EvaluationError, CheckpointError."""
+    """Return a checkpoint or Hugging Face folder.
+
+    Args:
+        given: A checkpoint, a Hugging Face folder, or an output_dir. For an output_dir, the newest undamaged checkpoint
+            is returned, or the export if there is no checkpoint.
+
+    Raises:
+        EvaluationError, CheckpointError: There is no model, or no checkpoint is undamaged.
+    """
     if (given / "config.json").is_file():
         return given
     try:
@@ -59,8 +66,8 @@ def find_model(given: Path) -> Path:
     if ((export := RunFolder(given).hf) / "config.json").is_file():
         return export
     raise EvaluationError(
-        f"MODEL {given} has no checkpoint and no config.json; pass a run's output_dir, a checkpoint, or a Hugging Face "
-        "folder, and DATA after it",
+        f"MODEL {given} has no checkpoint and no config.json; pass the output_dir of a run, a checkpoint, or a Hugging "
+        "Face folder, followed by DATA",
         code="not_a_model",
         key=str(given),
     )
@@ -68,10 +75,10 @@ def find_model(given: Path) -> Path:
 
 @dataclass
 class Plan:
-    """What is evaluated, and as what."""
+    """The model to evaluate, and its precision, variant and sizes."""
 
     path: Path
-    state: RunState | None  # of a checkpoint
+    state: RunState | None  # None: a Hugging Face folder
     config: MistralConfig
     variant: str
     precision: PrecisionConfig
@@ -80,26 +87,26 @@ class Plan:
     document_mask: bool = False
     attention_backend: str = "auto"
     speed: SpeedConfig | None = None
-    levels: dict[str, str] = field(default_factory=dict)  # of modules, see Precision
+    levels: dict[str, str] = field(default_factory=dict)  # fallbacks: module -> recipe, see Precision
 
     def describe(self) -> str:
-        """One line."""
+        """Return a description in one line."""
         fp8 = self.precision.compute == "fp8"
         how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
         if self.levels:
-            how += f", {len(self.levels)} modules at the levels that precision.on_trouble has taken them to"
+            how += f", {len(self.levels)} modules with a fallback (precision.on_trouble)"
         trained = (
             "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
         )
         return f"{self.path}{trained}: {self.variant} in {how}"
 
     def sources(self) -> dict[str, str]:
-        """Return the data folders that a checkpoint was trained on, by name; {} for a Hugging Face folder."""
+        """Return the training data of a checkpoint, name -> folder. {} for a Hugging Face folder."""
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
 
     def changed_data(self, folders: Iterable[str]) -> list[str]:
-        """Return those of `folders` that the checkpoint was trained on and that have other tokens now."""
+        """Return the folders of training data whose tokens have changed since the training."""
         names = {os.path.realpath(folder): name for name, folder in self.sources().items()}
         fingerprints = self.state.data_fingerprint["sources"] if self.state else {}
         return [
@@ -110,31 +117,42 @@ class Plan:
         ]
 
     def check_data(self, folders: Iterable[str], tokenizer: Path | None) -> None:
-        """Raises DataError, EvaluationError: prepared data cannot be read, or have ids of another tokenizer than the
-        model's."""
+        """Check that prepared data use the tokenizer of the model.
+
+        Raises:
+            DataError, EvaluationError: Data cannot be read, or were prepared with another tokenizer.
+        """
         known = self.tokenizers(tokenizer)
         for folder in folders:
             manifest = read_manifest(folder)
             if known and manifest.tokenizer_sha256 not in known:
                 raise EvaluationError(
-                    f"{folder} was prepared with another tokenizer than the model's: prepare it with the model's, or "
-                    f"if both are equal, pass --tokenizer {Path(folder) / 'tokenizer'}",
+                    f"{folder} was prepared with another tokenizer; prepare it with the tokenizer of the model, or if "
+                    f"both are equal, pass --tokenizer {Path(folder) / 'tokenizer'}",
                     code="another_tokenizer",
                     key=str(folder),
                 )
             if manifest.vocab_size > self.config.vocab_size:
                 raise EvaluationError(
-                    f"{folder} has a vocabulary of {manifest.vocab_size}, the model one of {self.config.vocab_size}: "
-                    "prepare it with the model's tokenizer",
+                    f"{folder} has a vocabulary of {manifest.vocab_size}, the model one of {self.config.vocab_size}; "
+                    "prepare it with the tokenizer of the model",
                     code="another_tokenizer",
                     key=str(folder),
                 )
             if not known:
-                logger.info(f"note: {self.path} has no tokenizer to compare with that of {folder}")
+                logger.info(
+                    f"note: {self.path} has no tokenizer, so the tokenizer of {folder} was not checked"
+                )
 
     def tokenizer_folder(self, given: Path | None) -> Path:
-        """Return `given`, the Hugging Face folder, or the tokenizer of the training data or of the run's export. Raises
-        DataError: there is none."""
+        """Return the folder of the tokenizer.
+
+        This is `given`, or else the Hugging Face folder, the tokenizer of the training data, or that of the run's
+        export.
+
+        Raises:
+            DataError: There is no tokenizer.
+        """
         if given is not None:
             return given
         if self.state is None:
@@ -142,36 +160,41 @@ class Plan:
         return tokenizer_of(self.sources(), self.path.absolute().parent.parent / "hf")
 
     def tokenizers(self, given: Path | None) -> set[str]:
-        """Return the sha256 of the files that define the model's token ids, of which data have one; {} if unknown."""
+        """Return SHA-256 hashes of the model's tokenizer files; matching data have one of them. Empty if unknown."""
         if self.state is not None and given is None:
             return {s["tokenizer_sha256"] for s in self.state.data_fingerprint["sources"].values()}
         files = [self.tokenizer_folder(given) / name for name in TOKENIZER_FILES[:2]]
         return {sha256_file(file) for file in files if file.is_file()}
 
     def encoder(self, given: Path | None) -> TextEncoder:
-        """The model's tokenizer. Raises EvaluationError: none there, or it is another model's."""
+        """Return the tokenizer of the model.
+
+        Raises:
+            EvaluationError: The tokenizer belongs to another model.
+        """
         encoder = TextEncoder(self.tokenizer_folder(given))
         if encoder.vocab_size > self.config.vocab_size:
             raise EvaluationError(
                 f"--tokenizer {encoder.folder} has a vocabulary of {encoder.vocab_size}, the model one of "
-                f"{self.config.vocab_size}: it is another model's",
+                f"{self.config.vocab_size}; pass the tokenizer of the model",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer that the model was trained with: the data there are others by "
-                "now; give that tokenizer as --tokenizer DIR",
+                f"{encoder.folder} is not the tokenizer that the model was trained with, because the data were "
+                "prepared again; pass the original tokenizer with --tokenizer DIR",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )
         return encoder
 
     def build(self) -> tuple[nn.Module, Precision]:
-        """The model with its weights, and in delayed scaling the scales of training (rank 0's), ready to evaluate.
+        """Build the model in evaluation mode with its weights. Delayed scaling uses the scales of training (rank 0).
 
-        Raises EvaluationError, CheckpointError: missing, damaged or other weights, values that are not finite;
-        PrecisionError, BackendError: this machine does not have the precision.
+        Raises:
+            EvaluationError, CheckpointError: Weights are missing, damaged, of another model, or not finite.
+            PrecisionError, BackendError: This machine does not support the precision.
         """
         from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
@@ -180,7 +203,7 @@ class Plan:
         from model.fp8.state import load_fp8_state
 
         precision = Precision(self.precision, levels=self.levels)
-        weights = self._weights(precision.dtype)  # before anything is on a GPU
+        weights = self._weights(precision.dtype)  # load before allocating memory on a GPU
         choose_attention(self.attention_backend, self.variant, precision, self.config, self.document_mask)
         speed = self.speed or SpeedConfig()
         model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
@@ -191,11 +214,11 @@ class Plan:
             raise EvaluationError(f"{self.path}: {error}", code="weights", key=str(self.path)) from error
         wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         if wrong:
-            why = "the training had gone wrong by then; take an earlier checkpoint"
+            why = "the training had already failed; use an earlier checkpoint"
             if self.precision.compute == "fp16":
-                why = "float16 ends at 65504; give --precision bf16 or fp32"
+                why = "the largest float16 value is 65504; pass --precision bf16 or fp32"
             raise EvaluationError(
-                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: {why}",
+                f"{self.path}: {len(wrong)} weights are not finite, such as {wrong[0]}; {why}",
                 code="weights_not_finite",
                 key=wrong[0],
             )
@@ -216,12 +239,18 @@ class Plan:
 
 
 def plan_model(path: Path, compute: str | None) -> Plan:
-    """Return how to evaluate the checkpoint or Hugging Face folder `path`: as it was trained, or with `compute`.
+    """Plan the evaluation of a checkpoint or Hugging Face folder.
 
-    A Hugging Face folder is transformers' model in the dtype of its weights. In FP8 it, and a checkpoint that was not
-    trained in FP8, is te_layer with current scaling, which needs no history.
+    By default, a checkpoint is evaluated in its training precision, and a Hugging Face folder as the transformers model
+    in the dtype of its weights. In FP8, a model that was not trained in FP8 uses current scaling, which needs no
+    history; a Hugging Face folder, and a checkpoint of a variant without Transformer Engine, then uses te_layer.
 
-    Raises CheckpointError, ValueError: its configuration cannot be read, or the weights of a Hugging Face folder.
+    Args:
+        path: The checkpoint or Hugging Face folder.
+        compute: The value of --precision, or None for the default.
+
+    Raises:
+        CheckpointError, ValueError: The configuration, or the weights of a Hugging Face folder, cannot be read.
     """
     from transformers import MistralConfig
 
@@ -241,7 +270,7 @@ def plan_model(path: Path, compute: str | None) -> Plan:
     state = read_state(path)
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
-    precision.backend = "auto"  # this machine's
+    precision.backend = "auto"  # select the backend of this machine
     levels = state.levels if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
         precision = converted(compute)

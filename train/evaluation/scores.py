@@ -1,4 +1,4 @@
-"""The losses of a model on batches of text, and what they come to: loss, perplexity and bits per byte, by source."""
+"""Compute the losses of a model on batches, and from them loss, perplexity and bits per byte by source."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError
 from train.evaluation.texts import Rows, Source
 
-# What is summed up of each source: losses in nats, and of them those of text, neither BOS nor EOS; the predicted
-# tokens; bytes of the text, as far as the tokens say; tokens that do not say; documents whose end was read.
+# Columns of the sums of a source: losses in nats; losses of text tokens (without BOS and EOS); predicted tokens; bytes
+# of text, as far as known from the tokens; tokens of unknown size; documents whose end was read.
 LOSS, TEXT_LOSS, TOKENS, BYTES, UNKNOWN_TOKENS, DOCUMENTS = range(6)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropies in nats of logits [B, T, V] and labels [B, T], float32 [B, T], 0 without a label. Row by row:
-    float32 logits of a batch may not fit into memory."""
+    """Return the cross entropy of each token in nats, 0 for tokens without a label.
+
+    Works row by row, because the float32 logits of a batch may not fit into memory.
+
+    Args:
+        logits: [B, T, V].
+        labels: [B, T].
+
+    Returns:
+        [B, T], float32.
+    """
     rows = [
         F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
         for row, label in zip(logits, labels, strict=True)
@@ -42,11 +51,21 @@ def score(
     sources: Sequence[Source],
     scored: Callable[[int], Any] = lambda tokens: None,
 ) -> tuple[torch.Tensor, list[str]]:
-    """(sums float64 [sources, 6], what the modules ran in, as lines). `scored` hears of each batch how many tokens it
-    predicted.
+    """Evaluate batches.
 
-    Raises EvaluationError: a loss that is not finite, an id beyond the vocabulary. StartupCheckError: modules did not
-    run in the precision that they were meant to run in.
+    Args:
+        model: The model.
+        precision: The precision of the model.
+        batches: The batches.
+        sources: The sources that the batches refer to by index.
+        scored: Called after each batch with its number of predicted tokens.
+
+    Returns:
+        Sums by source, float64 [sources, 6], and log lines about the GEMMs that ran.
+
+    Raises:
+        EvaluationError: A loss is not finite, or a token id is outside the vocabulary.
+        StartupCheckError: Modules did not run in the configured precision.
     """
     sums = np.zeros((len(sources), 6))
     pieces = [source.encoder.pieces() for source in sources]
@@ -55,8 +74,8 @@ def score(
         for passes, (batch, places, ended) in enumerate(batches, start=1):
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
-                    f"{_names(sources, places)}: there is a token id {largest}, and the model has {vocabulary} tokens: "
-                    "the data's content changed, or is another model's",
+                    f"{_names(sources, places)}: token id {largest} is outside the model's vocabulary of {vocabulary}; "
+                    "the data are damaged or belong to another model",
                     code="unknown_token",
                     key=_names(sources, places),
                 )
@@ -64,8 +83,8 @@ def score(
             losses = token_losses(model(input_ids, documents=documents).logits, labels).double().cpu().numpy()
             if not np.isfinite(losses).all():
                 raise EvaluationError(
-                    f"{_names(sources, places)}: a loss is not finite (NaN or infinite), and all weights are: numbers "
-                    "grew beyond the type; try --precision bf16 or fp32",
+                    f"{_names(sources, places)}: a loss is NaN or infinite although all weights are finite; "
+                    "activations overflowed. Try --precision bf16 or fp32",
                     code="loss_not_finite",
                     key=_names(sources, places),
                 )
@@ -92,7 +111,15 @@ def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
 def _row_sums(
     losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source, pieces: Pieces | None
 ) -> np.ndarray:
-    """Of the predicted tokens `labels` [n] behind `inputs` [n]."""
+    """Return the sums of a row.
+
+    Args:
+        losses: Losses of the predicted tokens in nats, [n].
+        inputs: The token before each predicted token, [n].
+        labels: The predicted tokens, [n].
+        source: The source of the row.
+        pieces: Text sizes of the tokens, or None if unknown.
+    """
     text = (labels != source.encoder.bos_id) & (labels != source.encoder.eos_id)
     sizes = np.full(int(text.sum()), UNKNOWN) if pieces is None else pieces.sizes[labels[text]]
     known = int(sizes[sizes != UNKNOWN].sum())
@@ -102,13 +129,14 @@ def _row_sums(
 
 
 def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Return loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes by source and of
-    all. A source without a predicted token, as with few --max_samples, has no result.
+    """Return the results by source and in total.
 
-    Bytes are those of the text that was read, else of what the tokens stand for, None if these do not say. Bits per
-    byte leave out BOS and EOS, which are no text.
+    A result has loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. A source
+    without a predicted token, for example with a small --max_samples, has no result. Bytes are counted in the text that
+    was read, or else derived from the tokens; None if unknown. Bits per byte exclude BOS and EOS, which are not text.
 
-    Raises EvaluationError: no source has a predicted token.
+    Raises:
+        EvaluationError: No source has a predicted token.
     """
     table, by_source = sums.numpy().copy(), {}
     for row, source in zip(table, sources, strict=True):
@@ -118,7 +146,11 @@ def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, di
             by_source[source.name] = _result(row)
     if not by_source:
         names = ", ".join(source.name for source in sources)
-        raise EvaluationError(f"DATA {names} has no token to predict", code="nothing_to_predict", key=names)
+        raise EvaluationError(
+            f"DATA {names}: there is no token to predict; pass more data or a larger --max_samples",
+            code="nothing_to_predict",
+            key=names,
+        )
     return by_source, _result(table.sum(axis=0))
 
 
@@ -127,7 +159,7 @@ def _result(row: np.ndarray) -> dict[str, Any]:
     known = row[UNKNOWN_TOKENS] == 0 and row[BYTES] > 0
     return {
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else None,  # beyond is no float
+        "perplexity": math.exp(loss) if loss < 700 else None,  # larger values overflow
         "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if known else None,
         "tokens": int(row[TOKENS]),
         "documents": int(row[DOCUMENTS]),
@@ -136,7 +168,7 @@ def _result(row: np.ndarray) -> dict[str, Any]:
 
 
 def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
-    """Lines for people."""
+    """Return the results as lines of a text table."""
     rows = by_source if len(by_source) == 1 else by_source | {"all": everything}
     width = max(map(len, rows))
     lines = [

@@ -1,7 +1,8 @@
-"""DATA as the batches of one rank: prepared data as in training (`Packed`), or documents of prepared data and text
-(`Documents`), each alone or packed.
+"""Read evaluation data as batches of one rank.
 
-A row has the tokens x_0 .. x_n; each but x_0 is predicted from those before it. Shapes: B rows, T tokens.
+`Packed` reads prepared data as in training. `Documents` reads the documents of prepared data or text, packed or one per
+row. A row has the tokens x_0 .. x_n; each token but x_0 is predicted from the tokens before it.
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from train.prepare.readers import Damaged, Dropped
 
 logger = logging.getLogger(__name__)
 ENCODED_TOGETHER = 256  # documents
-SORTED_TOGETHER = 64  # batches: rows of one length go together, so that little is padded
-SHOWN = 5  # of what cannot be read
+SORTED_TOGETHER = 64  # batches; rows of similar length are batched together to reduce padding
+SHOWN = 5  # number of unreadable documents to log
 
 
 class Rows(NamedTuple):
-    """A batch: the rows, of which each is of source `sources[b]` and holds the ends of `ended[b]` documents."""
+    """A batch of rows. Row b belongs to source `sources[b]` and contains the ends of `ended[b]` documents."""
 
     batch: Batch
     sources: list[int]
@@ -49,7 +50,13 @@ class Rows(NamedTuple):
 
 @dataclass
 class Source:
-    """A source with a result of its own. text_bytes: UTF-8 bytes of its text, None if only its tokens are known."""
+    """A source with its own result.
+
+    Attributes:
+        name: The name of the source.
+        encoder: Its tokenizer.
+        text_bytes: UTF-8 bytes of its text. None: only its tokens are known.
+    """
 
     name: str
     encoder: TextEncoder
@@ -57,15 +64,22 @@ class Source:
 
 
 def is_prepared(data: str) -> bool:
-    """Also data that are not whole, as their manifest, which is not there, will say."""
+    """Return whether `data` are prepared, even incompletely; a missing manifest is reported when they are opened."""
     return any(any(Path(data).glob(part)) for part in (MANIFEST_NAME, WORK_NAME, "*.ds"))
 
 
 class Packed:
-    """The eval splits of prepared folders, {name: folder}, as training evaluates on them: windows of a stream of
-    documents, spread evenly over the sources. `samples`: at most so many of all.
+    """The eval splits of prepared folders as in training: windows of a stream of documents.
 
-    Raises DataError: as open_stream.
+    Args:
+        folders: Name -> prepared folder.
+        length: Tokens per sample.
+        size: Samples per batch.
+        samples: The maximum number of samples in total, evenly spread over the sources. None: all.
+        document_mask: Restrict attention to documents, as in training.
+
+    Raises:
+        DataError: See `open_stream`.
     """
 
     def __init__(
@@ -80,7 +94,7 @@ class Packed:
             self.notes = [f"{self.samples:,} of {found:,} samples (--max_samples)"]
         elif left := sum(s.num_tokens - s.num_windows * length - 1 for s in self.stream.sources):
             self.notes = [
-                f"the last {left:,} tokens fill no sample of {length} and are left out, as in training"
+                f"the last {left:,} tokens do not fill a sample of {length} and are skipped, as in training"
             ]
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
@@ -92,10 +106,14 @@ class Packed:
 
 
 class Row(NamedTuple):
-    """Tokens x_0 .. x_n.
+    """A row of tokens x_0 .. x_n.
 
-    context: the number of the first predicted tokens that do not count, because another row has them.
-    begins: places where documents begin after the first.
+    Attributes:
+        tokens: The tokens.
+        source: Index of the source.
+        ended: Number of documents that end in the row.
+        context: Number of leading predicted tokens that are not counted, because another row counts them.
+        begins: Positions at which documents begin, except the first.
     """
 
     tokens: np.ndarray
@@ -107,14 +125,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Documents:
-    """Documents of sources, in rows of up to `length` predicted tokens and batches of up to `size` such rows.
+    """The documents of sources, in rows of up to `length` predicted tokens and batches of up to `size` such rows.
 
     Attributes:
-        stride: None packs the documents of a source into rows of `length`. Otherwise each document is alone; a longer
-            one has rows that begin every `stride` tokens, of which each predicts what those before it have not.
-        samples: documents of each source at most.
-        document_mask: as in training, attention stays within documents, and their last token predicts nothing.
-        documents: tokens with BOS and EOS, by source.
+        length: Maximum number of predicted tokens per row.
+        size: Maximum number of rows of this length per batch.
+        stride: None: pack the documents of a source into rows of `length`. Otherwise each row has one document. A
+            longer document has a row every `stride` tokens; each row counts only the tokens that earlier rows have not
+            predicted.
+        samples: Maximum number of documents per source. None: all.
+        document_mask: As in training, restrict attention to documents; their last token has no label.
+        sources: The sources.
+        documents: Tokens with BOS and EOS, by source.
+        notes: Notes for the report.
     """
 
     length: int
@@ -127,7 +150,11 @@ class Documents:
     notes: list[str] = field(default_factory=list)
 
     def add_prepared(self, name: str, folder: str) -> None:
-        """Add the eval split of a prepared folder. Raises DataError: its files are damaged or do not fit together."""
+        """Add the eval split of a prepared folder.
+
+        Raises:
+            DataError: Its files are damaged or inconsistent.
+        """
         manifest = read_manifest(folder)
         check_tokenizer(folder, manifest)
         documents: list[np.ndarray] = []
@@ -136,7 +163,7 @@ class Documents:
             ends = open_index(folder, shard)
             if np.any(ends[1:] <= ends[:-1]) or int(ends[-1]) != shard.tokens:
                 raise DataError(
-                    f"{Path(folder) / shard.name}.index is damaged: the document ends do not increase to the end; "
+                    f"{Path(folder) / shard.name}.index is damaged: the document ends are not increasing; "
                     "prepare or copy the data again"
                 )
             dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -148,8 +175,13 @@ class Documents:
     def add_text(
         self, name: str, encoder: TextEncoder, text_key: str, split_on: str | None, max_dropped: int
     ) -> None:
-        """Add text that train/prepare can read: a file, a folder. Raises DataError: see list_sources. EvaluationError:
-        more than `max_dropped` documents cannot be read, there are none at all, or a file is damaged."""
+        """Add text that train/prepare can read, such as a file or a folder.
+
+        Raises:
+            DataError: See `list_sources`.
+            EvaluationError: More than `max_dropped` documents cannot be read, there is no document, or a file is
+                damaged.
+        """
         dropped: list[Dropped] = []
         sources = list_sources([name], split_on)
         texts = itertools.islice(_texts(read_share(sources, text_key, 0, 1, split_on), dropped), self.samples)
@@ -162,21 +194,25 @@ class Documents:
             logger.warning(f"dropped: {item}")
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
-            remedy = f"repair them, name the key of the text with --text_key, or use --max_dropped {count}"
+            remedy = f"repair them, set the key of the text with --text_key, or pass --max_dropped {count}"
             raise EvaluationError(
-                f"DATA {name}: {count:,} documents cannot be read, and {len(documents):,} can; {remedy}",
+                f"DATA {name}: {count:,} documents cannot be read, {len(documents):,} can be read; {remedy}",
                 code="unreadable_documents" if documents else "no_text",
                 key=name,
             )
         if count:
-            self.notes.append(f"{name}: {count:,} documents that cannot be read are dropped (--max_dropped)")
+            self.notes.append(f"{name}: {count:,} unreadable documents were dropped (--max_dropped)")
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:
-        """Add `samples` of the documents, evenly spaced. Raises DataError: there are none."""
+        """Add documents of a source, at most `samples`, evenly spaced.
+
+        Raises:
+            DataError: There is no document.
+        """
         if not documents:
             raise DataError(
-                f"DATA {source.name}: the eval split has no document; prepare it with a larger one"
+                f"DATA {source.name}: the eval split has no document; prepare the data with a larger eval split"
             )
         if self.samples is not None and len(documents) > self.samples:
             self.notes.append(
@@ -185,15 +221,15 @@ class Documents:
             documents = [documents[number] for number in spread(self.samples, len(documents))]
         if self.stride is not None and (long := [len(d) for d in documents if len(d) - 1 > self.length]):
             self.notes.append(
-                f"{source.name}: {len(long):,} documents are longer than the {self.length} tokens of --max_seq_length, "
-                f"the longest has {max(long):,}: they are read in rows that begin every {self.stride} tokens (--stride)"
+                f"{source.name}: {len(long):,} documents are longer than --max_seq_length {self.length}, up to "
+                f"{max(long):,} tokens; they are read in rows that start every {self.stride} tokens (--stride)"
             )
         self.sources.append(source)
         self.documents.append(documents)
 
     @property
     def tokens(self) -> int:
-        """About as many are predicted."""
+        """The approximate number of predicted tokens."""
         return sum(len(document) for documents in self.documents for document in documents)
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
@@ -227,7 +263,7 @@ class Documents:
         tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
         for start in range(0, len(tokens) - 1, self.length):
             stop = min(start + self.length, len(tokens) - 1)
-            # documents whose last token is predicted: tokens start + 1 to stop
+            # documents whose last token is predicted, that is one of the tokens start + 1 to stop
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
             begins = ends[(start < ends) & (ends <= stop)] - start
             yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
@@ -238,18 +274,21 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
         if isinstance(item, Dropped):
             dropped.append(item)
         elif isinstance(item, Damaged):
-            raise EvaluationError(f"DATA {item}; repair the file or leave it out", code="damaged_text")
+            raise EvaluationError(f"DATA {item}; repair or remove the file", code="damaged_text")
         else:
             yield item.text
 
 
 def _padded(tokens: int) -> int:
-    """A length that FP8 products take."""
+    """Round the number of tokens up to a length that FP8 GEMMs support."""
     return -(-tokens // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
 
 
 def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:
-    """Behind the end of a row its last token is repeated, without labels: what comes later changes nothing before."""
+    """Build a batch of rows, padded to `length`.
+
+    Padding repeats the last token of a row without labels. Attention is causal, so it does not change the losses.
+    """
     input_ids = np.empty((len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, NO_LABEL)
     for index, (tokens, _, _, context, _) in enumerate(rows):

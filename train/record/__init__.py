@@ -1,6 +1,6 @@
-"""What a run leaves to read: its folder (`run_folder`), metrics (`metrics`, `trackers`), the log of each rank (`log`),
-starts and versions (`provenance`); a run read again (`history`) and drawn (`plots`).
+"""The records of a run: file paths (`run_folder`), metrics (`metrics`, `trackers`), logs (`log`), starts and versions
+(`provenance`), reading a run (`history`), plots (`plots`), and the model card (`model_card`).
 
-May import model and train.files; knows no engine, no monitor, no checkpoints. Everybody asks `run_folder` where a file
-of a run lies; train/trainer.py and train/train.py write, train/plot.py reads.
+May import model and train.files, but not the engine, the monitor or checkpoints. `run_folder` defines where each file
+of a run is. train/trainer.py and train/train.py write the records, and train/plot.py reads them.
 """

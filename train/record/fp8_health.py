@@ -1,9 +1,10 @@
-"""The FP8 health sample in a line of metrics.jsonl and in trackers.
+"""Format of the FP8 health samples in metrics.jsonl and in trackers.
 
     "fp8_health": {"model.layers.*.mlp.down_proj": {"input": {"underflow": [1e-05, ...], ...}, "weight": ..., ...}, ...}
 
-A list has one value per layer, `*` in the name, in order. It is null where a layer has none, such as one in
-precision.bf16_modules, or where it is not a number. model/fp8/health.py defines the statistics.
+A list has one value per layer, in order; `*` in the name stands for the layer number. A value is null if it is not
+finite, or if the layer has none, for example because it is in precision.bf16_modules. model/fp8/health.py defines the
+statistics.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from model.fp8.health import HealthCheck
 
 FP8_HEALTH = "fp8_health"
-DIGITS = 4  # that are kept of a value
+DIGITS = 4  # significant digits of a recorded value
 STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
 OPERANDS = ("input", "weight", "gradient")
 
 
 def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
-    """Return what `check` measured of a model with so many layers, over all ranks. Collective. Waits for the GPU."""
+    """Return the statistics of a health check over all ranks. Collective. Waits for the GPU.
+
+    Args:
+        check: The health check of this rank.
+        layers: The number of layers of the model.
+    """
     import torch.distributed as dist
 
     from model.fp8.health import SUMS, statistics
@@ -41,7 +47,7 @@ def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
         for operand, values in zip(OPERANDS, of_gemm, strict=True):
             of_operand = found.setdefault(kind, {}).setdefault(operand, {})
             for what, value in zip(STATISTICS, values, strict=True):
-                if what != "kurtosis" or value == value:  # of one operand alone
+                if what != "kurtosis" or value == value:  # kurtosis is not measured for all operands
                     column = of_operand.setdefault(what, [None] * (layers if "*" in kind else 1))
                     column[layer] = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return found
@@ -56,7 +62,7 @@ def split(name: str) -> tuple[str, int]:
 
 
 def values(health: Any) -> Iterator[tuple[str, str, str, list[float | None]]]:
-    """Yield (kind of GEMM, operand, statistic, a value per layer) of a sample; ignore what is none of these."""
+    """Yield (kind of GEMM, operand, statistic, value per layer) of a sample. Ignore invalid entries."""
     for kind, operands in health.items() if isinstance(health, dict) else ():
         for operand in OPERANDS:
             of_operand = operands.get(operand) if isinstance(operands, dict) else None
@@ -67,7 +73,7 @@ def values(health: Any) -> Iterator[tuple[str, str, str, list[float | None]]]:
 
 
 def scalars(health: Any) -> dict[str, float]:
-    """Return fp8_health/<statistic>/<operand>/<kind of GEMM> for trackers: the largest value of all layers."""
+    """Return fp8_health/<statistic>/<operand>/<kind of GEMM> -> largest value over all layers, for trackers."""
     found = {}
     for kind, operand, what, column in values(health):
         if numbers := [value for value in column if value is not None and is_number(value)]:

@@ -1,4 +1,4 @@
-"""A run read again for plots and tables: its metrics, its starts, its configuration. It may still be going on."""
+"""Read the metrics, starts and configuration of a run for plots and tables. The run may still be in progress."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 EVALUATION = "eval_loss"
-SET_LOSS = "eval_loss/"  # and the name of one of data.eval_sources
-SMOOTHED_SHARE = 50  # a loss is smoothed over this part of the lines
+SET_LOSS = "eval_loss/"  # prefix of the loss of one of data.eval_sources
+SMOOTHED_SHARE = 50  # a loss is smoothed over 1/50 of its values
 
 
 class HistoryError(UserError, ValueError):
-    """A folder is not that of a run, or has no metrics yet."""
+    """The folder is not a run, or has no metrics yet."""
 
     code = "history"
 
 
 @dataclass
 class History:
-    """A run.
+    """The metrics, starts and configuration of a run.
 
     Attributes:
-        records: the lines of metrics.jsonl, oldest first.
-        starts: of run.json, those that the run consists of.
-        config: train_config.json, {} without one.
+        folder: The folder of the run.
+        records: The lines of metrics.jsonl, oldest first.
+        starts: The starts in run.json whose steps are part of the run.
+        config: train_config.json, or {} if the file is missing.
     """
 
     folder: RunFolder
@@ -41,17 +42,17 @@ class History:
     config: dict[str, Any]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return (tokens, values) of the lines that have a number for `key`."""
+        """Return (tokens, values) of all lines with a number for `key`."""
         found = [(r["tokens"], r[key]) for r in self.records if is_number(r.get(key))]
         return [tokens for tokens, _ in found], [value for _, value in found]
 
     def evaluations(self) -> list[str]:
-        """Return the keys of the losses of evaluation sets, the main one first."""
+        """Return the keys of the evaluation losses, the main one first."""
         keys = dict.fromkeys(key for record in self.records for key in record)
         return [key for key in keys if key == EVALUATION or key.startswith(SET_LOSS)]
 
     def last(self, key: str) -> Any:
-        """Return the newest value of `key`, None without any."""
+        """Return the newest value of `key`, or None."""
         return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)
 
     def marks(self) -> list[tuple[int, str]]:
@@ -63,8 +64,10 @@ class History:
         return sorted(marks)
 
     def gpu_hours(self) -> float | None:
-        """Return GPUs times hours, of each start from its begin to its end or, if it was killed, to its last line. None
-        if that is not known, or on CPUs."""
+        """Return the GPU-hours of all starts, or None if unknown or on CPUs.
+
+        A start that was killed is counted up to its last line.
+        """
         if not self.starts or not all(start.get("gpus") for start in self.starts):
             return None
         hours = 0.0
@@ -79,8 +82,10 @@ class History:
         return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
-        """Return what ran in FP8 in each start and phase of precision.schedule, without repetitions; of a phase with
-        fallbacks (precision.on_trouble) what ran after the last one."""
+        """Describe what ran in FP8 in each start and phase of precision.schedule, without repetitions.
+
+        For a phase with fallbacks (precision.on_trouble), this is the state after the last fallback.
+        """
         found: list[str] = []
         for start in self.starts:
             for each in (start, *start.get("stages", [])):
@@ -91,11 +96,11 @@ class History:
         return "; then ".join(found)
 
     def state(self) -> str:
-        """Return how the last start ended, as run.json has it; "" without starts."""
-        return str(self._ended().get("how", "runs, or was killed")) if self.starts else ""
+        """Return how the last start ended according to run.json, or "" if there are no starts."""
+        return str(self._ended().get("how", "running or killed")) if self.starts else ""
 
     def failure(self) -> str:
-        """Return the first line of why the last start failed, or ""."""
+        """Return the first line of the error that ended the last start, or ""."""
         return str(self._ended().get("why", "")).partition("\n")[0]
 
     def _ended(self) -> dict[str, Any]:
@@ -103,12 +108,16 @@ class History:
 
 
 def typical_speed(speeds: list[float]) -> float | None:
-    """Return the median without the first of several, which has compilation and first allocations in it."""
+    """Return the median speed. Ignores the first of several values, which includes compilation and allocations."""
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def read_history(path: Path) -> History:
-    """Read the run in the folder `path`. Raises HistoryError: it has no metrics."""
+    """Read the run in the folder `path`.
+
+    Raises:
+        HistoryError: The folder has no metrics.
+    """
     folder = RunFolder(path)
     try:
         lines = folder.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -116,11 +125,13 @@ def read_history(path: Path) -> History:
         nearby = sorted(p.parent.name for p in path.glob("*/metrics.jsonl"))
         hint = f"; it contains the runs {', '.join(nearby[:8])}" if nearby else ""
         raise HistoryError(
-            f"{path} has no metrics.jsonl: give the output_dir of a run that has begun{hint}", key=str(path)
+            f"{path} has no metrics.jsonl; pass the output_dir of a run that has started{hint}", key=str(path)
         ) from None
     records = [record for record in map(_parse_record, lines) if record is not None]
     if not records:
-        raise HistoryError(f"{folder.metrics} has no lines of a run yet", key=str(path))
+        raise HistoryError(
+            f"{folder.metrics} has no valid lines yet; wait for the first log line of the run", key=str(path)
+        )
     try:
         config = json.loads(folder.train_config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -129,8 +140,7 @@ def read_history(path: Path) -> History:
 
 
 def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the starts without those of an earlier run in the same folder, and without those that a later one left by
-    resuming from an earlier step."""
+    """Remove the starts of an earlier run in the same folder, and starts whose steps a later start repeated."""
     kept: list[dict[str, Any]] = []
     for start in starts:
         while kept and (start["step"] < kept[-1]["step"] or start["step"] == 0):
@@ -140,7 +150,7 @@ def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parse_record(line: str) -> dict[str, Any] | None:
-    """Return a line of metrics.jsonl; None if it is cut off or not one."""
+    """Parse a line of metrics.jsonl. Return None if it is incomplete or invalid."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -154,7 +164,7 @@ def is_number(value: Any) -> bool:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over about a fiftieth of the values, without the bias of its begin."""
+    """Return the bias-corrected exponential moving average over about 1/50 of the values."""
     decay = 1 - 1 / max(1.0, len(values) / SMOOTHED_SHARE)
     out, mean, weight = [], 0.0, 0.0
     for value in values:
@@ -164,7 +174,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def labels(paths: list[Path]) -> list[str]:
-    """Return the name of each folder, with as many of its parents as distinguish it from the others."""
+    """Return a label for each folder: its name, with as many parents as needed to make the labels unique."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-length:]) for part in parts]
@@ -174,7 +184,7 @@ def labels(paths: list[Path]) -> list[str]:
 
 
 def table(histories: list[History]) -> str:
-    """Return a row for each run with its newest values, "-" for those that are not known."""
+    """Return a text table with a row of newest values for each run; "-" for unknown values."""
     rows = [("run", "steps", "loss", "eval_loss", "tokens", "tokens/s", "FP8", "GPU-hours", "state")]
     for name, history in zip(labels([h.folder.path for h in histories]), histories, strict=True):
         last, max_steps = history.records[-1], history.config.get("max_steps")

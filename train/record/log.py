@@ -1,7 +1,7 @@
-"""The log of runs and commands: the console, and in a run one file for each rank.
+"""Configure logging of runs and commands: the console, and in a run one file per rank.
 
-Modules log with `logging.getLogger(__name__)`. The console of rank 0 shows lines from `log_level` on. The file of each
-rank also has those of level debug, such as the traceback of an error that the console reports in one line.
+Modules log with `logging.getLogger(__name__)`. The console of rank 0 shows messages of `log_level` and above. The file
+of each rank also has debug messages, such as the traceback of an error that the console reports in one line.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-# Only these log below "warning": other packages report every request and compilation there.
+# Only these loggers show levels below "warning": other packages report every request and compilation there.
 OWN_LOGGERS = ("__main__", "fp8_inference_demo", "model", "test_fp8", "train")
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
 
 logger = logging.getLogger(__name__)
-_handlers: list[logging.Handler] = []  # of the last configure_logging
+_handlers: list[logging.Handler] = []  # handlers added by the last configure_logging
 
 
 def configure_logging(
@@ -30,13 +30,13 @@ def configure_logging(
     console: Literal["stdout", "stderr"] = "stdout",
     has_file: bool = False,
 ) -> None:
-    """Send log lines to the console. A second call replaces the first.
+    """Send log messages to the console. A second call replaces the first.
 
     Args:
-        level: of the console.
-        rank: on ranks other than 0 the console shows errors only.
-        console: the stream of lines below "error", which go to stderr.
-        has_file: keep all lines until `open_log_file` writes them.
+        level: The minimum level on the console.
+        rank: The rank of this process. On ranks other than 0, the console shows only errors.
+        console: The stream for messages below "error". Errors always go to stderr.
+        has_file: Keep all messages until `open_log_file` writes them.
     """
     logging.captureWarnings(True)
     root = logging.getLogger()
@@ -54,16 +54,17 @@ def configure_logging(
         others.addFilter(lambda record: record.levelno < logging.ERROR)
         _add(others)
     if has_file:
-        # without a target it keeps everything
+        # without a target, this handler keeps all messages
         _add(logging.handlers.MemoryHandler(0, flushLevel=logging.CRITICAL + 1))
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if has_file else lowest)
 
 
 def open_log_file(path: Path) -> None:
-    """Append a line with time and command, the lines kept by `configure_logging`, and all that follow to `path`.
+    """Start to append log messages to the file `path`.
 
-    If it cannot be written, the run continues, and the console shows a warning.
+    Writes a line with time and command, the messages kept by `configure_logging`, and all later messages. If the file
+    cannot be written, the console shows a warning and the run continues.
     """
     (memory,) = (h for h in _handlers if isinstance(h, logging.handlers.MemoryHandler))
     try:
@@ -83,14 +84,17 @@ def open_log_file(path: Path) -> None:
 
 
 def link_log_file(path: Path, target: Path) -> None:
-    """Make `path` a relative link to the log file `target`, unless the file system has no links or a file is there."""
+    """Create a relative link `path` to the log file `target`, unless `path` exists.
+
+    Logs a warning if the file system does not support links.
+    """
     if os.path.lexists(path):
         return
     try:
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(os.path.relpath(target, path.parent))
     except OSError as error:
-        logger.warning("%s cannot be made a link to %s: %s", path, target, error)
+        logger.warning("cannot create the link %s to %s: %s", path, target, error)
 
 
 def _add(handler: logging.Handler) -> None:
@@ -101,7 +105,7 @@ def _add(handler: logging.Handler) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Offers %(prefix)s, the level of warnings and errors."""
+    """A formatter with %(prefix)s, which marks warnings and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.prefix = PREFIXES.get(record.levelno, "")
@@ -109,7 +113,7 @@ class _Formatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to sys.stdout or sys.stderr as they are at the time. A console that is gone ends nothing."""
+    """A handler for the current sys.stdout or sys.stderr. Ignores a console that is closed."""
 
     def __init__(self, name: str):
         logging.Handler.__init__(self)
@@ -125,7 +129,7 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Reports once when the disk is full, and goes on."""
+    """A file handler that reports a full disk once and continues."""
 
     has_failed = False
 

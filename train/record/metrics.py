@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, and the log lines, trackers and plots that follow from them; MFU."""
+"""Write the metrics of a run to metrics.jsonl, the log, trackers and plots. Compute MFU."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ from train.record.run_folder import RunFolder
 from train.record.trackers import Trackers
 
 logger = logging.getLogger(__name__)
-# Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
-# from the H100 in NVLink and fp64 only).
+# Dense bf16 peak of the tensor cores of SXM GPUs (NVIDIA H100 and H200 data sheets, without sparsity). The H800 differs
+# from the H100 only in NVLink and fp64.
 HOPPER_SXM_BF16_TFLOPS = 989.0
-NO_STEP = -1  # of a line that cannot be parsed
-# Keys that a start writes at its first step; those of a former start that saved nothing are moved.
+NO_STEP = -1  # step of a line that cannot be parsed
+# Keys that a start writes at its first step. If an earlier start saved no checkpoint, its lines with them are moved.
 NOTED_AT_START = ("changes", "began_at")
 
 
 def hopper_sxm(device_name: str) -> str | None:
-    """H100, H200 or H800 of their SXM parts; None of others: PCIe and NVL cards have lower clocks.
-    `device_name` is torch.cuda.get_device_name()'s."""
+    """Return "H100", "H200" or "H800" for an SXM GPU, else None. PCIe and NVL cards have lower clocks.
+
+    Args:
+        device_name: The result of torch.cuda.get_device_name().
+    """
     found = re.search(r"\bH(100|200|800)\b", device_name)
     return found[0] if found and not re.search(r"PCIe|NVL", device_name) else None
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a GPU of this name (`hopper_sxm`), TFLOP/s; None where it is not known."""
+    """Return the dense bf16 peak of a GPU (see `hopper_sxm`) in TFLOP/s, or None if it is not known."""
     return HOPPER_SXM_BF16_TFLOPS if hopper_sxm(device_name) else None
 
 
 def mfu(
     tokens_per_second_per_gpu: float, flops_per_token: float, peak_tflops_per_gpu: float | None
 ) -> float | None:
-    """Model FLOP utilization, 0 to 1 (Chowdhery et al., arXiv:2204.02311), None where the peak is not known.
+    """Return the model FLOP utilization, 0 to 1 (Chowdhery et al., arXiv:2204.02311), or None if the peak is not known.
 
-    `flops_per_token` counts forward and backward, without recomputation.
+    Args:
+        tokens_per_second_per_gpu: Throughput of one GPU.
+        flops_per_token: FLOPs of forward and backward, without recomputation.
+        peak_tflops_per_gpu: Peak of one GPU in TFLOP/s.
     """
     if peak_tflops_per_gpu is None:
         return None
@@ -53,17 +59,20 @@ def mfu(
 
 
 class MetricsLogger:
-    """Writes the metrics of a run: metrics.jsonl, log lines, trackers and plots. Does nothing on ranks other than 0.
+    """Writer of the metrics of a run: metrics.jsonl, log lines, trackers and plots. Does nothing on ranks other than 0.
 
-    Resuming moves the lines of later steps out of metrics.jsonl to metrics.jsonl.discarded-<time>; a new run moves all
-    of them. Lines that cannot be written, as on a full disk, are written later.
+    A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>; a new run moves all
+    lines. Lines that cannot be written, for example because the disk is full, are written later.
 
     Args:
-        config: TrainingArguments.to_dict.
-        start_step: steps that are already done.
-        evaluates_again: an evaluation of start_step follows, and its former line is moved, too.
+        folder: The folder of the run.
+        config: TrainingArguments.to_dict().
+        is_main: Whether this is rank 0.
+        start_step: Number of steps that are already done.
+        evaluates_again: The evaluation of start_step is repeated, so its old line is also moved.
 
-    Raises OSError: metrics.jsonl cannot be read or rewritten.
+    Raises:
+        OSError: metrics.jsonl cannot be read or rewritten.
     """
 
     def __init__(
@@ -91,7 +100,7 @@ class MetricsLogger:
         self._plot = LivePlot(folder)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Write one line, which must have "step" (optimizer steps done). In the file NaN becomes null."""
+        """Log the metrics of a step. They must have "step" (completed optimizer steps). The file has null for NaN."""
         if not self.is_main:
             return
         step = metrics["step"]
@@ -108,7 +117,7 @@ class MetricsLogger:
         self._plot.update()
 
     def draw_last(self) -> None:
-        """Draw loss.png and health.png of the whole run. A failure is logged."""
+        """Draw loss.png and health.png of the whole run. Log a warning on failure."""
         if not self.is_main:
             return
         try:
@@ -117,7 +126,7 @@ class MetricsLogger:
             logger.warning(f"no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
-        """Continue from an earlier `step`: move the lines of later ones out of metrics.jsonl, as on a resume."""
+        """Continue from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
         if not self.is_main:
             return
         path = Path(self._file.name)
@@ -126,7 +135,7 @@ class MetricsLogger:
         try:
             discard_after(path, step)
         except OSError as error:
-            logger.warning(f"the lines after step {step} stay in {path}: {error}")
+            logger.warning(f"cannot move the lines after step {step} out of {path}: {error}")
         self._pending = b""
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
@@ -154,7 +163,7 @@ class MetricsLogger:
             self._has_failed = True
 
     def _time_left(self, step: int) -> str:
-        """Return the time of the steps after `step` at the recent speed, "" if none is known."""
+        """Return the estimated time for the remaining steps at the recent speed, or "" if unknown."""
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         if last_step == first_step:
             return ""
@@ -163,10 +172,21 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Path, int] | None:
-    """Move lines of metrics.jsonl to another file: those of steps after `step` (NO_STEP: all), those that cannot be
-    parsed, and those of `step` with a key of `again`. The last line that stays ends with a newline.
+    """Move lines of metrics.jsonl to another file.
 
-    Returns that file and its number of lines, None without any. Raises OSError: the disk is full; `path` is unchanged.
+    Moves lines of steps after `step`, lines that cannot be parsed, and lines of `step` that have a key in `again`. The
+    last line that stays ends with a newline.
+
+    Args:
+        path: metrics.jsonl.
+        step: The last step to keep. NO_STEP: move all lines.
+        again: Keys that will be written again at `step`.
+
+    Returns:
+        The other file and its number of lines, or None if no line was moved.
+
+    Raises:
+        OSError: The disk is full. `path` is unchanged.
     """
     if not path.exists():
         return None
@@ -191,7 +211,7 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Return a line of metrics.jsonl; a step of NO_STEP if it cannot be parsed."""
+    """Parse a line of metrics.jsonl. The step is NO_STEP if the line cannot be parsed."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -200,7 +220,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _summarize(metrics: dict[str, Any]) -> str:
-    """Return what the log shows of a line."""
+    """Return the log line for these metrics."""
     formats = {
         "loss": "loss {:.4f}",
         "eval_loss": "eval_loss {:.4f}",

@@ -1,4 +1,4 @@
-"""README.md of an exported model: the facts of its run. The user adds the license and the intended use."""
+"""Write the README.md (model card) of an exported model from the records of its run. The user adds license and use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from model.config import model_name
 from train.files import shown
 from train.record.history import EVALUATION, HistoryError, read_history
 
-# By which a later export recognizes its own card.
+# A later export recognizes its own card by this line.
 MARK = "<!-- written by train/export.py from the run's files; without this line an export leaves the card as it is -->"
-# What the Hugging Face Hub reads.
+# Metadata for the Hugging Face Hub.
 FRONT_MATTER = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -37,14 +37,17 @@ def write_card(
     changes: Sequence[dict[str, Any]],
     began_at: str | None,
 ) -> None:
-    """Write README.md in `out`, which has a config.json, or copy the one of `former` if it is the user's own.
+    """Write README.md to an export, or copy it from the former export if the user has changed it.
 
     Args:
-        former: the export that `out` replaces.
-        checkpoint: RUN/checkpoints/step-NNNNNNNN, of `step` steps and `tokens`.
-        config: training configuration of the checkpoint.
-        changes: what resumes changed, {"step", "key", "old", "new"}, oldest first.
-        began_at: checkpoint of another run from which this one started.
+        out: The folder of the export, which has a config.json.
+        former: The export that `out` replaces.
+        checkpoint: RUN/checkpoints/step-NNNNNNNN.
+        config: The training configuration of the checkpoint.
+        step: The number of steps of the checkpoint.
+        tokens: The number of tokens of the checkpoint.
+        changes: The changes made by resumes, {"step", "key", "old", "new"}, oldest first.
+        began_at: The checkpoint of another run from which this run started.
     """
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
@@ -62,7 +65,7 @@ def write_card(
         + (f", {precision['recipe']} scaling" if precision["compute"] == "fp8" else ""),
         "precision.schedule": shown(precision["schedule"]) if precision.get("schedule") else "",
         "changed by resumes": "; ".join(map(_describe_change, changes)),
-        # names alone, not the folders of somebody's machine
+        # only names, because the folders belong to the user's machine
         "branched off": "/".join(Path(began_at).parts[-3::2]) if began_at else "",
         **_facts_of_run(checkpoint.parent.parent, step),
         "max_position_embeddings": f"{model_config['max_position_embeddings']:,}",
@@ -73,13 +76,13 @@ def write_card(
     )
     (out / "README.md").write_text(
         f"{FRONT_MATTER}{MARK}\n\n# {checkpoint.resolve().parent.parent.name}\n\n| | |\n|---|---|\n{rows}\n"
-        "License, intended use and limits: to be filled in.\n",
+        "License, intended use and limitations: please fill in.\n",
         encoding="utf-8",
     )
 
 
 def _facts_of_run(run: Path, step: int) -> dict[str, str]:
-    """Return losses up to `step` and what run.json has of the last start before it; {} without these files."""
+    """Return the losses up to `step`, and facts from run.json about the last start before it. {} without metrics."""
     try:
         history = read_history(run)
     except HistoryError:
@@ -108,7 +111,7 @@ def _describe_change(change: dict[str, Any]) -> str:
 
 
 def _describe_quantization(config: dict[str, Any] | None) -> str:
-    """Describe the quantization_config of an export; "" without one."""
+    """Describe the quantization_config of an export. None: ""."""
     if config is None:
         return ""
     if config["quant_method"] == COMPRESSED:

@@ -1,4 +1,4 @@
-"""Plots of runs: loss.png and health.png, which are redrawn during a run, and comparisons of several runs."""
+"""Draw loss.png and health.png, which are updated during a run, and comparisons of several runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROGRAM = Path(__file__).resolve().parent.parent / "plot.py"
 REDRAW_INTERVAL_S = 60.0
 LOWEST_PRIORITY = 19
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}
-# Panels of loss.png: key of metrics.jsonl, label, height.
+# Panels of loss.png: key of metrics.jsonl, label, relative height.
 CURVES = (
-    ("loss", "loss (nats a token)", 4),
+    ("loss", "loss (nats per token)", 4),
     ("learning_rate", "learning rate", 1),
     ("grad_norm", "gradient norm", 1.5),
     ("tokens_per_second", "tokens/s", 1.5),
 )
-# Panels of health.png: title, smallest and largest value, whether the color scale is logarithmic.
+# Panels of health.png: title, minimum and maximum of the color scale, whether it is logarithmic.
 PANELS = {
     "underflow": ("becomes 0", 1e-5, 1.0, True),
     "saturated": ("saturates", 1e-7, 1e-1, True),
@@ -39,15 +39,20 @@ PANELS = {
 
 
 def draw(histories: list[History], path: Path) -> None:
-    """Draw loss (smoothed, with its values behind it), evaluations, learning rate, gradient norm and tokens/s against
-    tokens. Of a single run, mark stops, resumes and rollbacks. Raises OSError: `path` cannot be written."""
+    """Draw loss (raw and smoothed), evaluation losses, learning rate, gradient norm and tokens/s against tokens.
+
+    For a single run, also mark stops, resumes and rollbacks.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
     from matplotlib.ticker import EngFormatter
 
     is_single = len(histories) == 1
     ratios = [height for *_, height in CURVES]
     with drawing(path, len(CURVES), figsize=(9, 10), sharex=True, height_ratios=ratios) as (figure, rows):
         axes = [row[0] for row in rows]
-        # matplotlib would see a formula between two dollar signs
+        # matplotlib parses text between two dollar signs as a formula
         names = [name.replace("$", r"\$") for name in labels([h.folder.path for h in histories])]
         for index, (name, history) in enumerate(zip(names, histories, strict=True)):
             _draw_run(axes, history, f"C{index % 10}", "" if is_single else f"{name}: ")
@@ -78,7 +83,7 @@ def _draw_run(axes: list[Any], history: History, color: str, prefix: str) -> Non
             axis.plot(tokens, series, linewidth=1, **style)
     for number, key in enumerate(history.evaluations()):
         name = "" if key == EVALUATION else ", " + key.removeprefix(SET_LOSS).replace("$", r"\$")
-        # one run: a color for each set; several: the color of the run, a marker for each set
+        # One run: a color per evaluation set. Several runs: a color per run, a marker per evaluation set.
         style = {"color": color, "linestyle": "--"} if prefix else {"color": f"C{number + 1}"}
         style |= {"marker": "osD^v<>"[number % 7], "markersize": 4, "linewidth": 1}
         axes[0].plot(*history.series(key), label=f"{prefix}evaluation{name}", **style)
@@ -95,8 +100,14 @@ def _draw_marks(axes: list[Any], history: History) -> None:
 
 
 def draw_health(history: History, path: Path) -> bool:
-    """Draw the FP8 health of a run: a panel for each statistic and operand, layers of GEMMs against steps. Return False
-    and draw nothing if no line has any. Raises OSError: `path` cannot be written."""
+    """Draw the FP8 health of a run: one panel per statistic and operand, with layers of GEMMs against steps.
+
+    Returns:
+        Whether the run has FP8 health samples. Without them, nothing is drawn.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
     records = [record for record in history.records if any(values(record.get(FP8_HEALTH)))]
     if not records:
         return False
@@ -111,7 +122,7 @@ def draw_health(history: History, path: Path) -> bool:
     shown = [what for what in STATISTICS if any(statistic == what for statistic, _ in panels)]
     height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
     with drawing(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
-        figure.suptitle("FP8: operands of the GEMMs, layers from top to bottom, against steps")
+        figure.suptitle("FP8 health: GEMM operands, layers from top to bottom, against steps")
         for what, axis_row in zip(shown, axes, strict=True):
             for operand, axis in zip(OPERANDS, axis_row, strict=True):
                 if rows := panels.get((what, operand)):
@@ -151,7 +162,7 @@ def _draw_panel(
 
 
 class LivePlot:
-    """Redraws loss.png and health.png during a run in a process of the lowest priority. Its failure changes nothing."""
+    """Updates loss.png and health.png during a run, in a process of the lowest priority. Failures are ignored."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -159,7 +170,7 @@ class LivePlot:
         self._process: subprocess.Popen | None = None
 
     def update(self) -> None:
-        """Start to draw, unless the last time was a moment ago or has not ended."""
+        """Start drawing, unless a drawing is in progress or started less than REDRAW_INTERVAL_S ago."""
         is_busy = self._process is not None and self._process.poll() is None
         if is_busy or time.monotonic() - self._last < REDRAW_INTERVAL_S:
             return
@@ -173,12 +184,12 @@ class LivePlot:
         ]
         quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with contextlib.suppress(OSError):
-            # in a session of its own, which no Ctrl-C reaches
+            # in its own session, so that Ctrl-C does not reach it
             self._process = subprocess.Popen(command, **quiet, start_new_session=True)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
 
     def close(self) -> None:
-        """End the process: it must not replace a later plot."""
+        """Kill the process, so that it cannot overwrite a later plot."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -186,11 +197,11 @@ class LivePlot:
                 unfinished(path, self._process.pid).unlink(missing_ok=True)
 
     def draw_last(self) -> list[Path]:
-        """Draw in this process and return the paths. Raises whatever prevents it."""
+        """Draw in this process and return the paths. Errors are raised."""
         self.close()
         history = read_history(self.folder.path)
         draw([history], self.folder.loss_plot)
         if draw_health(history, self.folder.health_plot):
             return [self.folder.loss_plot, self.folder.health_plot]
-        self.folder.health_plot.unlink(missing_ok=True)  # of another run in this folder
+        self.folder.health_plot.unlink(missing_ok=True)  # an earlier run in this folder may have written it
         return [self.folder.loss_plot]

@@ -1,6 +1,7 @@
-"""run.json, {"starts": [...]}: for each start of a run its startup check, versions, commit, command and hosts.
+"""Write and read run.json, {"starts": [...]}. Each start of a run has its startup check, versions, commit, command and
+hosts.
 
-A new run in the same folder begins with a start of step 0. `ended` is null while a start runs, and if it was killed.
+A new run in the same folder begins with a start at step 0. `ended` is null while a start runs or if it was killed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# Keys that change where a run is and what it shows, not what it computes.
+# Keys that do not change the computation of a run, only its location and output.
 NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint", "log_level")
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the starts of run.json, [] if there is none or it cannot be read."""
+    """Return the starts in run.json, or [] if the file is missing or cannot be read."""
     try:
         starts = json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
         return [start for start in starts if isinstance(start["step"], int) and start["time"] > 0]
@@ -35,15 +36,18 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 class RunRecord:
-    """A context manager that adds a start to run.json, and at its end how it ended.
+    """A context manager that adds a start to run.json and records how it ended.
+
+    Set `part` while the run does something other than training, for example "export".
 
     Args:
-        start: "time" (of its begin), "step", "tokens" and other facts.
-        position: returns the steps and tokens that are done.
-        expected: exception -> how the run then ended; others are "failed", with "why".
+        folder: The folder of the run.
+        start: "time" (seconds since the epoch), "step", "tokens" and other facts at the start.
+        position: Returns the number of completed steps and tokens.
+        expected: Exception type -> how the run ended. Other exceptions are recorded as "failed", with "why".
 
-    Set `part` while the run is not training, such as "export". Raises OSError: run.json cannot be written at the begin;
-    a later failure is logged.
+    Raises:
+        OSError: run.json cannot be written on entry. Later failures are logged.
     """
 
     def __init__(
@@ -73,8 +77,12 @@ class RunRecord:
         self._write_or_warn()
 
     def add_stage(self, stage: dict[str, Any]) -> None:
-        """Add a change of the precision: "step", "stage" (in words), "new_stage" (true for a phase of
-        precision.schedule, false for fallbacks), "took_s", "fp8", "proof"."""
+        """Record a change of the precision.
+
+        Args:
+            stage: "step", "stage" (description), "new_stage" (true: a phase of precision.schedule, false: fallbacks),
+                "took_s", "fp8" and "proof".
+        """
         self.start["stages"].append(stage)
         self._write_or_warn()
 
@@ -82,14 +90,14 @@ class RunRecord:
         try:
             self._write()
         except OSError as error:
-            logger.warning(f"{self.folder.run} could not be updated: {error}")
+            logger.warning(f"{self.folder.run} cannot be updated: {error}")
 
     def _write(self) -> None:
         write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return command, commit, and the hash of the resolved configuration `config`."""
+    """Return the command, the commit, and the hash of the resolved configuration."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     return {
         "command": sys.argv,
@@ -99,7 +107,7 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sources_sha256(*folders: str) -> str:
-    """Return the hash of the Python files below `folders` of the repository."""
+    """Return the SHA-256 hash of the Python files in these folders of the repository."""
     source = hashlib.sha256()
     for path in sorted(p for folder in folders for p in (REPOSITORY / folder).rglob("*.py")):
         source.update(path.read_bytes())
@@ -107,8 +115,10 @@ def sources_sha256(*folders: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the sources, with ", changed since" if files other than results differ from it. Without git,
-    GIT_COMMIT or "unknown"."""
+    """Return the commit of the sources, or without git GIT_COMMIT or "unknown".
+
+    ", changed since" is appended if files other than benchmark results differ from the commit.
+    """
 
     def git(*words: str) -> str:
         command = ["git", *words]

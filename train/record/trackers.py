@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl (report_to): wandb, TensorBoard. Only rank 0 has any.
+"""Send metrics to wandb and TensorBoard (report_to). Used only on rank 0.
 
-A resumed run continues its tracker's run; a new one in the same folder begins a new one.
+A resumed run continues its run in the tracker. A new run in the same folder starts a new one.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from train.record.history import is_number
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-FLUSH_S = 30  # until TensorBoard sees a line
+FLUSH_S = 30  # maximum delay until TensorBoard sees a line
 
 
 class TrackerError(UserError, ValueError):
-    """A tracker that report_to asks for cannot be used."""
+    """A tracker in report_to cannot be used."""
 
     code = "tracker_not_installed"
 
 
 def names(report_to: str | Sequence[str]) -> list[str]:
-    """The trackers that the key report_to asks for."""
+    """Return the names of the trackers in the key report_to."""
     asked = [report_to] if isinstance(report_to, str) else report_to
     return [name for name in dict.fromkeys(asked) if name != "none"]
 
 
 def check_installed(report_to: str | Sequence[str]) -> None:
-    """Raises TrackerError: a package that report_to needs cannot be imported."""
+    """Check that the packages of the trackers are installed.
+
+    Raises:
+        TrackerError: A package cannot be imported.
+    """
     for name in names(report_to):
         spec = importlib.util.find_spec(name)
-        # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
+        # without an origin it is only a folder of that name, such as the one wandb creates in the working directory
         if spec is None or spec.origin is None:
             raise TrackerError(
                 f"report_to {json.dumps(name)} needs the package {name}, which is not installed. Install it with "
@@ -50,12 +54,13 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of the configuration. A failure of one is logged once, and changes nothing else.
+    """All configured trackers. The first failure of a tracker is logged, and the run continues.
 
     Args:
-        config: TrainingArguments.to_dict.
-        start_step: steps that are done, 0 for a new run.
-        goes_back: the trackers have lines of steps after start_step, which no longer count.
+        folder: The folder of the run.
+        config: TrainingArguments.to_dict().
+        start_step: Number of completed steps, 0 for a new run.
+        goes_back: The trackers have lines of steps after start_step, which are no longer valid.
     """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool = False):
@@ -95,11 +100,11 @@ class Trackers:
 
 
 class Wandb:
-    """Online with a key (WANDB_API_KEY or netrc), offline without one.
+    """The wandb tracker. Online with a key (WANDB_API_KEY or netrc), offline without one.
 
-    wandb cannot take lines back. After a rollback, and when a resume starts before the last logged step, a new wandb
-    run of the same group begins: none has a step twice, and the newest has what counts. Their ids are ID, ID-2, ID-3,
-    ... of the group ID.
+    wandb cannot delete lines. After a rollback, or if a resume starts before the last logged step, a new wandb run in
+    the same group starts. So no wandb run has a step twice, and the newest has the valid steps. The ids are ID, ID-2,
+    ID-3, ... in the group ID.
     """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
@@ -130,10 +135,10 @@ class Wandb:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
-            logger.info(f"wandb: no API key, recording offline; to upload: wandb sync {self.run.dir}/..")
+            logger.info(f"wandb: no API key, logging offline; to upload, run: wandb sync {self.run.dir}/..")
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # no step= argument: wandb merges lines of one step, and drops what is not newer than its last step
+        # no step= argument: wandb merges lines of the same step and drops lines that are not newer than its last step
         self.run.log(metrics)
 
     def rewind(self, step: int) -> None:
@@ -145,7 +150,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in tensorboard/ of the run's folder: `tensorboard --logdir output` shows all runs there."""
+    """The TensorBoard tracker. Writes to tensorboard/ of the run; `tensorboard --logdir output` shows all runs."""
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
         self.folder = str(folder.tensorboard)
@@ -156,11 +161,11 @@ class TensorBoard:
     def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # what older event files have of later steps is not shown; a new run may write a step 0 itself
+        # TensorBoard hides later steps of older event files; a new run may write a step 0
         self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0, flush_secs=FLUSH_S)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # fp8_alarms and others are objects with counts
+        # for example fp8_alarms, an object with counts
         inner = {f"{k}/{name}": n for k, v in metrics.items() if isinstance(v, dict) for name, n in v.items()}
         for key, value in (metrics | inner).items():
             if key not in ("step", "time") and is_number(value):
@@ -178,13 +183,13 @@ TRACKERS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorb
 
 
 def following(run_id: str) -> str:
-    """Return the id of the wandb run that follows in the group."""
+    """Return the id of the next wandb run in the group."""
     group, _, number = run_id.partition("-")
     return f"{group}-{int(number or 1) + 1}"
 
 
 def read_wandb_id(folder: RunFolder) -> str:
-    """Return the id of the folder's run in wandb, "" without one."""
+    """Return the wandb run id stored in the folder, or ""."""
     try:
         return folder.wandb_run_id.read_text(encoding="utf-8").partition("\n")[0].strip()
     except OSError:
@@ -192,7 +197,7 @@ def read_wandb_id(folder: RunFolder) -> str:
 
 
 def has_wandb_key() -> bool:
-    from requests.utils import get_netrc_auth  # installed with wandb, which reads netrc as well
+    from requests.utils import get_netrc_auth  # installed with wandb, which also reads netrc
 
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))

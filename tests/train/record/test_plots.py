@@ -108,7 +108,7 @@ def test_each_figure_has_its_panel(tmp_path, monkeypatch):
     lines = [axis.lines[0].get_xydata().tolist() for axis in panels]
     keys = ["loss", "learning_rate", "grad_norm", "tokens_per_second"]
     assert lines == [[[r["tokens"], r[key]] for r in records] for key in keys]
-    names = ["loss (nats a token)", "learning rate", "gradient norm", "tokens/s"]
+    names = ["loss (nats per token)", "learning rate", "gradient norm", "tokens/s"]
     assert [axis.get_ylabel() for axis in panels] == names
     assert [axis.get_yscale() for axis in panels] == ["linear", "linear", "log", "linear"]
     pyplot.close("all")
