@@ -1,4 +1,4 @@
-"""The tokenizer of prepared data: text <-> ids without special ids, by sentencepiece or tokenizers."""
+"""Encode and decode text with the tokenizer of prepared data, without special ids: sentencepiece or tokenizers."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.files import data_folder, sha256_file
 
-# The files of a tokenizer; the first one in a folder defines the ids.
+# The files of a tokenizer. The first one that exists in a folder defines the ids.
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
@@ -23,19 +23,23 @@ TOKENIZER_FILES = (
 )
 
 
-# What to do if sentencepiece or tokenizers and transformers disagree.
+# Advice if transformers gives other ids than sentencepiece or tokenizers.
 AGREE = (
     "In a copy of the folder, remove tokenizer.model or tokenizer.json, whichever is wrong, or correct "
-    "tokenizer_config.json; a folder with a tokenizer.model alone needs a tokenizer.json of the same ids"
+    "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
 )
-# Text that a tokenizer changes if it folds letters, or drops or joins spaces.
+# Text that changes if a tokenizer normalizes letters, or drops or joins spaces.
 PROBE = "A  b\n\n\tdef f(x):  return\u00a0'caf\u00e9' \ufb01 \u2460 \u6771\u4eac \U0001f642 \r\n"
 SPACE = "\u2581"  # stands for a space in sentencepiece
 
 
 class Pieces(NamedTuple):
-    """The text of ids. sizes: int64 [V], UTF-8 bytes, 0 for control ids, UNKNOWN if an id does not determine them.
-    added_space: the tokenizer puts a space in front of a text (some do not if the text begins with one)."""
+    """The size of the text of each id.
+
+    Attributes:
+        sizes: int64 [V], UTF-8 bytes; 0 for control ids, UNKNOWN if the id does not determine its text.
+        added_space: whether the tokenizer adds a space before a text (some do not if the text begins with one).
+    """
 
     sizes: np.ndarray
     added_space: bool
@@ -45,8 +49,13 @@ UNKNOWN = -1
 
 
 class Markers(NamedTuple):
-    """Pieces that are not learned. special: piece -> id; no text may yield these ids. user_defined: pieces that are
-    never split. unk_id: the id of unknown text, or -1."""
+    """Pieces that are not learned.
+
+    Attributes:
+        special: piece -> id. Text must never yield these ids.
+        user_defined: pieces that are never split.
+        unk_id: id of unknown text, or -1.
+    """
 
     special: dict[str, int]
     user_defined: list[str]
@@ -57,7 +66,8 @@ class TextEncoder:
     """The tokenizer of a folder: sentencepiece if there is a tokenizer.model, else tokenizers with tokenizer.json.
 
     Attributes:
-        vocab_size, bos_id, eos_id: of the tokenizer.
+        vocab_size: one more than the largest id.
+        bos_id, eos_id: the ids that begin and end a document.
         files: the tokenizer's files; the first one defines the ids.
         loaded_sha256: the hash of the defining file as it was loaded.
         encode_batch: texts -> ids, without BOS and EOS.
@@ -78,8 +88,8 @@ class TextEncoder:
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
-                f"--tokenizer {folder}: the folder has no tokenizer.model or tokenizer.json; give one that has, or "
-                "train a tokenizer with train/train_tokenizer.py",
+                f"--tokenizer {folder}: the folder has no tokenizer.model or tokenizer.json; pass a folder that has "
+                "one, or train a tokenizer with train/train_tokenizer.py",
                 code="no_tokenizer",
                 key=str(folder),
             )
@@ -93,14 +103,14 @@ class TextEncoder:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
-                f"{path} cannot be read: {error}. Copy it again (`git lfs pull` replaces a Git LFS pointer), or remove "
+                f"{path} cannot be read: {error}. Copy it again (for a Git LFS pointer, run `git lfs pull`), or remove "
                 "it if the folder has another tokenizer file",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
 
     def sha256(self) -> str:
-        """Return the hash of the defining file as it is now."""
+        """Return the hash of the current content of the defining file."""
         return sha256_file(self.folder / self.files[0])
 
     def _load_sentencepiece(self, path: Path, data: bytes) -> None:
@@ -110,8 +120,8 @@ class TextEncoder:
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
-                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: none); documents need both. Train it "
-                "with both, or give a folder with a tokenizer.json alone",
+                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: none), but documents need both. Train "
+                "a tokenizer with both, or pass a folder with only a tokenizer.json",
                 code="tokenizer_without_ends",
                 key=str(path),
             )
@@ -119,7 +129,7 @@ class TextEncoder:
 
         def markers() -> Markers:
             special = {i for i in range(self.vocab_size) if model.is_control(i)} | {self.bos_id, self.eos_id}
-            # the type is not available; user-defined pieces, and one learned piece, have the score 0
+            # sentencepiece does not expose the type; user-defined pieces, and one learned piece, have a score of 0
             others = {i for i in range(self.vocab_size) if model.get_score(i) == 0 and not model.is_byte(i)}
             user_defined = [
                 model.id_to_piece(i).replace(SPACE, " ") for i in others - special - {model.unk_id()}
@@ -172,7 +182,7 @@ class TextEncoder:
         self.pieces = pieces
 
     def _checked(self, pieces: Pieces) -> Pieces | None:
-        """Return `pieces`, or None if the tokenizer changes text before it splits it."""
+        """Return `pieces`, or None if the tokenizer changes the text before splitting it."""
         sizes = pieces.sizes[self.encode_batch([PROBE])[0]]
         found = sizes.sum() - pieces.added_space
         return pieces if UNKNOWN in sizes or found == len(PROBE.encode()) else None
@@ -189,9 +199,9 @@ class TextEncoder:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
         raise DataError(
-            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but documents need one of its tokens. "
+            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but it must be a token of the tokenizer. "
             f"Add {example} to tokenizer_config.json in a copy of the folder; BOS and EOS may be the same token. "
-            f"Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"The tokenizer's special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
         )
@@ -201,10 +211,14 @@ class TextEncoder:
 
 
 def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
-    """Return transformers' tokenizer of `folder`, an export with a config.json and the files of `encoder`.
+    """Load the tokenizer of an export with transformers.
+
+    Args:
+        folder: the export, with a config.json and the files of `encoder`.
 
     Raises:
-        DataError: it cannot be read, has an id of `vocab_size` or more, or another BOS or EOS than `encoder`.
+        DataError: the tokenizer cannot be read, has an id of `vocab_size` or more, or its BOS or EOS differs from
+            `encoder`.
     """
     from transformers import AutoTokenizer
 
@@ -218,8 +232,8 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         ) from error
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
         raise DataError(
-            f"{encoder.folder}: the vocabulary has {vocab_size} ids, and transformers finds {len(beyond)} tokens with "
-            f"others: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
+            f"{encoder.folder}: the vocabulary has {vocab_size} ids, but transformers finds {len(beyond)} tokens with "
+            f"larger ids: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
             code="tokenizer_ids_differ",
             key=str(encoder.folder),
         )
@@ -227,7 +241,7 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         own, other = getattr(encoder, f"{key}_id"), getattr(exported, f"{key}_token_id")
         if own != other:
             raise DataError(
-                f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]} and {other} for transformers. "
+                f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]}, but {other} in transformers. "
                 f"{AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
@@ -236,19 +250,19 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:
-    """Check that both tokenizers give the same ids for `texts` and for markers, and that no text yields a special id.
+    """Check that both tokenizers give the same ids for `texts` and markers, and that markers never yield special ids.
 
     Raises:
-        DataError: they differ; the message has the first differing text.
+        DataError: ids differ (the message names the first text), or a text yields a special id.
     """
     special, user_defined, _ = encoder.markers()
     around = [text for piece in (*special, *user_defined) for text in (piece, f"a {piece} b{piece}c")]
     for text in around[: 2 * len(special)]:
         if found := {*special.values()}.intersection(*encoder.encode_batch([text])):
             raise DataError(
-                f"{encoder.folder}: the text {text!r} yields the special id {min(found)}, and documents could end in "
-                "their middle. Take a tokenizer of the type BPE in which special tokens are special (sentencepiece: "
-                "control symbols, not user-defined ones), such as train/train_tokenizer.py trains",
+                f"{encoder.folder}: the text {text!r} yields the special id {min(found)}, so text could end a "
+                "document. Use a BPE tokenizer whose special tokens are marked as special (in sentencepiece: control "
+                "symbols, not user-defined symbols), such as one from train/train_tokenizer.py",
                 code="special_id_from_text",
                 key=str(encoder.folder),
             )
@@ -259,8 +273,8 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
         if own != other:
             at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
             raise DataError(
-                f"{encoder.folder}: {encoder.files[0]} and transformers give other ids for {text[:80]!r}, from token "
-                f"{at} on: {own[:20]} and {other[:20]}. {AGREE}",
+                f"{encoder.folder}: {encoder.files[0]} and transformers give different ids for {text[:80]!r}, from "
+                f"token {at}: {own[:20]} and {other[:20]}. {AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
@@ -276,8 +290,9 @@ def chat_template_problem(folder: Path) -> str:
     if not (has_chat_template(folder) and _tokenizer_config(folder).get("split_special_tokens")):
         return ""
     return (
-        "warning: the tokenizer has a chat template, and split_special_tokens: true in tokenizer_config.json makes "
-        "letters of the special tokens in a chat. Set it to false; special tokens in a user's text then count, too"
+        "warning: the tokenizer has a chat template, but with split_special_tokens: true in tokenizer_config.json the "
+        "special tokens of a chat are encoded as text. Set it to false; special tokens in a user's text are then also "
+        "encoded as special tokens"
     )
 
 
@@ -287,11 +302,10 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:
-    """Return the folder of a training's tokenizer: beside the data `sources`, else the run's Hugging Face folder
-    `export`.
+    """Return the folder of a run's tokenizer: in the data folders `sources`, or else in the run's export `export`.
 
     Raises:
-        DataError: neither has one.
+        DataError: there is no tokenizer in any of them.
     """
     folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
     folders += [export] if export else []
@@ -299,7 +313,7 @@ def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path
         if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
             return folder
     raise DataError(
-        f"there is no tokenizer in {' or '.join(map(str, folders))}; give it as --tokenizer DIR",
+        f"there is no tokenizer in {' or '.join(map(str, folders))}; pass one as --tokenizer DIR",
         code="no_tokenizer",
         key=str(folders[0]),
     )
@@ -314,8 +328,10 @@ def _sentencepiece_bytes(model: Any, i: int) -> int:
 
 
 def _tokenizers_bytes(tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """Return bytes per id by the decoder: a letter per byte (ByteLevel), or sentencepiece's pieces (ByteFallback,
-    Metaspace); None for other decoders."""
+    """Return the number of bytes of each id, or None if the decoder is not supported.
+
+    Supported decoders: ByteLevel (one letter per byte), and ByteFallback and Metaspace (sentencepiece's pieces).
+    """
     description = json.loads(tokenizer.to_str())
     decoder = description["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}

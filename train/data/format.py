@@ -1,13 +1,13 @@
-"""The prepared data on disk: token shards and the manifest that commits them.
+"""The format of prepared data: token shards and the manifest that commits them.
 
     DATA/
       train_00000.ds          token ids, little-endian uint16 (vocabulary <= 65536) or uint32
-      train_00000.ds.index    uint64 little-endian: where each document ends, in tokens from the shard's start
+      train_00000.ds.index    uint64 little-endian: end of each document, in tokens from the start of the shard
       eval_00000.ds ...
-      tokenizer/              the tokenizer that made the ids
-      manifest.json           written last: a folder without it holds no data
+      tokenizer/              the tokenizer that produced the ids
+      manifest.json           written last; a folder without it is not prepared data
 
-The shard layout is the one datatrove writes. Readers open what the manifest lists and nothing else.
+The shards have datatrove's layout. Readers only open files that the manifest lists.
 """
 
 import hashlib
@@ -33,24 +33,24 @@ UINT16_MAX_VOCABULARY = 1 << 16
 STRICT = ConfigDict(extra="forbid", strict=True)
 FileName = Annotated[str, Field(pattern="^[^/]+$")]
 Positive = Annotated[int, Field(ge=1)]
-READ_BYTES = 16 << 20  # read at a time when a whole shard is read
+READ_BYTES = 16 << 20  # block size for reading a whole shard
 COPY_AGAIN = "prepare or copy the data again"
 
 
 class DataError(UserError, ValueError):
-    """Inputs or prepared data cannot be used as asked; the message names the file and the next step."""
+    """An error in the inputs or in prepared data; the message names the file and what to do."""
 
     code = "data"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type on disk of token ids below `vocab_size`."""
+    """Return the dtype on disk of token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= UINT16_MAX_VOCABULARY else np.dtype("<u4")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One `*.ds` file. `bytes` and `sha256` are of the tokens, `index_sha256` of its `*.ds.index`."""
+    """One shard: `bytes` and `sha256` describe its `*.ds` file, `index_sha256` its `*.ds.index`."""
 
     __pydantic_config__ = STRICT
 
@@ -70,12 +70,13 @@ class Manifest:
     Attributes:
         tokenizer_sha256: hash of `tokenizer_files[0]`, the file that defines the ids (tokenizer.model or
             tokenizer.json).
-        documents: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}; "damaged_files" has the rows
-            lost by path, 0 if unknown. There can be further counts.
-        text_key, text_bytes: null if token ids were imported; else text_bytes is the UTF-8 size of the kept documents.
-        unigram_loss: cross entropy in nats per token of the eval tokens under the add-one-smoothed unigram distribution
-            of the train tokens; null if a split is empty.
-        steps: the optional steps of the preparation with their settings, and other options.
+        documents: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}, and possibly more counts.
+            "damaged_files" maps each path to the number of rows lost, 0 if unknown.
+        text_key: the key of the text in the inputs; null if token ids were imported.
+        text_bytes: UTF-8 size of the kept documents; null if token ids were imported.
+        unigram_loss: cross entropy of the eval tokens under the add-one-smoothed unigram distribution of the train
+            tokens, in nats per token; null if a split is empty.
+        steps: the settings of the optional preparation steps, and other options.
     """
 
     __pydantic_config__ = STRICT
@@ -98,15 +99,15 @@ class Manifest:
 
     @property
     def is_split_by_hash(self) -> bool:
-        """Whether the hash of each document chose its split."""
+        """Whether the split of each document was chosen by its hash."""
         return 0 < self.eval_fraction < 1 and self.steps.get("eval_by", "hash") == "hash"
 
     def split_shards(self, split: str) -> list[Shard]:
-        """Return the shards of one split, in the order of their tokens."""
+        """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
     def split_digest(self, split: str) -> str:
-        """Return the hash of the hashes of a split's shards, in order: the identity of its tokens."""
+        """Return a hash that identifies the tokens of a split: the hash of its shards' hashes, in order."""
         return hashlib.sha256(
             "".join(shard.sha256 for shard in self.split_shards(split)).encode()
         ).hexdigest()
@@ -116,7 +117,7 @@ class Manifest:
         return sum(shard.tokens for shard in self.split_shards(split))
 
     def documents_line(self) -> str:
-        """Return a line with the counts of documents."""
+        """Return the counts of documents as one line."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
         removed = counts.get("removed", 0)
         line = "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
@@ -126,11 +127,11 @@ class Manifest:
             rows = (
                 f"{counts['damaged_files']:,} rows" if all(damaged.values()) else "an unknown number of rows"
             )
-            line += f"; {len(damaged):,} damaged files, which lost {rows}"
+            line += f"; {len(damaged):,} damaged files that lost {rows}"
         return line
 
     def summary(self) -> str:
-        """Return lines about the documents and the splits, for the log of the preparation."""
+        """Return lines with the documents and tokens of each split, for the log."""
         lines = [self.documents_line()]
         for split in SPLITS:
             shards = self.split_shards(split)
@@ -144,7 +145,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit the folder: write the manifest durably, as the last file."""
+    """Commit the folder by writing its manifest durably. Call this after all other files are written."""
     write_durably(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -152,8 +153,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises:
-        DataError: the folder or its manifest is missing, or the manifest is not one of this schema; then `key` is the
-            first wrong field.
+        DataError: the folder or its manifest is missing, or the manifest does not have this schema. In the latter case
+            `key` is the first wrong field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -173,7 +174,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     except ValueError as error:
         if other := foreign_manifest(path):
             raise DataError(
-                f"{other}; name a folder that this version has prepared",
+                f"{other}; name a folder that this version of prepare_data.py wrote",
                 code="foreign_manifest",
                 key=str(path),
             ) from error
@@ -185,17 +186,19 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def foreign_manifest(path: Path) -> str:
-    """Return why this version cannot have written the manifest.json `path`, so that it is neither corrupt nor to be
-    replaced; or ""."""
+    """Return why another program or a newer version wrote the manifest.json `path`, or "".
+
+    Such a file is not corrupt and must not be replaced.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         schema = int(content["schema"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     if not content.keys() & {"shards", "dtype", "vocab_size"}:
-        return f"{path} is not of prepared data: a checkpoint has a file of that name, too"
+        return f"{path} does not describe prepared data (checkpoints also have a file with this name)"
     if schema > SCHEMA:
-        return f"{path} has schema {schema} of a newer version of this program; this one reads {SCHEMA}"
+        return f"{path} has schema {schema} of a newer version of this program; this version reads schema {SCHEMA}"
     return ""
 
 
@@ -210,82 +213,81 @@ def _parse_manifest(text: str) -> Manifest:
     expected = token_dtype(manifest.vocab_size).name
     if manifest.dtype != expected:
         raise DataError(
-            f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})",
+            f"dtype is {manifest.dtype!r}, but vocab_size {manifest.vocab_size} needs {expected}",
             key="dtype",
         )
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.bytes != shard.tokens * itemsize:
             raise DataError(
-                f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}",
+                f"{shard.name}: the size {shard.bytes} bytes does not match {shard.tokens} tokens of {manifest.dtype}",
                 key=f"{shard.name}.bytes",
             )
     return manifest
 
 
 def _problem(error: ErrorDetails) -> str:
-    """One of pydantic's problems with a manifest."""
+    """Return a message for one of pydantic's problems with a manifest."""
     if not error["loc"]:
-        return f"not JSON ({error['msg']})"
+        return f"it is not JSON ({error['msg']})"
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
-        return f"lacks {where}"
-    return f"'{where}' is {error['input']!r}, not allowed: {error['msg']}"
+        return f"'{where}' is missing"
+    return f"'{where}' is {error['input']!r}, which is not allowed: {error['msg']}"
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:
-    """Check that a shard and its index have their full sizes.
+    """Check that a shard and its index have the sizes in the manifest.
 
     Raises:
-        DataError: one is missing or has another size.
+        DataError: a file is missing or has another size.
     """
     index_bytes = shard.documents * INDEX_DTYPE.itemsize
     for name, size in ((shard.name, shard.bytes), (f"{shard.name}.index", index_bytes)):
         path = Path(folder) / name
         if not path.is_file():
             raise DataError(
-                f"{path} is missing but the manifest lists it; {COPY_AGAIN}",
+                f"{path} is missing, but the manifest lists it; {COPY_AGAIN}",
                 code="file_missing",
                 key=str(path),
             )
         if (found := path.stat().st_size) != size:
             raise DataError(
-                f"{path} has {found} bytes, the manifest says {size}; {COPY_AGAIN}",
+                f"{path} has {found} bytes, but the manifest says {size}; {COPY_AGAIN}",
                 code="wrong_size",
                 key=str(path),
             )
 
 
 def open_index(folder: str | Path, shard: Shard) -> np.ndarray:
-    """Return the document ends [documents] of a shard, uint64, memory-mapped, in tokens from the shard's start."""
+    """Return the document ends of a shard: uint64 [documents], memory-mapped, in tokens from the shard's start."""
     return np.asarray(np.memmap(Path(folder) / f"{shard.name}.index", dtype=INDEX_DTYPE, mode="r"))
 
 
 def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
-    """Check that the tokenizer beside the shards is the one that made their ids.
+    """Check that the tokenizer in the data folder is the one that produced the ids.
 
     Raises:
-        DataError: its file is missing or has another hash than the manifest says.
+        DataError: its file is missing, or its hash differs from the manifest.
     """
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: the tokenizer that made the data; {COPY_AGAIN}",
+            f"{path}, the tokenizer of the data, is missing; {COPY_AGAIN}",
             code="file_missing",
             key=str(path),
         )
     if (found := sha256_file(path)) != manifest.tokenizer_sha256:
         raise DataError(
-            f"{path} is not the tokenizer that made the data: its sha256 is {found}, that of "
-            f"{Path(folder) / MANIFEST_NAME} is {manifest.tokenizer_sha256}; put the tokenizer back, or prepare the "
-            "data again with the new one",
+            f"{path} is not the tokenizer of the data: its sha256 is {found}, but {Path(folder) / MANIFEST_NAME} says "
+            f"{manifest.tokenizer_sha256}. Restore the tokenizer, or prepare the data again with the new one",
             code="tokenizer_replaced",
             key=str(path),
         )
 
 
 def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the hashes of a shard and its index and every token id, reading each file once.
+    """Check the hashes of a shard and its index, and every token id. Reads each file once.
 
     Raises:
         DataError: a hash differs, or an id is beyond the vocabulary.
@@ -306,13 +308,14 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     for name, found, sha256 in hashes:
         if found != sha256:
             raise DataError(
-                f"{name} does not have the sha256 of the manifest: its content changed; {COPY_AGAIN}",
+                f"{name} changed: its sha256 differs from the manifest; {COPY_AGAIN}",
                 code="wrong_sha256",
                 key=str(name),
             )
     if largest_id >= manifest.vocab_size:
         raise DataError(
-            f"{path} holds token id {largest_id}, beyond the vocabulary of {manifest.vocab_size}; {COPY_AGAIN}",
+            f"{path} contains the token id {largest_id}, but the vocabulary has {manifest.vocab_size} ids; "
+            f"{COPY_AGAIN}",
             code="token_beyond_vocabulary",
             key=str(path),
         )
@@ -322,11 +325,11 @@ def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | N
     """Return the cross entropy of a unigram model, in nats per token.
 
     Args:
-        train_counts: [V], smoothed by adding one to each.
-        eval_counts: [V], of the tokens to predict.
+        train_counts: [V], counts of the train tokens; the model adds one to each (smoothing).
+        eval_counts: [V], counts of the tokens to predict.
 
     Returns:
-        None when either is empty.
+        The loss, or None if either has no tokens.
     """
     if not train_counts.sum() or not eval_counts.sum():
         return None

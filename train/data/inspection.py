@@ -1,4 +1,4 @@
-"""Prepared data for people: the manifest, damage, the lengths of documents, and samples as text."""
+"""Print prepared data: the manifest, damaged files, document lengths, and samples as text."""
 
 import argparse
 import itertools
@@ -29,22 +29,26 @@ from train.data.format import (
 from train.data.source import TokenSource
 
 BAR_WIDTH = 40
-BLOCK_DOCUMENTS = 1 << 18  # of an index that are read at a time: there may be more documents than memory
-BINS = 64  # bin k holds lengths of 2^k to 2^(k+1) - 1 tokens
+BLOCK_DOCUMENTS = 1 << 18  # index entries read at a time; a whole index may not fit in memory
+BINS = 64  # bin k counts lengths of 2^k to 2^(k+1) - 1 tokens
 
 
 def count_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Return documents and their tokens by bin, int64 [2, BINS], of lengths [n] in tokens, 1 or more each."""
+    """Return the number of documents and of their tokens in each bin, int64 [2, BINS].
+
+    Args:
+        lengths: [n], in tokens, each at least 1.
+    """
     bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact: float64 holds such integers
     counts = (np.bincount(bins, weights=weights, minlength=BINS) for weights in (None, lengths))
     return np.stack([count.astype(np.int64) for count in counts])
 
 
 def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
-    """Return `count_lengths` of a shard's documents, by one pass over its index.
+    """Return `count_lengths` of a shard's documents, with one pass over its index.
 
     Raises:
-        DataError: document ends do not increase, or the last one is not the end of the shard.
+        DataError: the document ends do not increase, or the last one is not the end of the shard.
     """
     name = folder / f"{shard.name}.index"
     ends = open_index(folder, shard)
@@ -54,7 +58,7 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
         wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
         if len(wrong):
             raise DataError(
-                f"{name} is not increasing at document {start + int(wrong[0])}: its content changed; {COPY_AGAIN}",
+                f"{name} does not increase at document {start + int(wrong[0])}, so its content changed; {COPY_AGAIN}",
                 code="index_not_increasing",
                 key=str(name),
             )
@@ -70,7 +74,7 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
-    """Return the manifest as text: its values, the documents, and the splits."""
+    """Return the manifest as text: its values, the document counts, and a table of the splits."""
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
     lines = [str(folder), json.dumps(values, indent=2, ensure_ascii=False), "", manifest.documents_line()]
     lines.append(f"\n{'split':<6}{'shards':>8}{'documents':>16}{'tokens':>20}{'bytes':>22}")
@@ -84,8 +88,12 @@ def describe(folder: Path, manifest: Manifest) -> str:
 def examine(
     folder: Path, manifest: Manifest, verify: bool, workers: int
 ) -> tuple[np.ndarray, list[Exception]]:
-    """Check the size and index of every shard, with `verify` also hashes and token ids. Return the histogram of the
-    lengths of documents in the undamaged shards, and the error of each damaged one, in the manifest's order."""
+    """Check the size and index of every shard, and with `verify` also its hashes and token ids.
+
+    Returns:
+        The histogram of the document lengths in the undamaged shards, int64 [2, BINS], and the errors of the damaged
+        shards, in the manifest's order.
+    """
 
     def check(shard: Shard) -> np.ndarray | Exception:
         try:
@@ -109,7 +117,7 @@ def examine(
 
 
 def histogram_table(lengths: np.ndarray) -> str:
-    """Return the histogram [2, BINS] as text: per bin its documents, their share, their share of tokens, and a bar."""
+    """Return the histogram [2, BINS] as text: documents per bin, their shares of documents and tokens, and a bar."""
     documents, tokens = lengths.sum(axis=1).tolist()
     if not documents:
         return "no documents"
@@ -117,7 +125,9 @@ def histogram_table(lengths: np.ndarray) -> str:
     rows = [("tokens long", "documents", "share", "of tokens", "")]
     for k in range(used[0], used[-1] + 1):
         count, in_bin = lengths[:, k].tolist()
-        bar = "#" * -(-count * BAR_WIDTH // int(lengths[0].max()))  # rounded up: one document is visible
+        bar = "#" * -(
+            -count * BAR_WIDTH // int(lengths[0].max())
+        )  # rounded up, so that one document is visible
         label = f"{1 << k:,} to {(2 << k) - 1:,}" if k else "1"
         rows.append((label, f"{count:,}", f"{count / documents:.1%}", f"{in_bin / tokens:.1%}", bar))
     rows.append(("all", f"{documents:,}", f"{tokens / documents:,.1f} tokens on average", "", ""))
@@ -126,10 +136,10 @@ def histogram_table(lengths: np.ndarray) -> str:
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
-    """Return one sample as text, with a line before each document in it.
+    """Return one sample as text, with a line before each document.
 
     Raises:
-        DataError: it has a token id beyond the vocabulary.
+        DataError: a token id is beyond the vocabulary.
     """
     input_ids = np.empty(source.seq_length, dtype=np.int64)
     source.read(window, input_ids, np.empty_like(input_ids))
@@ -141,7 +151,7 @@ def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
 
 
 def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
-    """Return ids as lines: text after "| ", BOS and EOS on lines of their own."""
+    """Return ids as lines of text: decoded text after "| ", BOS and EOS on separate lines."""
     special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
     lines: list[str] = []
     for is_special, run in itertools.groupby(ids, special.__contains__):
@@ -156,15 +166,15 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
 def print_samples(
     folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
 ) -> None:
-    """Print up to `number` different windows of a split, chosen by `seed`. A short split has one window, of all tokens.
+    """Print up to `number` distinct random windows of a split. A split shorter than a window is printed as one.
 
     Raises:
-        DataError: the tokenizer in the folder is not that of the data.
+        DataError: the tokenizer in the folder is not the tokenizer of the data.
     """
     tokens = manifest.split_tokens(split)
     seq_length = min(seq_length, tokens - 1)  # a window's labels are one token ahead
     if seq_length < 1:
-        print(f"\nno samples: the {split} split has {tokens} tokens (--split)")
+        print(f"\nno samples: the {split} split has only {tokens} tokens (choose another --split)")
         return
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)
@@ -179,7 +189,10 @@ def print_samples(
 
 
 def inspect_folder(args: argparse.Namespace) -> list[Exception]:
-    """Print everything about `args.folder`; return what is damaged. `args`: the options of inspect_data.py.
+    """Print the information about `args.folder`, and return an error for each damaged file.
+
+    Args:
+        args: the options of inspect_data.py.
 
     Raises:
         DataError: there is nothing to inspect, or the tokenizer is damaged.
@@ -203,7 +216,7 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
             flush=True,
         )
     if args.samples and problems:
-        print("\nno samples of damaged data")
+        print("\nno samples, because the data are damaged")
     elif args.samples:
         print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems

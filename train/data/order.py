@@ -1,14 +1,14 @@
-"""The order of samples: which sample of which source is at a position of the stream.
+"""The order of samples: which sample of which source is at each position of the stream.
 
-Everything here is a pure function of a position, with no state and no table of the size of the corpus, so a resume
-costs nothing. `mix` makes a `Mixture` of the configured weights, which says from which source sample n is and how many
-of that source came before. `permute` shuffles the samples of one source in an epoch. `next_position` is where a step
-begins in a run that skips samples after a rollback. The key data.weights is one of
+Everything here is a pure function of the position, without state and without tables of the size of the corpus, so a
+resume costs nothing. `mix` builds a `Mixture` from the configured weights: it gives the source of sample n, and the
+number of samples of that source before it. `permute` shuffles the samples of a source in an epoch. `next_position`
+finds the start of a step in a run that skips samples after a rollback. The key data.weights is one of
 
-    null                                          in proportion to the tokens of the sources
-    {"web": 0.7, "code": 0.3}                     the same in the whole run
-    [{"until_tokens": 10^10, "weights": {...}},   in phases; the last one has no end, and a source that a phase does not
-     {"weights": {...}}]                          name gives nothing in it, except what it owes (class Mixture)
+    null                                          weights in proportion to the tokens of the sources
+    {"web": 0.7, "code": 0.3}                     constant weights
+    [{"until_tokens": 10^10, "weights": {...}},   phases; the last one has no end. A source that a phase does not name
+     {"weights": {...}}]                          has weight 0, but can still deliver what it owes (class Mixture).
 """
 
 import bisect
@@ -23,14 +23,14 @@ import numpy as np
 
 from train.data.format import DataError
 
-# Weights without a common denominator up to this are rounded to multiples of its inverse (a drift of at most one
-# sample in two million). It bounds the tables of a mixture: 6 bytes times this, per phase.
+# Weights without a common denominator up to this value are rounded to multiples of its inverse (a drift of at most one
+# sample in two million). It bounds the tables of a mixture to 6 bytes times this value per phase.
 MAX_PERIOD = 1_000_000
 FEISTEL_ROUNDS = 6
 
 
 def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
-    """Return the first position, `position` or later, where a step of `count` samples uses none of the `skipped` ones.
+    """Return the first position from `position` on where a step of `count` samples overlaps no `skipped` range.
 
     Args:
         skipped: ranges [first, end) of positions that rollbacks removed (`skipped_samples` of a checkpoint).
@@ -46,9 +46,10 @@ def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePhase:
-    """One phase. Its first sample is the first one at or beyond the `until_tokens` of the phase before.
+    """One phase of data.weights.
 
-    `until_tokens` counts tokens of the run: samples * sequence length. It is None only in the last phase.
+    A phase begins with the first sample at or after the `until_tokens` of the previous phase. `until_tokens` counts the
+    tokens of the run (samples * sequence length). It is None only in the last phase.
     """
 
     weights: dict[str, float]
@@ -59,9 +60,9 @@ Weights = Mapping[str, float] | Sequence[MixturePhase]
 
 
 def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
-    """Return why these weights cannot mix the sources `names`: a line per problem with the phase and the source."""
+    """Return the problems of these weights for the sources `names`: one line each, with the phase and the source."""
     if not (phases := _phases(weights)):
-        return ["data.weights has no phase; give at least one, or null to mix by tokens"]
+        return ["data.weights has no phase; give at least one, or null for weights in proportion to size"]
     problems = []
     for index, phase in enumerate(phases):
         what = "data.weights"
@@ -80,7 +81,7 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
             )
     given = {name for phase in phases for name, weight in phase.weights.items() if weight > 0}
     problems += [
-        f"data.weights: the source {name!r} has no weight above 0; give it one, or remove the source"
+        f"data.weights: the source {name!r} has no weight above 0; set one, or remove the source"
         for name in names
         if name not in given
     ]
@@ -104,10 +105,11 @@ def _phase_problems(phase: MixturePhase, names: Sequence[str]) -> list[str]:
 
 
 def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
-    """Return the mixture of the sources `names`, in this order, with samples of `seq_length` tokens.
+    """Return the mixture of the sources `names`, in this order.
 
     Args:
-        weights: without `weight_problems`.
+        weights: weights that passed `weight_problems`.
+        seq_length: tokens per sample.
 
     Raises:
         DataError: a weight is too small, or a phase has no sample.
@@ -118,7 +120,7 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
         if start == stop:
             raise DataError(
                 f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens begins "
-                f"between its start and until_tokens {phases[index].until_tokens}; make it longer, or remove it",
+                f"between its start and until_tokens {phases[index].until_tokens}; extend or remove the phase",
                 code="stage_without_sample",
                 key=f"data.weights[{index}]",
             )
@@ -133,27 +135,31 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
 
 
 class Mixture:
-    """Exact quotas: after any n samples each of K sources has given its target to within 1 - 1/(2K - 2) samples.
+    """The interleaving of K sources with exact quotas.
 
-    The target is n * weight; with phases it is the sum over the phases of their samples * weight. The source with the
-    earliest deadline is next: with d = 1/(2K - 2), the j-th sample of a source is released when its target reaches
-    j - 1 + d, and due before it exceeds j - d. No sample is late, not even if weights change (Tijdeman, "The chairman
-    assignment problem", Discrete Mathematics 32, 1980): a deadline beyond a change follows from the later weights.
+    After any n samples, the number of samples of each source is within 1 - 1/(2K - 2) of its target. The target is
+    n * weight; with phases, it is the sum of samples * weight over the phases.
 
-    With rational weights the order of a phase repeats after their common denominator. The exceptions are its end, where
-    deadlines of the next phase count, and its first period, which may make up for the phase before. These parts and one
-    period are all that is kept.
+    The next sample comes from the source with the earliest deadline. With d = 1/(2K - 2), the j-th sample of a source
+    is released when its target reaches j - 1 + d, and due before its target exceeds j - d. No sample is late, even if
+    weights change (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). A deadline after a
+    change follows from the later weights.
+
+    With rational weights, the order within a phase repeats after their common denominator. Exceptions are the end of
+    the phase, where deadlines of the next phase count, and its first period, which may make up for the previous phase.
+    Only these parts and one period are stored.
 
     Args:
-        weights: of the first phase, one per source; 0 is allowed if another phase has more.
+        weights: weights of the first phase, one per source; 0 is allowed if another phase has more.
+        max_period: limit of the common denominator.
         later: the other phases: first sample (increasing, above 0) and weights.
 
     Attributes:
-        starts: the first sample of each phase.
-        weights: in effect in each phase; they sum to 1.
+        starts: first sample of each phase.
+        weights: weights in each phase, normalized to a sum of 1.
 
     Raises:
-        ValueError: a weight so small that no period up to `max_period` has a sample of its source.
+        ValueError: a weight is so small that no period up to `max_period` has a sample of its source.
     """
 
     def __init__(
@@ -171,7 +177,7 @@ class Mixture:
             given = self._add_phase(targets, phase, given)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for samples start..start+count-1 their sources [count] and their ordinals in the source [count]."""
+        """Return the sources of samples start..start+count-1, and their ordinals within the source: [count] each."""
         parts, stop = [], start + count
         index = bisect.bisect_right(self._segments, start, key=lambda segment: segment.start) - 1
         while start < stop:
@@ -184,10 +190,17 @@ class Mixture:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def _add_phase(self, targets: "_Targets", phase: int, given: list[int]) -> list[int]:
-        """Append the segments of a phase. `given`: samples of each source before it; returns those after it."""
+        """Append the segments of a phase.
+
+        Args:
+            given: number of samples of each source before the phase.
+
+        Returns:
+            The number of samples of each source before the next phase.
+        """
         start, stop = self.starts[phase], self.starts[phase + 1] if phase + 1 < len(self.starts) else None
         smallest = min(quota for quota in targets.quotas[phase] if quota)
-        # from here on a released sample can have its deadline in the next phase
+        # from this sample, a released sample can have its deadline in the next phase
         settled = None if stop is None else max(start, stop - sum(targets.quotas[phase]) // smallest - 2)
         for part in targets.periods(phase, list(given), settled):
             if part:
@@ -196,7 +209,7 @@ class Mixture:
                 given = self._segments[-1].given(start)
         if stop is None or settled is None:
             return given
-        if start < settled:  # the last part repeats until there
+        if start < settled:  # the last part repeats until `settled`
             given = self._segments[-1].given(settled)
         self._segments.append(_Segment.of(settled, targets.order(phase, list(given), settled, stop), given))
         return self._segments[-1].given(stop)
@@ -204,10 +217,14 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Segment:
-    """From sample `start` on, `source` [length] repeats until the next segment begins.
+    """A part of the order in which a sequence of sources repeats until the next segment begins.
 
-    `rank` [length] counts the samples of the same source before it in a repetition, `quotas` [K] those of a repetition,
-    and `before` [K] the samples of each source when the segment begins.
+    Attributes:
+        start: first sample of the segment.
+        source: [length], the repeated sequence of sources.
+        rank: [length], number of earlier samples of the same source within a repetition.
+        quotas: [K], number of samples of each source in a repetition.
+        before: [K], number of samples of each source before the segment.
     """
 
     start: int
@@ -230,16 +247,16 @@ class _Segment:
         return source, self.before[source] + cycle * self.quotas[source] + self.rank[place]
 
     def given(self, position: int) -> list[int]:
-        """Return the samples of each source before sample `position` of the run."""
+        """Return the number of samples of each source before sample `position` of the run."""
         cycles, place = divmod(position - self.start, len(self.source))
         rest = np.bincount(self.source[:place], minlength=len(self.quotas))
         return [int(n) for n in self.before + cycles * self.quotas + rest]
 
 
 class _Targets:
-    """The samples that each source should have after n samples of the run, exact and linear within a phase.
+    """The exact target number of samples of each source after n samples of the run, which is linear within a phase.
 
-    In phase s the target of source k is (offset[s][k] + slope[s][k] * n) / unit[s], all whole numbers.
+    In phase s, the target of source k is (offset[s][k] + slope[s][k] * n) / unit[s]; all of these are integers.
     """
 
     def __init__(self, starts: list[int], quotas: list[list[int]]) -> None:
@@ -259,7 +276,7 @@ class _Targets:
                 reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
 
     def release(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the first sample, counted from 1, that can be the ordinal-th of a source, as seen in `phase`."""
+        """Return the first sample (from 1) that can be the ordinal-th one of a source, as computed in `phase`."""
         scale = 2 * self.sources - 2  # 1/d
         level = self.unit[phase] * (scale * (ordinal - 1) + 1) - self.offset[phase][source] * scale
         if slope := self.slope[phase][source]:
@@ -267,7 +284,7 @@ class _Targets:
         return 0 if level <= 0 else math.inf
 
     def due(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the last sample, counted from 1, that can be the ordinal-th of a source."""
+        """Return the last sample (from 1) that can be the ordinal-th one of a source."""
         scale = 2 * self.sources - 2
         for s in range(phase, len(self.starts)):
             if slope := self.slope[s][source]:
@@ -278,11 +295,13 @@ class _Targets:
         return math.inf
 
     def periods(self, phase: int, given: list[int], stop: int | None) -> tuple[list[int], list[int]]:
-        """Return the order of a phase from its start, as (the part before the repetition, the repetition). The second
-        is empty if `stop` is reached before anything repeats. `given` is counted up."""
+        """Return the order of a phase from its start, as (part before the repetition, repetition).
+
+        The repetition is empty if the order reaches `stop` before it repeats. Updates `given` in place.
+        """
         start, quotas = self.starts[phase], self.quotas[phase]
         period, order = sum(quotas), list[int]()
-        # lead of each source over its quotas at the end of a period -> the place in the order
+        # lead of each source over its quotas at the end of a period -> position in the order
         seen: dict[tuple[int, ...], int] = {}
         ahead = tuple(given)
         while ahead not in seen:
@@ -297,7 +316,7 @@ class _Targets:
         return order[: seen[ahead]], order[seen[ahead] :]
 
     def order(self, phase: int, given: list[int], start: int, stop: int) -> list[int]:
-        """Return the sources of samples start..stop-1, all in `phase`. `given`, before them, is counted up."""
+        """Return the sources of samples start..stop-1, all in `phase`. Updates `given` in place."""
         if self.sources == 1:
             given[0] += stop - start
             return [0] * (stop - start)
@@ -317,7 +336,7 @@ class _Targets:
 
 
 def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
-    """Return whole numbers in proportion to the weights: samples of each source in one period."""
+    """Return the number of samples of each source in one period: integers in proportion to the weights."""
     # 0.1 means one tenth, not its nearest binary fraction
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -331,8 +350,8 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
     for weight, quota in zip(weights, quotas, strict=True):
         if weight and not quota:
             raise ValueError(
-                f"weight {weight} is below one in {max_period} of the sum of the weights; raise it or leave the "
-                "source out"
+                f"weight {weight} is less than one in {max_period} of the sum of the weights; raise it or remove the "
+                "source"
             )
     common = math.gcd(*quotas)
     return [quota // common for quota in quotas]
@@ -342,21 +361,21 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
 
 
 def spread(count: int, total: int) -> np.ndarray:
-    """Choose `count` of range(total) at even distances; all of them when `count` is `total`. Returns int64 [count]."""
+    """Return `count` evenly spaced numbers of range(total), int64 [count]; all of them if `count` is `total`."""
     return (2 * np.arange(count, dtype=np.int64) + 1) * total // (2 * max(count, 1))
 
 
 def permutation_key(seed: int, source: str, epoch: int) -> np.ndarray:
-    """Return the round keys [FEISTEL_ROUNDS] uint64 of one source and epoch."""
+    """Return the round keys of one source and epoch, uint64 [FEISTEL_ROUNDS]."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Apply a keyed permutation of range(size) to index [n], int64 values in that range.
+    """Apply a keyed permutation of range(size) to `index`, int64 [n] with values in that range.
 
-    A Feistel network permutes the smallest power of two that holds the range; a value outside is permuted again until
-    it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network permutes the smallest power of two that covers the range. A value outside the range is permuted
+    again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     bits = max(2, (size - 1).bit_length())
     value = _feistel(index.astype(np.uint64), bits, key)
@@ -378,7 +397,7 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """Apply the finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     value = value + key
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The token shards of one prepared folder as windows: `TokenSource`."""
+"""Read the token shards of a prepared folder as windows: `TokenSource`."""
 
 import io
 import itertools
@@ -13,17 +13,17 @@ import numpy as np
 
 from train.data.format import COPY_AGAIN, DataError, check_sizes, check_tokenizer, open_index, read_manifest
 
-# Tokens from which the frequencies of a source are counted, evenly spread over its split in pieces.
+# Token frequencies are counted in a sample of about COUNTED_TOKENS, in pieces spread evenly over the split.
 COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
-# Open files of a source, and as many indexes; a login shell often allows 1024.
+# Limit of open shards per source, and of open indexes. A login shell often allows 1024 open files.
 OPEN_SHARDS = 256
 
 
 class _ShardFile(io.FileIO):
-    """A file that is closed when nothing refers to it any more.
+    """A file that closes itself when it is no longer referenced.
 
-    Samples are read by pread. A page fault of a memory map would read as much of the file as the device reads ahead,
-    megabytes for the kilobytes of a sample, and a file that is truncated under a map kills the process.
+    Samples are read with pread instead of a memory map. A page fault of a map reads as much as the device reads ahead,
+    which is megabytes for a sample of kilobytes, and truncating a mapped file kills the process.
     """
 
     __del__ = io.FileIO.close
@@ -32,11 +32,15 @@ class _ShardFile(io.FileIO):
 class TokenSource:
     """The windows of one split of one prepared folder.
 
-    Attributes: `manifest`, `num_tokens` in the split, `num_windows`, `folder`.
+    Attributes:
+        folder: the prepared folder.
+        manifest: its manifest.
+        num_tokens: number of tokens in the split.
+        num_windows: number of windows in the split.
 
     Raises:
-        DataError: no such prepared folder, a corrupt manifest, a missing or truncated shard, another tokenizer than
-            the one that made the ids, or less than one window.
+        DataError: the folder or its manifest is missing or corrupt, a shard is missing or truncated, the tokenizer was
+            replaced, or the split has less than one window.
     """
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
@@ -62,7 +66,7 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Return up to `count` tokens of a shard from `offset` on; fewer at its end.
+        """Return up to `count` tokens of a shard, starting at `offset`; fewer at its end.
 
         Raises:
             DataError: the file was truncated while it was open, or an id is beyond the vocabulary.
@@ -81,15 +85,15 @@ class TokenSource:
         if ids.max() >= self.manifest.vocab_size:
             first = int(np.argmax(ids >= self.manifest.vocab_size))
             raise DataError(
-                f"{file.name}: token {offset + first} has the id {ids[first]}, beyond the vocabulary of "
-                f"{self.manifest.vocab_size}; {COPY_AGAIN}",
+                f"{file.name}: token {offset + first} has the id {ids[first]}, but the vocabulary has "
+                f"{self.manifest.vocab_size} ids; {COPY_AGAIN}",
                 code="token_beyond_vocabulary",
                 key=str(file.name),
             )
         return ids
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Fill one sample: input_ids [T] and labels [T], labels one token ahead.
+        """Fill in one sample: input_ids [T], and labels [T], which are one token ahead.
 
         Raises:
             DataError: as `_tokens`.
@@ -99,7 +103,14 @@ class TokenSource:
         labels[:] = tokens[1:]
 
     def token_counts(self) -> np.ndarray:
-        """Count each token in about COUNTED_TOKENS of the split. Returns int64 [V]. Raises DataError: as `_tokens`."""
+        """Count each token in a sample of about COUNTED_TOKENS of the split.
+
+        Returns:
+            int64 [V].
+
+        Raises:
+            DataError: as `_tokens`.
+        """
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
         stride = PIECE_TOKENS * math.ceil(self.num_tokens / COUNTED_TOKENS)
         for start in range(0, self.num_tokens, stride):
@@ -108,7 +119,11 @@ class TokenSource:
         return counts
 
     def _span(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start..start+count-1 of the split, from one or more shards. Raises DataError: as `_tokens`."""
+        """Return tokens start..start+count-1 of the split, from one or more shards.
+
+        Raises:
+            DataError: as `_tokens`.
+        """
         shard = bisect_right(self._starts, start) - 1
         parts = [self._tokens(shard, start - self._starts[shard], count)]
         while missing := count - sum(map(len, parts)):
@@ -117,8 +132,13 @@ class TokenSource:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document_ends(self, window: int) -> np.ndarray:
-        """Return the end of each document that ends in the window's first T tokens, counted from the window's start:
-        int64, increasing, each 1 to T. Costs two bisections of a memory-mapped index."""
+        """Return the ends of the documents that end in the window's first T tokens, relative to the window's start.
+
+        This costs two bisections of a memory-mapped index.
+
+        Returns:
+            int64, increasing, each 1 to T.
+        """
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
         shard = bisect_right(self._starts, start) - 1
@@ -134,15 +154,15 @@ class TokenSource:
 
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
-    """Open one split of prepared folders ({name: folder}), in the order of their names.
+    """Open one split of the prepared folders ({name: folder}), sorted by name.
 
     Raises:
-        DataError: as TokenSource; there is no folder; folders were prepared with different tokenizers or, for the
-            train split, with different eval fractions.
+        DataError: as TokenSource; or there is no folder, or the folders were prepared with different tokenizers or, for
+            the train split, with different eval fractions.
     """
     if not folders:
         raise DataError(
-            "data.sources is empty: name at least one folder that prepare_data.py wrote",
+            "data.sources is empty; name at least one folder that prepare_data.py wrote",
             code="no_sources",
             key="data.sources",
         )
@@ -155,7 +175,7 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
 
 
 def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None:
-    """Check that no document of `held_out` can also be in the train split of `train`, as a copy.
+    """Check that no document of `held_out` can have a copy in the train split of `train`.
 
     A document is in the eval split if its hash is below the folder's eval fraction. So a document whose hash lies
     between the fractions of two folders is in the train split of one and in the eval split of the other. A folder that
@@ -170,38 +190,46 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
         if by_hash and fractions[0] < fractions[1]:
             raise DataError(
                 f"data sources {one.name!r} and {other.name!r} were split with different --eval_fraction, "
-                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}): a document that is in both would "
-                "be trained on in the first and evaluated on in the second; prepare both with the same --eval_fraction",
+                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}). A document in both could be used "
+                "for training in the first and for evaluation in the second. Prepare both with the same "
+                "--eval_fraction",
                 code="different_eval_fractions",
             )
 
 
 def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
-    """Check that the ids of both have the same meaning. Raises DataError."""
+    """Check that both sources have the same tokenizer.
+
+    Raises:
+        DataError: they differ.
+    """
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
             f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
-            f"({one.folder} and {other.folder}); prepare both with the same",
+            f"({one.folder} and {other.folder}); prepare both with the same tokenizer",
             code="different_tokenizers",
         )
 
 
 def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -> None:
-    """Check that a model with this vocabulary and `max_positions` takes all ids and the length of samples. Raises
-    DataError."""
+    """Check that a model's vocabulary and maximum sequence length are large enough for the data.
+
+    Raises:
+        DataError: one of them is too small.
+    """
     first = sources[0]
     if first.manifest.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer of the data does not fit the model: {first.folder} has a vocabulary of "
-            f"{first.manifest.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a "
-            "vocab_size of at least that, or prepare the data with the model's tokenizer",
+            f"{first.manifest.vocab_size}, the model one of {vocab_size}. Increase vocab_size in the model's JSON "
+            "(model.config), or prepare the data with the model's tokenizer",
             code="vocabulary_too_large",
             key="model.config",
         )
     if first.seq_length > max_positions:
         raise DataError(
-            f"max_seq_length {first.seq_length} exceeds the model's max_position_embeddings {max_positions}; lower the "
-            "one or raise the other",
+            f"max_seq_length {first.seq_length} exceeds the model's max_position_embeddings {max_positions}; lower "
+            "max_seq_length or raise max_position_embeddings",
             code="sequence_too_long",
             key="max_seq_length",
         )

@@ -1,10 +1,10 @@
-"""Token shards -> training samples, packed full: `open_stream` and `MicroBatches`.
+"""Read packed training samples from token shards: `open_stream` and `MicroBatches`.
 
-    manifest -> TokenSource (the tokens of one folder) -> SampleStream (global order) -> MicroBatches (rank)
+    manifest -> TokenSource (tokens of one folder) -> SampleStream (global order) -> MicroBatches (batches of a rank)
 
-A sample is a window of seq_length + 1 tokens of the split's concatenated documents, at a stride of seq_length, so
-that each token is predicted once and nothing is padded. The order of samples (order.py) is a pure function of (seed,
-manifests, seq_length, weights, position); the state of a run is the number of samples it has consumed.
+A sample is a window of seq_length + 1 tokens of the split's concatenated documents. Windows have a stride of
+seq_length, so each token is predicted once and there is no padding. The order of samples (order.py) is a pure function
+of (seed, manifests, seq_length, weights, position). The only state of a run is the number of consumed samples.
 """
 
 import json
@@ -31,15 +31,20 @@ PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
 
 
 class Batch(NamedTuple):
-    """input_ids, labels: int64 [B, T]; NO_LABEL is no label. documents: attention stays within them; None without a
-    document mask."""
+    """A batch of samples.
+
+    Attributes:
+        input_ids: int64 [B, T].
+        labels: int64 [B, T]; NO_LABEL marks a token without a label.
+        documents: the documents to which attention is limited; None without a document mask.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     documents: Documents | None = None
 
     def to(self, device: Any) -> "Batch":
-        """Return the batch on `device`, without waiting for the copies."""
+        """Return the batch on `device`; the copies are asynchronous."""
         documents = None if self.documents is None else self.documents.to(device)
         return Batch(
             self.input_ids.to(device, non_blocking=True),
@@ -48,7 +53,7 @@ class Batch(NamedTuple):
         )
 
     def filled(self, rows: int) -> "Batch":
-        """Return the batch with its first row repeated up to `rows` rows."""
+        """Return the batch extended to `rows` rows by repeating its first row."""
         input_ids, labels, documents = self
         if not (missing := rows - len(input_ids)):
             return self
@@ -62,23 +67,23 @@ class Batch(NamedTuple):
         )
 
     def labelled(self) -> torch.Tensor:
-        """Return the share of tokens that have a label, a float32 scalar, without waiting for it."""
+        """Return the share of tokens that have a label: a float32 scalar, without a synchronization."""
         return (self.labels != NO_LABEL).float().mean()
 
 
 def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
-    """Remove the labels of last tokens in place; return the documents of the rows.
+    """Remove the labels of the documents' last tokens in place, and return the documents of the rows.
 
     Args:
         labels: int64 [B, T].
-        after: int64; of the B * T tokens in sequence, the one after each document that ends in a row.
+        after: int64, the index after each document that ends in a row, in the flattened B * T tokens.
     """
     labels.reshape(-1)[after - 1] = NO_LABEL
     begins = np.zeros(labels.size + 1, dtype=bool)
     begins[after] = begins[:: labels.shape[1]] = True
     starts = np.flatnonzero(begins[:-1])
-    # A cumulative sum of ones that returns to 0 at each start, in place: allocating and zeroing several arrays of the
-    # batch's size takes longer than everything else here.
+    # A cumulative sum of ones that returns to 0 at each start. It is computed in place, because allocating several
+    # arrays of the batch's size would take longer than the rest of this function.
     positions = np.ones(labels.size, dtype=np.int64)
     positions[0] = 0
     positions[starts[1:]] -= starts[1:] - starts[:-1]
@@ -87,15 +92,19 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
 
 
 def _mix_by_tokens(sources: Sequence[TokenSource]) -> Mixture:
-    """Raises DataError: a source is too small beside the others."""
+    """Return the mixture in proportion to the sizes of the sources.
+
+    Raises:
+        DataError: a source is too small compared with the others.
+    """
     windows = [source.num_windows for source in sources]
     try:
         return Mixture(windows)
     except ValueError as error:
         least = min(sources, key=lambda source: source.num_windows)
         raise DataError(
-            f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, less than "
-            f"one in {MAX_PERIOD:,}, so it cannot be mixed by tokens. Set data.weights, or prepare it together with "
+            f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, fewer "
+            f"than one in {MAX_PERIOD:,}, so it cannot be mixed by size. Set data.weights, or prepare it together with "
             "another source",
             code="source_too_small",
             key=least.name,
@@ -105,19 +114,21 @@ def _mix_by_tokens(sources: Sequence[TokenSource]) -> Mixture:
 class SampleStream:
     """All samples of one split of one or several sources, in one global order.
 
-    train: sources are mixed by `weights` (None: in proportion to their size) with exact quotas; each is shuffled again
-    in every epoch. The order has no end. eval: every window of every source once, in natural order.
+    The train split mixes the sources with exact quotas and reshuffles each source in every epoch; its order is endless.
+    The eval split has every window of every source once, in natural order.
 
     Args:
-        max_samples: of eval: use only so many windows, evenly spaced over each source, in proportion to its windows.
-        document_mask: batches have `documents`, and the last token of a document has no label, since an unrelated
-            document follows. So batches differ in their number of labels, by which the loss is weighted
-            (train/engine/step.py).
+        weights: weights of the sources in the train split; None for weights in proportion to their size.
+        document_mask: add `documents` to the batches, and remove the label of the last token of each document, because
+            an unrelated document follows. The number of labels then differs between batches, and the loss is weighted
+            by it (train/engine/step.py).
+        max_samples: in the eval split, use only this many windows, evenly spaced and in proportion to the size of each
+            source.
 
     Attributes:
-        vocab_size: of the tokenizer of all sources.
-        num_tokens: in the split, over all sources.
-        num_samples: of train: windows in the split; of eval: samples of the stream.
+        vocab_size: vocabulary size of the sources' tokenizer.
+        num_tokens: tokens in the split, over all sources.
+        num_samples: train: number of windows in the split; eval: number of samples in the stream.
     """
 
     def __init__(
@@ -148,7 +159,7 @@ class SampleStream:
         self._plan = lru_cache(4)(self._make_plan)
 
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """Return (source, window) of the samples of a block of PLAN_SAMPLES, of eval up to its end."""
+        """Return (source, window) of each sample in a block of PLAN_SAMPLES; an eval stream can end before."""
         first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
         if self.split == "eval":
             count = min(count, self.num_samples - first)
@@ -174,16 +185,17 @@ class SampleStream:
         return ids
 
     def batch(self, start: int, count: int) -> Batch:
-        """Return samples start..start+count-1 of the global order, count rows of seq_length tokens. With a document
-        mask the positions of `documents` are 0 at the first token of each document and of each sample.
+        """Return samples start..start+count-1 of the global order, as `count` rows of seq_length tokens.
+
+        With a document mask, the positions in `documents` are 0 at the first token of each document and each sample.
 
         Raises:
-            DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt data.
+            DataError: start is negative, count is below 1, the eval split has fewer samples, or the data are corrupt.
         """
         if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
-            end = f"of {self.num_samples}" if self.split == "eval" else "of an endless stream"
+            end = f"of {self.num_samples}" if self.split == "eval" else "of the endless stream of"
             raise DataError(
-                f"samples {start} to {start + count} {end} {self.split} samples are requested",
+                f"samples {start} to {start + count} {end} {self.split} samples were requested",
                 code="samples_beyond_end",
             )
         input_ids = np.empty((count, self.seq_length), dtype=np.int64)
@@ -195,7 +207,7 @@ class SampleStream:
         return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
     def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> Documents:
-        """Remove the labels of last tokens; return the documents of the rows.
+        """Remove the labels of the documents' last tokens, and return the documents of the rows.
 
         Raises:
             DataError: the document ends of a sample do not increase.
@@ -203,14 +215,14 @@ class SampleStream:
         T = self.seq_length
         rows = [self.sources[source].document_ends(window) for source, window in samples]
         ends, begin = np.concatenate(rows), np.repeat(np.arange(len(rows)) * T, [len(row) for row in rows])
-        after = begin + ends  # in the flattened batch, the token after each document
+        after = begin + ends  # index after each document in the flattened batch
         wrong = (ends < 1) | (ends > T)
         wrong[1:] |= after[1:] <= after[:-1]
         if wrong.any():
             source, window = samples[begin[np.argmax(wrong)] // T]
             raise DataError(
-                f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
-                f"increase: the content of an index changed; {COPY_AGAIN}",
+                f"{self.sources[source].folder}: the document ends in sample {window} of the {self.split} split do not "
+                f"increase, so an index file changed; {COPY_AGAIN}",
                 code="index_not_increasing",
                 key=str(self.sources[source].folder),
             )
@@ -218,11 +230,18 @@ class SampleStream:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the split's shards."""
+        """Size of the split's shards, in bytes."""
         return sum(shard.bytes for source in self.sources for shard in source.shards)
 
     def verify(self, part: int = 0, parts: int = 1) -> int:
-        """Check the hashes and every token id of each `parts`-th shard, from shard `part` on; return their number.
+        """Check the hashes and every token id of a part of the shards.
+
+        Args:
+            part: the first shard to check.
+            parts: check every `parts`-th shard from there.
+
+        Returns:
+            The number of checked shards.
 
         Raises:
             DataError: as verify_shard.
@@ -233,7 +252,7 @@ class SampleStream:
         return len(shards)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return all that the order depends on, as JSON values: it must not change between a run and its resume."""
+        """Return everything that the order depends on, as JSON values. It must not change when a run is resumed."""
         sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
@@ -244,7 +263,7 @@ class SampleStream:
         }
         values = {"split": self.split, "seq_length": self.seq_length, "seed": self.seed, "sources": sources}
         for index, name in enumerate(sources):
-            # constant weights keep the form of checkpoints from before there were phases
+            # constant weights keep the format of checkpoints written before phases existed
             if len(self._mixture.starts) == 1:
                 sources[name]["weight"] = self._mixture.weights[0][index]
             else:
@@ -255,7 +274,7 @@ class SampleStream:
         return json.loads(json.dumps(values))
 
     def describe(self) -> str:
-        """Return one line per source for the log, with its weight in every phase."""
+        """Return a line for the log per source, with its weight in every phase."""
         lines = []
         for source, (first, *later) in zip(
             self.sources, zip(*self._mixture.weights, strict=True), strict=True
@@ -272,7 +291,7 @@ class SampleStream:
         return "\n".join(lines)
 
     def weights_at(self, sample: int) -> dict[str, float]:
-        """Return the weights above 0 of the sources at this position of the global order."""
+        """Return the nonzero weights of the sources at a position of the global order."""
         weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
@@ -284,7 +303,7 @@ class SampleStream:
             return None
         weights = zip(self.sources, self._mixture.weights[found[-1]], strict=True)
         return (
-            f"mixture: phase {found[-1] + 1} of {len(starts)} begins with sample {starts[found[-1]]:,}: "
+            f"mixture: phase {found[-1] + 1} of {len(starts)} begins at sample {starts[found[-1]]:,}: "
             + ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights)
         )
 
@@ -298,7 +317,7 @@ def open_stream(
     document_mask: bool = False,
     max_samples: int | None = None,
 ) -> SampleStream:
-    """Open prepared folders ({name: folder}) as one stream; document_mask, max_samples: see SampleStream.
+    """Open prepared folders ({name: folder}) as one stream. For the other arguments see SampleStream.
 
     Raises:
         DataError: as open_sources and SampleStream.
@@ -312,15 +331,19 @@ def open_held_out(
     sets: Mapping[str, str | Path],
     max_samples: int | None = None,
 ) -> dict[str, SampleStream]:
-    """Open the evaluation data of a run, by the name of its loss.
+    """Open the evaluation data of a run.
 
     Args:
-        train: the stream of the folders `sources`, whose eval split is "eval_loss".
-        sets: name -> folder whose eval split is "eval_loss/NAME".
-        max_samples: of each (see SampleStream).
+        train: the training stream of `sources`.
+        sources: name -> folder. Their eval split gives "eval_loss".
+        sets: name -> folder. The eval split of each gives "eval_loss/NAME".
+        max_samples: limit of the samples of each stream (see SampleStream).
+
+    Returns:
+        The streams by the name of their loss.
 
     Raises:
-        DataError: as open_stream; a set was prepared with another tokenizer than the sources, or with a larger eval
+        DataError: as open_stream; or a set was prepared with another tokenizer than the sources or with a larger eval
             fraction.
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
@@ -337,8 +360,15 @@ def open_held_out(
 
 
 def unigram_loss_of(train: SampleStream, held_out: SampleStream) -> float:
-    """Return the loss of a unigram model of each source's train tokens on the labels of `held_out`, the same sources'
-    evaluation samples, in nats per token. Raises DataError: corrupt tokens."""
+    """Return the loss of a unigram model of each source on the evaluation samples of that source, in nats per token.
+
+    Args:
+        train: the stream whose tokens define the unigram models.
+        held_out: the evaluation stream of the same sources, whose labels are predicted.
+
+    Raises:
+        DataError: the tokens are corrupt.
+    """
     counts = np.zeros((len(held_out.sources), held_out.vocab_size), dtype=np.int64)
     for start in range(0, held_out.num_samples, PLAN_SAMPLES):
         count = min(PLAN_SAMPLES, held_out.num_samples - start)
@@ -355,9 +385,13 @@ def unigram_loss_of(train: SampleStream, held_out: SampleStream) -> float:
 def held_out_batches(
     stream: SampleStream, size: int, rank: int, world: int
 ) -> Iterator[tuple[int, int, Batch]]:
-    """Yield the samples of an eval stream as the batches of one rank: (first sample, number of rows with samples of
-    this rank, batch of `size` rows). The other rows have no labels. Every rank has the same number of batches, or the
-    collectives of ZeRO 3 would hang."""
+    """Yield the samples of an eval stream as the batches of one rank.
+
+    Every rank gets the same number of batches; otherwise the collectives of ZeRO 3 would hang.
+
+    Yields:
+        (first sample, number of rows with samples, batch of `size` rows). The remaining rows have no labels.
+    """
     samples = stream.num_samples
     for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
         rows = max(0, min(size, samples - start))
@@ -367,10 +401,10 @@ def held_out_batches(
 
 
 class MicroBatches:
-    """The micro-batches of one rank; a thread reads the next one ahead.
+    """The micro-batches of one rank. A thread prefetches the next one.
 
-    A micro-step takes the next batch_size * world_size samples of the stream; rank r has the r-th batch_size of them.
-    So an optimizer step has the same samples for every number of ranks with the same global batch.
+    A micro-step consumes the next batch_size * world_size samples of the stream, of which rank r gets the r-th
+    batch_size. So for a given global batch, an optimizer step has the same samples with any number of ranks.
     """
 
     def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:
@@ -379,7 +413,7 @@ class MicroBatches:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def get(self, consumed: int, micro_step: int) -> Batch:
-        """Return the batch of this rank in micro-step `micro_step` after `consumed` samples."""
+        """Return this rank's batch of micro-step `micro_step` of the step that begins after `consumed` samples."""
         stride = self.batch_size * self.world_size
         start = consumed + micro_step * stride + self.rank * self.batch_size
         if self._ahead is not None and self._ahead[0] == start:
