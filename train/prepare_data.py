@@ -42,7 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", type=unicode, nargs="+", required=True, help=f"files, folders or data sets: {ALLOWED}")
+    add("--input", type=unicode, nargs="+", required=True, help=f"files, folders or datasets: {ALLOWED}")
     add(
         "--tokenizer",
         type=given_path,
@@ -52,7 +52,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column that holds the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    text = "share of the eval split; 1: prepare data for evaluation only (default: 0.01)"
+    text = (
+        "share of the documents, or of each document, in the eval split; 1: prepare data for evaluation only "
+    )
+    text += "(default: 0.01)"
     add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
     text = "how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
     text += "position (default: hash; position for a single text file)"

@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=f"files, folders or data sets: {ALLOWED}")
+    add("--input", nargs="+", required=True, help=f"files, folders or datasets: {ALLOWED}")
     text = "vocabulary size, including the special ids and the 256 bytes"
     add("--vocab_size", type=between(260), required=True, help=text)
     add("--output", type=given_path, required=True, help="the folder to write")

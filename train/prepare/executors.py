@@ -40,7 +40,7 @@ PROGRESS_S = 5.0
 
 
 class PreparationError(UserError, RuntimeError):
-    """Some tasks did not complete; running the same command again may complete them."""
+    """An error for tasks that did not complete; running the same command again may complete them."""
 
     code = "preparation"
     may_pass = True

@@ -223,7 +223,7 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
 
 @dataclass
 class Framing:
-    """Adds missing BOS and EOS to documents, and counts the changes.
+    """The addition of missing BOS and EOS to documents, with counts of the changes.
 
     Attributes:
         eod_id: end-of-document id of the dataset, which is replaced by EOS.

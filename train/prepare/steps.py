@@ -99,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "length of the n-grams in words (default: 13). Shorter evaluation texts are counted and ignored"
     add("--decontaminate_ngram", type=int, default=13, help=text)
     text = "remove duplicates and keep the first one. exact: identical documents; minhash: documents that share about "
-    add("--dedup", choices=DEDUP, help=text + "0.7 or more of their 5-grams of words; numbers count as equal")
+    add(
+        "--dedup",
+        choices=DEDUP,
+        help=text + "0.7 or more of their 5-grams of words, where all numbers count as equal",
+    )
     add("--minhash_seed", type=int, default=1, help="random seed of MinHash's hash functions (default: 1)")
 
 
