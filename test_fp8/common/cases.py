@@ -14,29 +14,34 @@ from model.errors import UserError
 
 
 class CaseError(UserError):
-    """Cases that cannot be measured; the message names them and what is allowed."""
+    """The cases on the command line are invalid."""
 
 
 class Unavailable(UserError):
-    """This machine cannot run the case; the message says why."""
+    """This machine cannot run the case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`overrides`: dotted keys of the training configuration -> JSON values, or text as on a command line. `megatron`:
-    switches of Megatron-Core's configuration if Megatron-Core trains this case."""
+    """A case of a benchmark.
+
+    overrides: dotted keys of the training configuration -> JSON values, or text as on a command line.
+    megatron: switches of Megatron-Core's configuration if Megatron-Core trains this case.
+    """
 
     name: str
     overrides: Mapping[str, Any]
     megatron: Mapping[str, bool] | None = None
 
     def texts(self) -> dict[str, str]:
-        """The overrides as text, for a command line."""
+        """Return the overrides as command line arguments."""
         return {k: v if isinstance(v, str) else json.dumps(v) for k, v in self.overrides.items()}
 
     def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the training configuration `base`, a JSON object, with the overrides. Raises ValueError: an unknown
-        key, or a value that the key does not take."""
+        """Return the training configuration `base`, a JSON object, with the overrides.
+
+        Raises ValueError for an unknown key or an invalid value.
+        """
         from train.config.load import override
 
         raw = copy.deepcopy(dict(base))
@@ -48,13 +53,13 @@ class Case:
 def parse_cases(
     given: Sequence[Sequence[str]], taken: Collection[str], allowed: Collection[str] | None = None
 ) -> dict[str, Case]:
-    """Parse --row NAME key=value ...; `allowed` limits the keys. Raises CaseError."""
+    """Parse --row NAME key=value ... and return the cases. `allowed` limits the keys. Raises CaseError."""
     cases: dict[str, Case] = {}
     for name, *pairs in given:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise CaseError(f"--row {name}: use letters, digits and _ - . in a name")
+            raise CaseError(f"--row {name}: invalid name; use letters, digits and _ - .")
         if name in taken or name in cases:
-            raise CaseError(f"--row {name}: the name is taken; choose another name")
+            raise CaseError(f"--row {name}: this name already exists; choose another name")
         for pair in pairs:
             key, equals, _ = pair.partition("=")
             if not equals:
@@ -66,9 +71,11 @@ def parse_cases(
 
 
 def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> list[Case]:
-    """Return the cases whose name matches one of `patterns` (* and ?), in the order of `cases`. Raises CaseError: a
-    pattern matches nothing."""
+    """Return the cases whose name matches one of `patterns` (wildcards * and ?), in the order of `cases`.
+
+    Raises CaseError if a pattern matches no case.
+    """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
-            raise CaseError(f"{option} {pattern}: no case has such a name; there are {', '.join(cases)}")
+            raise CaseError(f"{option} {pattern}: no case matches; choose from {', '.join(cases)}")
     return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

@@ -1,6 +1,6 @@
-"""Prepared folders made by hand, for benchmarks and tests: of content that no text gives.
+"""Write prepared folders with synthetic token ids, for benchmarks and tests.
 
-A stand-in file takes the tokenizer's place: the ids are read, never decoded.
+The ids are never decoded, so a placeholder file replaces the tokenizer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def make_folder(
     vocab_size: int = 400,
     document_tokens: int | np.ndarray = 100,
 ) -> Path:
-    """A folder with these token ids, split -> shards -> [tokens]; its hashes are right.
+    """Write a prepared folder with the token ids `splits`: split -> shards -> [tokens]. The hashes are correct.
 
-    `document_tokens`: the length of every document of a shard, or the lengths [documents] of the first ones, after
-    which the last one takes the rest.
+    document_tokens: the length of every document of a shard, or the lengths of its first documents, [documents]; the
+    last document takes the rest.
     """
     folder.mkdir(parents=True)
     shards = []
@@ -47,7 +47,7 @@ def make_folder(
 
 
 def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
-    """Write the stand-in for the tokenizer, and the manifest."""
+    """Write the placeholder for the tokenizer, and the manifest."""
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
     documents = sum(shard.documents for shard in shards)

@@ -1,4 +1,4 @@
-"""Start programs of this repository as processes that end with this one."""
+"""Start programs of this repository as child processes that end when this process ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from train.monitor.signals import at_parents_end
 
 @dataclass
 class Program:
-    """`script` with `options` on `ranks` processes (0: started without the launcher), its output appended to `log`.
-    gpus: indices among the GPUs that this process sees; None: all of them."""
+    """A program to start: `script` with `options` on `ranks` processes (0: without the launcher).
+
+    log: file to append the output to. gpus: indices among the GPUs visible to this process; None: all.
+    """
 
     script: str
     options: Sequence[object]
@@ -38,19 +40,19 @@ class Program:
         return environment
 
     def start(self) -> subprocess.Popen:
-        """Start it. When this process ends, whatever ends it, the kernel sends SIGTERM to the program."""
+        """Start the program. When this process ends for any reason, the kernel sends SIGTERM to the program."""
         with self.log.open("a", encoding="utf-8") as log:
             return subprocess.Popen(
                 self.command(),
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone
+                start_new_session=True,  # Ctrl-C reaches only this process
                 preexec_fn=at_parents_end(signal.SIGTERM),
             )
 
     def last_lines(self) -> str:
-        """The end of the log, for a message."""
+        """Return the end of the log, for a message."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return "\n".join([line.strip()[:500] for line in lines if line.strip()][-3:]) or "no output"
 
@@ -62,7 +64,7 @@ def run_together(programs: Sequence[Program]) -> list[int]:
 
 
 def run(*programs: Program) -> None:
-    """Run all programs at the same time. Raises ValueError: one failed."""
+    """Run all programs at the same time. Raises ValueError if one fails."""
     for program, status in zip(programs, run_together(programs), strict=True):
         if status:
-            raise ValueError(f"{program.script} ended with status {status}: {program.last_lines()}")
+            raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")

@@ -1,5 +1,4 @@
-"""Command lines of the benchmarks. Nothing here imports torch, so that --help and a bad argument are answered at
-once."""
+"""Command lines of the benchmarks. Does not import torch, so that --help and argument errors appear at once."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ positive = between(1)
 
 
 class ByMachine(NamedTuple):
-    """A default that depends on whether there is a GPU."""
+    """A default with one value for machines with a GPU and one for machines without."""
 
     gpu: Any
     cpu: Any
 
 
 class Option(NamedTuple):
-    """An option, or a positional argument if `name` has no dashes. `keywords` are those of add_argument."""
+    """An option, or a positional argument if `name` has no dashes. `keywords` are arguments of add_argument."""
 
     name: str
     default: Any
@@ -36,7 +35,7 @@ class Option(NamedTuple):
     keywords: dict[str, Any]
 
     def described(self) -> str:
-        """The help with the default."""
+        """Return the help text with the default."""
         values = self.default if isinstance(self.default, ByMachine) else (self.default,)
         shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
         default = "" if self.default in (None, False, []) else f"; default: {', without a GPU '.join(shown)}"
@@ -48,7 +47,7 @@ def option(name: str, default: Any, help: str, **keywords: Any) -> Option:
 
 
 def model_config(text: str) -> str:
-    """An argparse type: a model configuration that exists."""
+    """Check that a model configuration exists (an argparse type)."""
     try:
         config_file(text)
     except ValueError as error:
@@ -56,27 +55,33 @@ def model_config(text: str) -> str:
     return text
 
 
-# Options that several programs have: help and argparse's keywords.
+# Options of several programs: help text and argparse's keywords.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "--config": ("the model", {"type": model_config}),
-    "--row": ("add a case", {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")}),
-    "--micro_batch": ("samples of a micro-batch", {"type": positive}),
-    "--seq_length": ("tokens of a sample", {"type": positive}),
-    "--accumulation": ("micro-batches of a step", {"type": positive}),
+    "--config": ("model configuration", {"type": model_config}),
+    "--row": (
+        "add a case: its name and keys of the training configuration",
+        {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")},
+    ),
+    "--micro_batch": ("samples per micro-batch", {"type": positive}),
+    "--seq_length": ("tokens per sample", {"type": positive}),
+    "--accumulation": ("micro-batches per step", {"type": positive}),
     "--rounds": ("measurements of each case", {"type": positive}),
-    "--steps": ("timed in a round, at least", {"type": positive}),
-    "--seconds": ("timed in a round, at least 4 passes or --steps steps", {"type": between(0, 1000, float)}),
-    "--deterministic": ("deterministic kernels, as train.py's default", {"action": "store_true"}),
+    "--steps": ("minimum number of timed steps per round", {"type": positive}),
+    "--seconds": (
+        "seconds of timing per round; at least 4 passes or --steps steps are timed",
+        {"type": between(0, 1000, float)},
+    ),
+    "--deterministic": ("use deterministic kernels, as train.py does by default", {"action": "store_true"}),
     "--output": ("write a JSON report", {"type": json_file, "metavar": "FILE.json"}),
 }
 
 
 def shared(**defaults: Any) -> list[Option]:
-    """Options of `SHARED` with these defaults."""
+    """Return options of `SHARED` with these defaults."""
     return [Option(f"--{name}", default, *SHARED[f"--{name}"]) for name, default in defaults.items()]
 
 
-# How bench_model.py and bench_scaling.py measure whole steps.
+# Options of bench_model.py and bench_scaling.py for measuring whole steps.
 STEP_OPTIONS = shared(
     config=ByMachine("hare_1.1b", "tiny"),
     row=[],
@@ -89,7 +94,7 @@ STEP_OPTIONS = shared(
 
 
 class Options(argparse.ArgumentParser):
-    """The command line of the program `file`; `text` is its help."""
+    """Argument parser of the program `file`. `text` is its description."""
 
     def __init__(self, file: str, text: str | None, options: Sequence[Option]):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,21 +103,21 @@ class Options(argparse.ArgumentParser):
             self.add_argument(one.name, default=one.default, help=one.described(), **one.keywords)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Parse a command line; `behind` is what follows a word --."""
+        """Parse a command line. The arguments after -- become `behind`."""
         split = argv.index("--") if "--" in argv else len(argv)
         options = self.parse_args(argv[:split])
         options.behind = argv[split + 1 :]
         return options
 
     def command(self, argv: list[str]) -> str:
-        """The command line for the report: without folders of this machine."""
+        """Return the command line for the report, without folders of this machine."""
         ranks = os.environ.get("WORLD_SIZE", "1")
         launcher = ["train/launch.py", "--nproc", ranks] if ranks != "1" else []
         return shlex.join(["python", *launcher, self.program, *map(without_folder, argv)])
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
-    """Replace each `ByMachine` by the default of this machine."""
+    """Replace each `ByMachine` by its value for this machine."""
     import torch
 
     for key, value in vars(options).items():
@@ -121,5 +126,5 @@ def choose_defaults(options: argparse.Namespace) -> None:
 
 
 def without_folder(word: object) -> str:
-    """A word of a command line with the name alone of each absolute path."""
+    """Reduce each absolute path in a command line argument to its file name."""
     return ABSOLUTE_FOLDER.sub("", str(word))

@@ -1,8 +1,8 @@
 """Run a benchmark, print its table, and write its report.
 
-A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}; bench_model.py and
-compare_convergence.py write a plot beside it, a PNG of the same stem. It names hardware and software, never a host, a
-user or a path.
+A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}. It contains hardware and
+software versions, but no host name, user or path. bench_model.py and compare_convergence.py also write a plot, a PNG
+with the same stem.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from train.files import drawing, reason, write_durably
 from train.record.provenance import commit
 
 Result = dict[str, Any]
-"""One entry of "results". It has a "reason" instead of figures if the case could not be measured."""
+"""Entry of "results". If the case could not be measured, it has a "reason" instead of figures."""
 
 Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
-"""Title -> (key of a result, or a function of it; format specification, which ends in < for text)."""
+"""Title -> (key of a result or a function of the result, format specification). Formats of text end with <."""
 
 NAMES = ("measure", "row", "shape", "precision", "launch", "ranks")
 
 
 @dataclass
 class Outcome:
-    """`more`: further keys of the report. `lines`: printed below the table. `failures`: why the exit status is 1.
-    `panels` and `xlabel`: see `plot`."""
+    """Results of a benchmark.
+
+    more: further keys of the report. lines: printed below the table. failures: reasons for exit status 1. panels,
+    xlabel: see `plot`.
+    """
 
     results: list[Result]
     more: dict[str, Any] = field(default_factory=dict)
@@ -48,9 +51,10 @@ class Outcome:
 
 
 class Benchmark:
-    """The program `file`: `text` is its help, `columns` its table.
+    """A benchmark program: `file`, its description `text`, its options and the `columns` of its table.
 
-    measure: a function of the options, or the module that has it, which is imported when the options are right.
+    measure: a function of the options, or the name of a module with that function, which is imported only after the
+    options have been checked.
     """
 
     def __init__(
@@ -65,8 +69,10 @@ class Benchmark:
         self.columns, self.measure = columns, measure
 
     def main(self, argv: list[str]) -> int:
-        """Measure, print the table and write the report. Of several ranks, rank 0 prints and writes. Returns the exit
-        status: 1 for failures, 2 for bad input."""
+        """Measure, print the table and write the report. On several ranks, only rank 0 prints and writes.
+
+        Returns the exit status: 0, 1 for failures, or 2 for invalid input.
+        """
         options = self.options.parse(argv)
         try:
             launchers.adopt()
@@ -80,7 +86,7 @@ class Benchmark:
                 measure = importlib.import_module(measure).measure
             outcome = measure(options)  # type: ignore[operator]
             if not outcome.results:
-                raise ValueError("there is nothing to measure; name a case")
+                raise ValueError("no case is selected; select at least one")
         except (ValueError, OSError, UserError) as error:
             print(f"error: {reason(error)}", file=sys.stderr)
             return 2
@@ -94,7 +100,7 @@ class Benchmark:
 
 
 def print_outcome(outcome: Outcome, columns: Columns) -> None:
-    """Print the table, why cases have no figures, and the failures."""
+    """Print the table, the reasons of cases that were not measured, and the failures."""
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
     for why in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
         cases = [r for r in outcome.results if r.get("reason") == why]
@@ -105,8 +111,10 @@ def print_outcome(outcome: Outcome, columns: Columns) -> None:
 
 
 def write_json(path: Path, command: str, results: Sequence[Result], /, **more: Any) -> None:
-    """Write a report to `path`; `more` are keys beside "results". A number that is not finite becomes null. Raises
-    TypeError: `more` has one of the report's own keys."""
+    """Write a report to `path`. Numbers that are not finite become null.
+
+    more: further keys of the report. Raises TypeError if one of them is a standard key of the report.
+    """
     machine, versions = describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     made = dict(command=command, date=date, commit=commit(), machine=machine, versions=versions)
@@ -117,12 +125,12 @@ def write_json(path: Path, command: str, results: Sequence[Result], /, **more: A
 
 
 def measured(results: Sequence[Result]) -> list[Result]:
-    """The results that have figures."""
+    """Return the results that have figures."""
     return [r for r in results if "reason" not in r]
 
 
 def table(results: Sequence[Result], columns: Columns) -> str:
-    """The results as lines of text, "-" for what is None or missing."""
+    """Format the results as lines of text. Values that are None or missing are shown as "-"."""
     lines, forms = [list(columns)], [form for _, form in columns.values()]
     for r in results:
         values = [r.get(get) if isinstance(get, str) else get(r) for get, _ in columns.values()]
@@ -133,8 +141,10 @@ def table(results: Sequence[Result], columns: Columns) -> str:
 
 
 def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
-    """Draw `panels`, title -> label -> value, as the PNG beside `output`: horizontal bars if the values are numbers,
-    lines if they are pairs (x, y) of lists."""
+    """Draw `panels` to the PNG with the stem of `output`.
+
+    panels: title -> label -> value. Numbers are drawn as horizontal bars, pairs (x, y) of lists as lines.
+    """
     labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     height = 1 + len(panels) * max(3.0, 0.3 * len(labels))
     with drawing(output.with_suffix(".png"), len(panels), figsize=(10, height)) as (figure, axes):

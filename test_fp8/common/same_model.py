@@ -1,7 +1,7 @@
-"""Check that a case of bench_model.py is the model that it is compared with: transformers' own in bf16.
+"""Check that a case of bench_model.py computes the same model as transformers in bf16.
 
-Weights must be equal bit for bit. Logits of a short text and the loss of the timed batch may differ by rounding. These
-tolerances tell FP8 from a wrong model, not a good recipe from a bad one; for that see compare_convergence.py.
+Weights must be equal bit for bit. Logits of a short text and the loss of the timed batch may differ by rounding. The
+tolerances detect a wrong model, not a bad recipe. To compare recipes, use compare_convergence.py.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from train.data.stream import Batch
 
 PROBE_TOKENS = 64
 MAX_STEPS = 20
-# Relative, by precision.compute. hare_0.4b, 1.1b and 2.0b had at most 8.4e-5 and 5.7e-4 on an H200, a model of two
-# layers on 128 tokens, of which fewer errors cancel, 6.3e-5 and 2.9e-3.
+# Allowed relative error of the loss, by precision.compute. Largest measured errors on an H200 (bf16, FP8): 8.4e-5 and
+# 5.7e-4 for hare_0.4b, 1.1b and 2.0b; 6.3e-5 and 2.9e-3 for two layers and 128 tokens, where fewer errors cancel.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
-# Of logits |a - b| / |b| in the Frobenius norm; of two unrelated models it is 1.4. bf16 had at most 3.1e-2. The error
-# of FP8 depends on the model: allowed is this factor times `Reference.fp8_error`. That is 0.103, 0.274 and 0.381 in
-# these three models, fresh, where FP8 with delayed scaling had 0.104, 0.273 and 0.372.
+# Allowed error of the logits, |a - b| / |b| in the Frobenius norm. It is 1.4 for two unrelated models, and was at most
+# 3.1e-2 in bf16. For FP8 it depends on the model, so the limit is this factor times `Reference.fp8_error`. With random
+# weights, fp8_error is 0.103, 0.274 and 0.381 for these three models, and FP8 with delayed scaling had 0.104, 0.273 and
+# 0.372.
 BF16_LOGITS_TOLERANCE = 4e-2
 FP8_LOGITS_FACTOR = 1.25
 
 
 class DifferentModel(UserError):
-    """A case computes another model; the message says what differs."""
+    """A case computes a different model than the reference."""
 
 
 @dataclass
 class Reference:
-    """What every case is compared with, on the CPU: Hugging Face tensors, logits [1, PROBE_TOKENS, V] in float32 of the
-    first tokens of the batch, the loss of each of its samples in nats a token, and the error of logits whose GEMM
-    operands are rounded to e4m3."""
+    """The reference of all cases, on the CPU.
+
+    Hugging Face weights; float32 logits [1, PROBE_TOKENS, V] of the first tokens of the batch; the loss of each sample
+    in nats per token; and the error of logits that are computed with GEMM operands rounded to e4m3.
+    """
 
     weights: dict[str, Tensor]
     logits: Tensor
@@ -48,9 +51,9 @@ class Reference:
 
     @classmethod
     def of(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
-        """input_ids, labels: int64 [B, T], on the model's device."""
+        """Compute the reference with transformers' model. input_ids, labels: int64 [B, T], on the model's device."""
         weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
-        if input_ids.is_cuda:  # they are copied back for each case
+        if input_ids.is_cuda:  # pinned, because each case copies them back to the GPU
             weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
         with torch.no_grad():
             pairs = zip(input_ids.split(1), labels.split(1), strict=True)
@@ -59,14 +62,16 @@ class Reference:
         return cls(weights, logits, losses, relative_error(logits_in_e4m3(model, input_ids), logits))
 
     def logits_tolerance(self) -> dict[str, float]:
-        """By precision.compute."""
+        """Return the allowed error of the logits by precision.compute."""
         return {"bf16": BF16_LOGITS_TOLERANCE, "fp8": FP8_LOGITS_FACTOR * self.fp8_error}
 
 
 @dataclass
 class Conditions:
-    """What all cases share. A micro-batch is the first samples of `batch`; `seconds` of passes or steps are timed, and
-    at least `steps` steps."""
+    """Measurement conditions of all cases.
+
+    batch: a micro-batch is its first samples. seconds: duration of the timing. steps: minimum number of timed steps.
+    """
 
     config: Any
     reference: Reference
@@ -75,7 +80,7 @@ class Conditions:
     steps: int = 1
 
     def count_steps(self, ms: float) -> int:
-        """How many steps of `ms` milliseconds are timed."""
+        """Return how many steps of `ms` milliseconds are timed."""
         return times_in(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
 
 
@@ -84,8 +89,10 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """`probe_logits` of transformers' model with input and weight of every Linear but lm_head rounded to e4m3, with one
-    scale a tensor."""
+    """Return `probe_logits` of transformers' model with inputs and weights rounded to e4m3, with one scale per tensor.
+
+    Applies to every Linear except lm_head.
+    """
 
     def rounded(x: Tensor) -> Tensor:
         scale = torch.finfo(torch.float8_e4m3fn).max / x.abs().max().float()
@@ -102,7 +109,7 @@ def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Logits of the first tokens of `input_ids`; not compiled, which would cost a minute for this one shape."""
+    """Return the logits of the first tokens of `input_ids`. Not compiled, since that takes a minute for this shape."""
     tokens = input_ids[:1, :PROBE_TOKENS]
     with torch.compiler.set_stance("force_eager"):
         model(tokens)  # delayed scaling has no scales before its first pass
@@ -113,43 +120,49 @@ def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
 def check_same_model(
     model: nn.Module, weights: Mapping[str, Tensor], compute: str, reference: Reference, input_ids: Tensor
 ) -> float:
-    """Return the relative error of the logits of `model`. weights: its own, under Hugging Face's names.
+    """Check `model` against the reference and return the relative error of its logits.
 
-    Raises DifferentModel: another number of parameters; a weight that is missing, unknown or has another bit; logits
-    beyond the tolerance of `compute`.
+    weights: the weights of `model` with Hugging Face's names.
+
+    Raises DifferentModel if the number of parameters differs, if a weight is missing, unknown or not equal bit for bit,
+    or if the error of the logits exceeds the tolerance of `compute`.
     """
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
         raise DifferentModel(f"{parameters:,} parameters, expected {expected:,}")
     if problems := weight_problems(weights, reference.weights):
-        raise DifferentModel(f"{len(problems)} other weights: {'; '.join(problems[:3])}")
+        raise DifferentModel(f"{len(problems)} weights differ: {'; '.join(problems[:3])}")
     error = relative_error(probe_logits(model, input_ids), reference.logits)
     allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:
-        raise DifferentModel(f"logits differ by {error:.1e} relative, allowed is {allowed:.1e} in {compute}")
+        raise DifferentModel(
+            f"relative error of the logits is {error:.1e}; allowed in {compute}: {allowed:.1e}"
+        )
     return error
 
 
 def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """The names in which `weights` are not `expected`, bit for bit."""
+    """Return how `weights` differ from `expected`, bit for bit."""
     problems = [f"{name} is missing or unknown" for name in expected.keys() ^ weights.keys()]
     for name in expected.keys() & weights.keys():
         ours, theirs = weights[name], expected[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             problems.append(f"{name} is {ours.dtype} {tuple(ours.shape)}")
         elif not torch.equal(ours, theirs.to(ours.device)):
-            problems.append(f"{name} has other values")
+            problems.append(f"{name} has different values")
     return sorted(problems)
 
 
 def loss_error(loss: float, compute: str, reference: Reference, samples: int) -> float:
-    """Return |loss - reference| / reference for the first `samples` of the batch. Raises DifferentModel: beyond the
-    tolerance."""
+    """Return |loss - reference| / reference for the first `samples` samples of the batch.
+
+    Raises DifferentModel if it exceeds the tolerance.
+    """
     expected = sum(reference.losses[:samples]) / samples
     error = abs(loss - expected) / expected
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(
-            f"the loss is {loss:.5f}, of transformers' model in bf16 {expected:.5f}: the relative difference is "
+            f"the loss is {loss:.5f}, but transformers' model in bf16 has {expected:.5f}: the relative difference is "
             f"{error:.1e}, allowed is {LOSS_TOLERANCE[compute]:.0e} in {compute}"
         )
     return error

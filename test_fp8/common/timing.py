@@ -1,5 +1,4 @@
-"""Timing with CUDA events, or with the host's clock without a GPU: single calls, calls that take turns, and laps. And
-peaks of GPU memory."""
+"""Measure time with CUDA events, or with the host's clock without a GPU, and peaks of GPU memory."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def synchronize() -> None:
 
 
 def mark() -> Any:
-    """A moment on the GPU's clock, or the host's without a GPU."""
+    """Record a point in time on the GPU's clock, or on the host's clock without a GPU."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +34,7 @@ def mark() -> Any:
 
 
 def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each call, without waiting for the GPU between them."""
+    """Return the milliseconds of each call, without waiting for the GPU between calls."""
     marks = [mark()]
     for call in calls:
         call()
@@ -46,15 +45,20 @@ def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def timed_ms(step: Callable[[], Any]) -> float:
-    """Milliseconds of one call, until its last kernel ends. The GPU is idle at the start, so launching counts where it
-    is not hidden."""
+    """Return the milliseconds of one call, until its last kernel ends.
+
+    The GPU is idle at the start, so launch time that is not hidden is included.
+    """
     synchronize()
     return laps_ms([step])[0]
 
 
 def take_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
-    """Milliseconds of each step in each round. All steps run in every round, in every second round in reverse order, so
-    that a drifting clock affects them alike."""
+    """Return the milliseconds of each step in each round.
+
+    All steps run in every round. Every second round runs in reverse order, so that a drifting GPU clock affects all
+    steps equally.
+    """
     times: dict[Key, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
@@ -63,14 +67,16 @@ def take_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key,
 
 
 def median_ms(step: Callable[[], Any], rounds: int) -> float:
-    """The median of `rounds` calls, after one that warms up."""
+    """Return the median milliseconds of `rounds` calls, after one warm-up call."""
     step()
     return statistics.median(take_turns({"step": step}, rounds)["step"])
 
 
 def enqueue_ms(step: Callable[[], Any]) -> float:
-    """Milliseconds of the host until `step` returns, starting with an idle GPU. If a pass has more launches than the
-    GPU's queue holds (about 1,000), waiting for room is included."""
+    """Return the host's milliseconds until `step` returns, starting with an idle GPU.
+
+    If `step` launches more kernels than the GPU's queue holds (about 1,000), the time includes waiting for the queue.
+    """
     synchronize()
     start = time.perf_counter()
     step()
@@ -78,19 +84,19 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
 
 
 def times_in(seconds: float, ms: float, least: int, most: int) -> int:
-    """How often a call of `ms` milliseconds fits into `seconds`, within limits."""
+    """Return how often a call of `ms` milliseconds fits into `seconds`, within limits."""
     return max(least, min(most, round(seconds * 1e3 / ms)))
 
 
 def memory_facts(before_gib: float) -> dict[str, float]:
-    """Peaks of GPU memory, and what was allocated before the model was built; 0 without a GPU."""
+    """Return the peaks of GPU memory and the memory allocated before the model was built; 0 without a GPU."""
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"allocated_gib": peaks[0] / GIB, "reserved_gib": peaks[1] / GIB, "before_gib": before_gib}
 
 
 def free_memory() -> None:
-    """Free models, compiled code and graphs of earlier measurements, and what Transformer Engine keeps of them."""
+    """Free models, compiled code and graphs of earlier measurements, including references in Transformer Engine."""
     te_backend.forget_models()
     torch._dynamo.reset()
-    gc.collect()  # the engine's own clean-up frees more, which release_memory collects
+    gc.collect()  # the engine's clean-up creates more garbage, which release_memory collects
     release_memory()

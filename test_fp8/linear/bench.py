@@ -1,7 +1,8 @@
-"""One Linear in each precision, launched normally and as CUDA graphs: checked against float32, then timed in turns.
+"""Measure one Linear in each precision, launched normally and as a CUDA graph.
 
-"step" is forward and backward with both gradients, "forward" the forward alone, with what it saves for the backward. In
-FP8 the quantization of input, weight and gradient counts, and the update of delayed scaling's scales.
+Results are checked against float32, then all cases are timed alternately. "step" is forward and backward with both
+gradients. "forward" is the forward alone, including the tensors it saves for the backward. In FP8, the time includes
+quantizing input, weight and gradient, and updating the scales of delayed scaling.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from test_fp8.linear.shapes import Shape
 
 GEMMS = {"step": 3, "forward": 1}
 LAUNCHES = ("eager", "graph")
-# Relative errors to float32 above which a result is wrong, not rounded. bf16 rounds to 8 bits: 2e-3 each for two
-# operands and the result. e4m3 has 4 and e5m2 3 bits: 0.03 and 0.05 for an operand that its scale fits.
+# A result with a larger relative error to float32 is wrong, not just rounded. bf16 rounds to 8 bits: 2e-3 for each of
+# two operands and the result. e4m3 has 4 bits and e5m2 has 3: 0.03 and 0.05 per operand with a suitable scale.
 ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
-# fp32 runs at some 50 TFLOP/s: larger steps would take most of the time of a sweep.
+# fp32 runs at about 50 TFLOP/s, so larger steps would take most of the benchmark's time.
 FP32_LIMIT_FLOP = 2e12
 # A timed sample on a GPU repeats a step until it has about this many FLOP, at most MAX_CALLS times.
 SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
-CEILING_SIZE = 8192  # of the matrices whose product shows what the GPU reaches: 1.4 ms in bf16
+CEILING_SIZE = 8192  # size of the matrices that measure the GPU's peak speed; a product takes 1.4 ms in bf16
 
 Tensors = dict[str, Tensor]
 """Any of "output" [batch, rows, out], "dgrad" [batch, rows, in] and "wgrad" [out, in]."""
 
 
 class Inputs:
-    """The float32 tensors that all precisions of a shape compute with, and the `exact` results. They are normal numbers
-    of the size that training has: zeros would run faster, for less power."""
+    """The float32 inputs of all precisions of a shape, and the `exact` results.
+
+    The values are normally distributed with magnitudes as in training. Zeros would run faster, since they need less
+    power.
+    """
 
     def __init__(self, shape: Shape):
         torch.manual_seed(0)
@@ -58,8 +62,10 @@ class Inputs:
 
 
 class Linear:
-    """A Linear in `precision`: "fp32" and "bf16" are torch.nn.Linear, "fp8-RECIPE" te.Linear on bf16 parameters. Raises
-    PrecisionError: FP8 cannot run on this machine or on this shape."""
+    """A Linear in `precision`: torch.nn.Linear for "fp32" and "bf16", te.Linear on bf16 parameters for "fp8-RECIPE".
+
+    Raises PrecisionError if FP8 cannot run on this machine or for this shape.
+    """
 
     def __init__(self, shape: Shape, precision: str, inputs: Inputs):
         self.compute, _, recipe = precision.partition("-")
@@ -74,7 +80,7 @@ class Linear:
             self.module = te.Linear(
                 shape.inputs, shape.outputs, bias=False, params_dtype=dtype, device=device
             )
-            # the reference modules have no such object
+            # the reference modules do not have this object
             self._te_state = getattr(sys.modules[te.autocast.__module__], "FP8GlobalStateManager", None)
             self._scales = self._te_state and type(self._te_state.quantization_state)()
         else:
@@ -85,8 +91,10 @@ class Linear:
         self.gradient = inputs.gradient.to(dtype)
 
     def run(self, part: str, calls: int) -> Tensors:
-        """Run a part `calls` times with this Linear's scales alone: Transformer Engine updates those of all modules of
-        the process."""
+        """Run a part `calls` times and update only this Linear's scales.
+
+        Transformer Engine would update the scales of all modules of the process.
+        """
         if self._te_state is None:
             return self._run(part, calls)
         outer, self._te_state.quantization_state = self._te_state.quantization_state, self._scales
@@ -100,7 +108,7 @@ class Linear:
         for _ in range(calls):
             with self.precision.autocast() if self.precision else nullcontext():
                 output = self.module(self.x)
-            if part == "step":  # `.grad` would accumulate
+            if part == "step":  # otherwise, `.grad` would accumulate
                 gradients = torch.autograd.grad(output, (self.x, self.module.weight), self.gradient)
         return dict(zip(("output", "dgrad", "wgrad"), (output.detach(), *gradients), strict=False))
 
@@ -121,8 +129,10 @@ def as_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
 def checked(
     linear: Linear, part: str, launch: str, calls: int, inputs: Inputs
 ) -> tuple[Callable[[], Tensors], dict[str, float]]:
-    """Return a part launched this way, after one run, and its errors. Raises ValueError: an error above the limit;
-    StartupCheckError: other than the planned FP8 GEMMs ran."""
+    """Run a part once with this kind of launch. Return a function that runs it, and its errors.
+
+    Raises ValueError if an error exceeds the limit, and StartupCheckError if the FP8 GEMMs are not the planned ones.
+    """
     run: Callable[[], Tensors] = partial(linear.run, part, calls)
     if launch == "graph" and not inputs.x.is_cuda:
         raise PrecisionError("a CUDA graph needs a GPU")
@@ -135,14 +145,14 @@ def checked(
     }
     for name, error in errors.items():
         if not error <= ERROR_LIMITS[linear.compute]:
-            raise ValueError(f"wrong: {name} is off by {error:.1e} relative to float32")
+            raise ValueError(f"wrong result: {name} has a relative error of {error:.1e} to float32")
     return run, errors
 
 
 def measure_shape(
     shape: Shape, precisions: list[str], ceilings: dict[str, Any], iterations: int
 ) -> list[Result]:
-    """Return one result for each precision and launch; what cannot run has a "reason"."""
+    """Return one result per precision and kind of launch. A case that cannot run has a "reason"."""
     gpu, flop = torch.cuda.is_available(), GEMMS["step"] * shape.gemm_flop
     sizes = {"shape": str(shape), **shape._asdict()}
     results = {(p, way): {**sizes, "precision": p, "launch": way} for p in precisions for way in LAUNCHES}
@@ -154,7 +164,9 @@ def measure_shape(
         for precision in precisions:
             try:
                 if gpu and precision == "fp32" and flop > FP32_LIMIT_FLOP:
-                    raise PrecisionError(f"fp32 is measured up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP a step")
+                    raise PrecisionError(
+                        f"fp32 is only measured up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP per step"
+                    )
                 linear = Linear(shape, precision, inputs)
                 for _ in range(2):
                     linear.run("step", 1)
@@ -172,7 +184,7 @@ def measure_shape(
                         results[precision, launch]["reason"] = one_line(error)
         take_turns(parts, 1)
         times = take_turns(parts, iterations)
-    except RuntimeError as error:  # out of memory, which concerns all precisions
+    except RuntimeError as error:  # out of memory, which affects all precisions
         return [{"reason": one_line(error), **result} for result in results.values()]
     ms = {key: statistics.median(each) / calls[key[0]] for key, each in times.items()}
     for (precision, launch, part), median in ms.items():
@@ -188,20 +200,22 @@ def measure_shape(
 
 
 def matrix_product(precision: str) -> Callable[[], Tensor]:
-    """A product of two random matrices. FP8: of e4m3 operands that are quantized already, with one scale a tensor, fast
-    accumulation and a bf16 result."""
+    """Return a function that multiplies two random matrices.
+
+    FP8: the e4m3 operands are already quantized with one scale per tensor; fast accumulation and a bf16 result.
+    """
     left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE, device="cuda") for _ in range(2))
     if precision != "fp8":
         return partial(torch.mm, left.to(DTYPES[precision]), right.to(DTYPES[precision]))
     scales = [torch.finfo(torch.float8_e4m3fn).max / matrix.abs().max() for matrix in (left, right)]
     a, b = ((m * scale).to(torch.float8_e4m3fn) for m, scale in zip((left, right), scales, strict=True))
     inverse = {"scale_a": scales[0].reciprocal(), "scale_b": scales[1].reciprocal()}
-    # the tensor cores take the second operand by columns
+    # the tensor cores need the second operand in column-major order
     return partial(torch._scaled_mm, a, b.t(), **inverse, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def measure_ceilings(rounds: int) -> dict[str, Result]:
-    """What the GPU reaches in plain matrix products: precision -> {"tflops", "size"}. {} without a GPU."""
+    """Measure the speed of plain matrix products: precision -> {"tflops", "size"}; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
     no_fp8 = why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())

@@ -1,4 +1,4 @@
-"""The Linears that the microtest measures."""
+"""Shapes of the Linears that the microtest measures."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ class Shape(NamedTuple):
 
     @property
     def gemm_flop(self) -> int:
-        """Floating point operations of one of the three GEMMs: forward, dgrad and wgrad have the same number."""
+        """Return the floating point operations of one GEMM. Forward, dgrad and wgrad have the same number."""
         return 2 * self.batch * self.rows * self.inputs * self.outputs
 
     def fp8_problem(self) -> str | None:
-        """Why FP8 training cannot run this shape, or None."""
+        """Return why FP8 training cannot run this shape, or None."""
         if self.batch * self.rows % FP8_TRAIN_ROW_MULTIPLE:
-            return f"batch x rows is {self.batch * self.rows}, not a multiple of {FP8_TRAIN_ROW_MULTIPLE}"
+            return (
+                f"batch x rows is {self.batch * self.rows}; FP8 needs a multiple of {FP8_TRAIN_ROW_MULTIPLE}"
+            )
         if self.inputs % FP8_FEATURE_MULTIPLE or self.outputs % FP8_FEATURE_MULTIPLE:
-            return f"in or out is not a multiple of {FP8_FEATURE_MULTIPLE}"
+            return f"FP8 needs in and out to be multiples of {FP8_FEATURE_MULTIPLE}"
         return None
 
 
 def parse_shape(text: str) -> Shape:
-    """The argparse type of --shapes."""
+    """Parse a shape of --shapes (an argparse type)."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+):(\d+)", text)
     sizes = [int(n) for n in match.groups()] if match else [0]
     if not all(sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: a shape is BATCHxROWSxIN:OUT, all positive, such as 8x2048x2048:512"
+            f"{text!r}: expected BATCHxROWSxIN:OUT with positive integers, for example 8x2048x2048:512"
         )
     return Shape(*sizes)
 
 
-# The shapes of HARE's microbenchmark, and the same with fewer rows for a CPU.
+# The shapes of HARE's microbenchmark, and the same shapes with fewer rows for a CPU.
 HARE_SHAPES = [parse_shape(text) for text in (
     "8x2048x2048:512", "8x2048x2048:5632", "8x2048x2048:2048", "8x2048x2048:32", "1x1024x1024:1024"
 )]  # fmt: skip

@@ -1,7 +1,7 @@
-"""The measurements of bench_model.py: build each model, check it, warm up, time it, and free it, in rounds.
+"""Measurements of bench_model.py: in rounds, build each model, check it, warm up, time it and free it.
 
-A pass is forward + backward of one micro-batch; its gradients are dropped. With a cache of FP8 weights the first pass
-of a step fills it and is slower, so the mean pass of a step is (first + (accumulation - 1) x later) / accumulation.
+A pass is forward + backward of one micro-batch; its gradients are dropped. If FP8 weights are cached, the first pass of
+a step fills the cache and is slower. The mean pass of a step is (first + (accumulation - 1) x later) / accumulation.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ SDPA_BACKENDS = {
 }
 LIGER = "liger-kernel"
 OUT_OF_MEMORY = "out of memory"
-# How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
+# Start of the errors of torch and Transformer Engine if no allowed attention supports the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
 CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministic")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a lack of GPU memory; a failed capture hides it."""
+    """Whether `error` or one of its causes is an out-of-memory error. A failed graph capture hides it in the causes."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower():
             return True
@@ -87,7 +87,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class Series:
-    """All measurements of `case`, by setting. `failed`: what is wrong with the case, which then has no speed."""
+    """All measurements of `case` by setting. `failed`: why the case is wrong; it is then reported without a speed."""
 
     case: Case
     measure: str
@@ -97,12 +97,12 @@ class Series:
     failed: str = ""
 
     def candidates(self, turn: int) -> list[Setting]:
-        """The settings to measure in round `turn`: at first all, later the fastest."""
+        """Return the settings to measure in round `turn`: all in the first round, later only the fastest."""
         best = self.best()
         return list(self.settings) if not turn else [best] if best else []
 
     def refuse(self, setting: Setting, error: BaseException) -> None:
-        """Record why a measurement failed: the machine cannot run it, or the case is at fault."""
+        """Record why a measurement failed: the machine cannot run it, or the case is wrong."""
         text, is_fault = " ".join(str(error).split()), False
         if is_out_of_memory(error):
             text = OUT_OF_MEMORY
@@ -118,7 +118,7 @@ class Series:
         return max(self.found, key=self.tokens_per_second, default=None)
 
     def speeds(self, setting: Setting) -> list[float]:
-        """Tokens/s of each measurement of a setting."""
+        """Return the tokens/s of each measurement of a setting."""
         arguments = self.settings[setting]
         tokens = arguments.train_batch_size_tokens or 0
         if self.measure == "bare":
@@ -161,7 +161,7 @@ class Series:
 
 
 def measure(options: argparse.Namespace) -> Outcome:
-    """Measure the cases of `options`. Raises ValueError: a size that the model or FP8 cannot take."""
+    """Measure the cases of `options`. Raises ValueError for a size that the model or FP8 does not support."""
     config = load_config(options.config)
     longest, parameters = config.max_position_embeddings, num_parameters(config)
     if options.seq_length % FP8_TRAIN_ROW_MULTIPLE or options.seq_length > longest:
@@ -211,7 +211,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     return Outcome(
         results,
         more,
-        ["* the fastest bf16 of its measure; x bf16: the ratio to it"],
+        ["* fastest bf16 case of the measure; x bf16: speed relative to it"],
         failures,
         speeds,
         "tokens/s",
@@ -243,7 +243,7 @@ def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
             else:
                 found = measure_case(arguments, one.measure, setting, conditions)
         except Exception as error:
-            if dist.get_world_size() > 1:  # the other ranks may wait for this one
+            if dist.get_world_size() > 1:  # the other ranks may be waiting for this one
                 raise
             one.refuse(setting, error)
             print(f"{label}: {one.reasons[setting]}", flush=True)
@@ -268,10 +268,10 @@ def add_ratios(results: Sequence[Result]) -> None:
 def measure_case(
     arguments: TrainingArguments, measure: str, setting: Setting, conditions: Conditions
 ) -> Result:
-    """Measure a case once and return its facts for the report, among them "ms" of a pass or step. `arguments` are
-    resolved.
+    """Measure a case once and return its values for the report, including the "ms" of a pass or step.
 
-    Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or whatever the case runs into.
+    arguments: the resolved configuration. Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any
+    error of the case.
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
@@ -295,7 +295,7 @@ def measure_case(
             facts |= memory_facts(before)
     finally:
         if engine is not None:
-            release(engine)  # DeepSpeed's tables would keep it, with its model
+            release(engine)  # otherwise, DeepSpeed's global tables keep the engine and its model
     check_attention(model, precision, facts["attention"])
     if pinned != "auto":
         facts["attention"] += f", {pinned}"
@@ -309,16 +309,18 @@ def pin_sdpa(name: str) -> Iterator[None]:
     if name == "auto":
         yield
         return
-    # the key of torch's cache on the disk does not include the backend, so code compiled for another one would run
+    # the key of torch's disk cache does not include the backend, so code compiled for another backend would run
     with sdpa_kernel(SDPA_BACKENDS[name]), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 def use_loss(model: Any, name: str) -> None:
-    """Make `model`, of transformers' modules, compute its loss by `name`, one of cases.LOSSES.
+    """Make `model`, built from transformers' modules, compute its loss by `name`, one of cases.LOSSES.
 
-    "torch": cross entropy of float32 logits. "compiled": the same by torch.compile, which keeps bf16 logits. "liger":
-    Liger's kernel of lm_head and loss, which keeps no logits and computes gradients in the forward. Raises Unavailable.
+    "torch": cross entropy of float32 logits. "compiled": the same with torch.compile, which keeps bf16 logits. "liger":
+    Liger's fused kernel of lm_head and loss, which keeps no logits and computes gradients in the forward.
+
+    Raises Unavailable if this machine or this case cannot use the loss.
     """
     if name == "torch":
         return
@@ -346,24 +348,28 @@ def use_loss(model: Any, name: str) -> None:
 
 def _liger(model: Any) -> Callable[..., torch.Tensor]:
     if not is_installed(LIGER) or not torch.cuda.is_available():
-        raise Unavailable(f"the loss liger needs a GPU and {LIGER} (requirements-gpu.txt)")
+        raise Unavailable(f"the loss 'liger' needs a GPU and {LIGER} (requirements-gpu.txt)")
     if type(model.lm_head) is not nn.Linear:
-        raise Unavailable("the loss liger multiplies by lm_head in bf16, and this case's lm_head is FP8")
+        raise Unavailable(
+            "the loss 'liger' multiplies by lm_head in bf16, but the lm_head of this case is FP8"
+        )
     return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
 
 
 def check_case(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Check that the model is the reference's and runs the precision and the attention that the case says; return what
-    was found. Raises DifferentModel, StartupCheckError."""
+    """Check that the model equals the reference and runs the precision and attention of the case.
+
+    Returns the values for the report. Raises DifferentModel or StartupCheckError.
+    """
     compute, asked_for = precision.config.compute, arguments.model.attention_backend
     weights, ids = to_hf_state_dict(model), conditions.batch.input_ids
     error = check_same_model(model, weights, compute, conditions.reference, ids)
     lines = check_startup(model, precision, asked_for, arguments.seed, arguments.max_seq_length)
     attention = attention_in_use(model, precision)
     if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
-        raise DifferentModel(f"attention {asked_for} was asked for, and {attention} ran")
+        raise DifferentModel(f"attention {asked_for} was requested, but {attention} ran")
     planned = len(fp8_modules(model, precision).planned)
     return {"logits_error": error, "fp8_modules": planned, "attention": attention, "proof": lines}
 
@@ -371,8 +377,10 @@ def check_case(
 def first_loss(
     run: Callable[[], Any], model: nn.Module, precision: Precision, samples: int, reference: Reference
 ) -> Result:
-    """Run the first pass of what is timed, counting its FP8 GEMMs, and compare its loss with the reference's. Raises
-    StartupCheckError, DifferentModel."""
+    """Run the first timed pass, count its FP8 GEMMs, and compare its loss with the reference.
+
+    Raises StartupCheckError or DifferentModel.
+    """
     start = time.perf_counter()
     with verify_fp8(model, precision):
         loss = float(run())
@@ -404,7 +412,7 @@ def time_passes(
     facts = first_loss(lambda: one_pass(0), model, precision, samples, conditions.reference)
     one_pass()
     count = times_in(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
-    launch_ms = enqueue_ms(one_pass)  # its work keeps the GPU busy when the first lap begins
+    launch_ms = enqueue_ms(one_pass)  # its work keeps the GPU busy until the first lap starts
     laps = laps_ms([partial(one_pass, number % accumulation) for number in range(count)])
     ms = mean_pass_ms(laps, accumulation) if cache_weights else statistics.median(laps)
     return facts | {"ms": ms, "launch_ms": launch_ms, "prepare_s": capture_s + facts["prepare_s"]}
@@ -413,7 +421,7 @@ def time_passes(
 def time_steps(
     engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Time optimizer steps as train.py makes them."""
+    """Time optimizer steps as in train.py."""
     samples = arguments.per_device_train_batch_size
     batch = Batch(*(t[:samples].contiguous() for t in conditions.batch[:2]))
     micro_step = MicroStep(engine, precision, arguments)
@@ -435,7 +443,7 @@ def time_steps(
 
 
 def mean_pass_ms(laps: Sequence[float], accumulation: int) -> float:
-    """The mean pass of a step, from the medians of its first pass, which quantizes the weights, and of the others."""
+    """Return the mean pass of a step, from the medians of the first pass, which quantizes weights, and the others."""
     first = statistics.median(laps[::accumulation])
     later = statistics.median(ms for number, ms in enumerate(laps) if number % accumulation)
     return (first + (accumulation - 1) * later) / accumulation

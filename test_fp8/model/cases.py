@@ -1,4 +1,4 @@
-"""The cases of bench_model.py, and the training configuration that each is measured with."""
+"""The cases of bench_model.py and their training configurations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 
 MEASURES = ("bare", "step")
-SDPA = ("auto", "cudnn", "flash", "efficient")  # of torch, in the cases of transformers' modules
+SDPA = ("auto", "cudnn", "flash", "efficient")  # torch's backends, for the cases with transformers' modules
 LOSSES = ("torch", "compiled", "liger")
-COMPUTED = ("bf16", "fp8")  # same_model.py has tolerances for these
+COMPUTED = ("bf16", "fp8")  # same_model.py has tolerances for these precisions
 BASELINE = "hf_bf16"
-SEED = 42  # of weights and tokens
-# What a case may override: how the same model is computed.
+SEED = 42  # for weights and tokens
+# Keys that a case may override. They change how the model is computed, but not the model.
 CASE_KEYS = [
     *("model.variant", "model.compile", "model.attention_backend", "precision", "speed"),
     *("gradient_checkpointing", "optim", "deepspeed"),
@@ -29,7 +29,7 @@ MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
     "_op_fuser": {"use_transformer_engine_op_fuser": True},
     "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
 }
-# Measured by default: the comparisons that matter, in minutes.
+# The default cases: the most important comparisons. They take minutes.
 DEFAULT_ROWS = (
     "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
     "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
@@ -57,10 +57,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 class Setting(NamedTuple):
-    """What is tried for each case; the fastest is reported."""
+    """Settings that are tried for each case. The fastest is reported."""
 
     micro_batch: int
-    attention: str  # as asked for
+    attention: str  # as requested
     loss: str = "own"  # one of LOSSES in the cases hf_* and torchao_*
 
 
@@ -103,13 +103,13 @@ PRESETS = _presets()
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
-    """Return (measure, case, its settings) of everything that is measured. Raises CaseError, ConfigurationError."""
+    """Return (measure, case, its settings) for all cases to measure. Raises CaseError or ConfigurationError."""
     added = parse_cases(options.row, PRESETS, CASE_KEYS)
     cases = PRESETS | added
     named = select([*options.rows, *added], cases, "--rows")
     in_steps = select([*options.step_rows, *added], cases, "--step_rows")
     chosen = {
-        # Megatron-Core adds weight gradients to its optimizer's buffers, which bare passes do not have
+        # Megatron-Core adds weight gradients to buffers of its optimizer, which bare passes do not have
         "bare": [case for case in named if case.megatron is None],
         "step": [case for case in named if case in in_steps],
     }
@@ -123,15 +123,14 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
         for measure, case, settings in found:
             if measure == "bare" or case.megatron is not None or len(settings) > 1:
                 raise CaseError(
-                    f"case {case.name}: several ranks measure steps (--measure step) of this project's own cases, with "
-                    "one --micro_batch, --attention, --sdpa and --loss"
+                    f"case {case.name}: on several ranks, use --measure step, the te_* cases, and "
+                    "a single --micro_batch, --attention, --sdpa and --loss"
                 )
     return found
 
 
 def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
-    """What the first round tries: every micro-batch, smallest first, with every attention and loss that the case can
-    have."""
+    """Return the settings of the first round: every micro-batch, smallest first, with every attention and loss."""
     sizes, ranks = sorted(options.micro_batch), launchers.world_size()
     te = VARIANTS[training_arguments(case, options, "auto", sizes[0], ranks).model.variant].te
     losses, attentions = (["own"], options.attention) if te else (options.loss, options.sdpa)
@@ -146,7 +145,7 @@ def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting,
 def training_arguments(
     case: Case, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
 ) -> TrainingArguments:
-    """Return the resolved training configuration of a case. Raises CaseError, ConfigurationError."""
+    """Return the resolved training configuration of a case. Raises CaseError or ConfigurationError."""
     base = {
         "model": {"config": options.config, "attention_backend": attention},
         "data": {"sources": {"random tokens": "none"}},

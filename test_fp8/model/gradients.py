@@ -1,4 +1,4 @@
-"""The measurements of compare_gradients.py: the gradient of the same samples at the same weights, by precision."""
+"""Measurements of compare_gradients.py: gradients of the same samples at the same weights in each precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.data.stream import Batch, open_stream
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
 
 Gradients = list[dict[str, Tensor]]
-"""Of each micro-batch what it adds to the gradient, float32 by parameter name."""
+"""For each micro-batch, its contribution to the gradient: float32 by parameter name."""
 
 
 def gradients(
@@ -32,11 +32,11 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of te_layer with the precision `how`.
 
-    Raises StartupCheckError: it did not run FP8 where that says so."""
+    Raises StartupCheckError if FP8 did not run where `how` requires it."""
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=SEED, init_from=init_from)
     with torch.no_grad():
-        for parameter in model.parameters():  # float32 computes with the bf16 values of the others
+        for parameter in model.parameters():  # float32 uses the same bf16 values as the other cases
             parameter.copy_(parameter.bfloat16())
     model.train()
     on_device = [batch.to(precision.device) for batch in batches]
@@ -46,14 +46,14 @@ def gradients(
         for ids, labels, _ in on_device:
             model.zero_grad(set_to_none=True)
             out = model(ids, labels=labels).loss
-            (out / len(on_device)).backward()  # as accumulation scales it, and calibration has assumed
+            (out / len(on_device)).backward()  # scaled as in gradient accumulation, which calibration assumes
             loss += out.item() / len(on_device)
             found.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
     return loss, found
 
 
 def compare(name: str, own: Gradients, exact: Gradients) -> Result:
-    """The figures of a case, see compare_gradients.py."""
+    """Return the figures of a case; see compare_gradients.py."""
     of_batch = [relative_error(g, r) for g, r in zip(own, exact, strict=True)]
     g, r = ({key: sum(batch[key] for batch in batches) for key in batches[0]} for batches in (own, exact))
     by_matrix = {key: relative_error({key: g[key]}, {key: r[key]}) for key in r if r[key].dim() == 2}
@@ -70,7 +70,7 @@ def compare(name: str, own: Gradients, exact: Gradients) -> Result:
 
 
 def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
-    """|g - r| / |r| over all tensors."""
+    """Return |g - r| / |r| over all tensors."""
     norms = [
         torch.stack([t.double().norm() for t in ts]).norm() for ts in ([g[k] - r[k] for k in r], r.values())
     ]
@@ -78,7 +78,7 @@ def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
 
 
 def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
-    """Samples of --data in the order of training, or random tokens without it."""
+    """Return samples of --data in training order, or random tokens without --data."""
     size = options.micro_batch
     if options.data is None:
         shape, generator = (

@@ -1,7 +1,8 @@
-"""The cases megatron_core_* of bench_model.py: the same model as Megatron-Core's GPTModel of Transformer Engine's
-modules, trained by its own schedule and distributed optimizer, with every fusion that the model can have.
+"""The cases megatron_core_* of bench_model.py: the same model, built and trained with Megatron-Core.
 
-Megatron-Core's licence is Apache 2.0; it is used where it is installed, and nothing of it is here.
+The model is Megatron-Core's GPTModel of Transformer Engine modules, with all fusions that it supports, trained with
+Megatron-Core's schedule and distributed optimizer. Megatron-Core (license: Apache 2.0) must be installed; none of its
+code is copied here.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_fact
 from train.config.arguments import TrainingArguments
 
 PACKAGE, VERSION = "megatron-core", "0.19.2"
-NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # of Transformer Engine's attention; "0": not allowed
-# Megatron takes a GEMM that adds to float32 gradients from apex. Transformer Engine has one, too.
+NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # for Transformer Engine's attention; "0": not allowed
+# Megatron imports from apex a GEMM that adds to float32 gradients. Transformer Engine has the same GEMM.
 APEX_GEMM = "fused_weight_gradient_mlp_cuda"
 RECIPES = {"delayed": "delayed", "current": "tensorwise"}  # ours -> Megatron's
-FP8_GEMMS_A_LAYER = 12  # qkv, proj, fc1, fc2: the output's, the input's gradient and the weight's gradient
+FP8_GEMMS_A_LAYER = 12  # qkv, proj, fc1 and fc2, each for output, input gradient and weight gradient
 LAYER = (
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -51,23 +52,25 @@ core = partial(importlib.import_module, package="megatron.core")
 
 
 def require_megatron() -> None:
-    """Raises Unavailable: Megatron-Core of the version that this is written for, or a GPU, is missing."""
+    """Raise Unavailable if the supported version of Megatron-Core, or a GPU, is missing."""
     try:
         found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         found = "not"
     if found != VERSION:
         raise Unavailable(
-            f"{PACKAGE} {VERSION} is needed and {found} installed: pip install --no-deps {PACKAGE}=={VERSION}, with "
-            "Python 3.12"
+            f"{PACKAGE} {VERSION} is needed (installed: {found}). Run pip install --no-deps {PACKAGE}=={VERSION} with "
+            "Python 3.12."
         )
     if not torch.cuda.is_available():
         raise Unavailable("Megatron-Core with Transformer Engine's modules needs a GPU")
 
 
 def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
-    """Megatron's parameters from Hugging Face's. Rows of the qkv weight are by groups: the queries of a key, the key,
-    the value."""
+    """Convert Hugging Face's parameters to Megatron's.
+
+    Megatron groups the rows of the qkv weight: the queries of a key head, the key, the value.
+    """
     K, D = config.num_key_value_heads, head_dim(config)
     named = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
@@ -98,7 +101,7 @@ class Model(nn.Module):
         self.gpt, self.config = gpt, config
 
     def inputs(self, input_ids: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The arguments of GPTModel: ids and positions, int64 [B, T], and no mask."""
+        """Return the arguments of GPTModel: ids and positions, int64 [B, T], and no mask."""
         return (
             input_ids,
             torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape),
@@ -106,7 +109,7 @@ class Model(nn.Module):
         )
 
     def forward(self, input_ids: Tensor) -> CausalLMOutput:
-        """Return logits [B, T, V]. Weights are quantized anew."""
+        """Return the logits [B, T, V]. Quantizes the weights again."""
         self.gpt.set_is_first_microbatch()
         return CausalLMOutput(logits=self.gpt(*self.inputs(input_ids)))
 
@@ -114,7 +117,7 @@ class Model(nn.Module):
 def transformer_config(
     config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """The arguments of Megatron's TransformerConfig."""
+    """Return the arguments of Megatron's TransformerConfig."""
     precision = arguments.precision
     window = reached(window_size(config), arguments.max_seq_length)
     options: dict[str, Any] = {
@@ -159,8 +162,10 @@ def build(
     switches: Mapping[str, bool],
     weights: Mapping[str, Tensor],
 ) -> tuple[Model, Any]:
-    """Return (the model with `weights`, which have Hugging Face's names, in training mode; its TransformerConfig).
-    Raises DifferentModel: Megatron has other parameters than were converted."""
+    """Return the model with `weights` (with Hugging Face's names) in training mode, and its TransformerConfig.
+
+    Raises DifferentModel if Megatron's parameters differ from the converted ones.
+    """
     provide_apex_gemm()
     state: Any = core(".parallel_state")
     if not state.model_parallel_is_initialized():
@@ -189,7 +194,9 @@ def build(
     shapes = [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in (parameters, given)]
     if shapes[0] != shapes[1]:
         differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
-        raise DifferentModel(f"Megatron's parameters are not those converted: {', '.join(differing[:4])}")
+        raise DifferentModel(
+            f"Megatron's parameters differ from the converted ones: {', '.join(differing[:4])}"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(given[name])
@@ -197,11 +204,13 @@ def build(
 
 
 def provide_apex_gemm() -> None:
-    """Give Megatron, if apex is not installed, Transformer Engine's GEMM under the name of apex's: without it the
-    output layer refuses to add weight gradients in float32."""
+    """If apex is not installed, provide Transformer Engine's GEMM under apex's name.
+
+    Without it, Megatron's output layer refuses to add weight gradients in float32.
+    """
 
     def add_weight_gradient(x: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """total [O, I] += gradient [rows, O] transposed x [rows, I], in float32."""
+        """Add gradient.T @ x to `total`, in float32. gradient: [rows, O]. x: [rows, I]. total: [O, I]."""
         general_gemm: Any = core(".extensions.transformer_engine").general_gemm
         general_gemm(x, gradient, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
 
@@ -215,8 +224,10 @@ def provide_apex_gemm() -> None:
 
 @contextmanager
 def free_attention(deterministic: bool) -> Iterator[None]:
-    """Leave the choice of attention to Megatron in the block, which refuses an environment that says something else, or
-    one that allows nondeterministic kernels if it is to be `deterministic`."""
+    """Clear the environment variables of the attention in the block, so that Megatron chooses it.
+
+    Megatron refuses conflicting variables, and if `deterministic`, variables that allow nondeterministic kernels.
+    """
     te_backend.choose_attention_backend("auto")
     variables = [*ATTENTION_BACKENDS["fused"], *([NONDETERMINISTIC] if deterministic else [])]
     before = {name: os.environ.pop(name, None) for name in variables}
@@ -232,7 +243,7 @@ def free_attention(deterministic: bool) -> Iterator[None]:
 
 
 class Training:
-    """Steps of Megatron-Core: its schedule, its gradient buffers in float32, its distributed optimizer."""
+    """Training with Megatron-Core's schedule, float32 gradient buffers and distributed optimizer."""
 
     def __init__(self, model: Model, settings: Any, arguments: TrainingArguments):
         distributed, optimizer = core(".distributed"), core(".optimizer")
@@ -262,12 +273,14 @@ class Training:
         self.arguments, self.inputs = arguments, model.inputs
 
     def passes(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
-        """Run forward and backward of `count` micro-batches, each this one; return their losses, detached."""
+        """Run forward and backward `count` times on this micro-batch. Return the losses, detached."""
         inputs = self.inputs(input_ids)
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach().clone()}  # the schedule divides the first one in place
+            return loss, {
+                "loss": loss.detach().clone()
+            }  # clone, because the schedule divides the first value in place
 
         def forward_step(data: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             return model(*inputs, labels=next(data)), mean
@@ -284,7 +297,7 @@ class Training:
         return [one["loss"] for one in found]
 
     def step(self, input_ids: Tensor, labels: Tensor) -> None:
-        """Take a whole step. Raises DifferentModel: the optimizer skipped it."""
+        """Take a whole step. Raises DifferentModel if the optimizer skips it."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.passes(input_ids, labels, self.arguments.gradient_accumulation_steps or 1)
@@ -294,13 +307,17 @@ class Training:
 
 
 def check_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
-    """Check Transformer Engine's attention against SDPA. Raises DifferentModel: it differs, or another one runs than
-    was `timed`."""
+    """Check Transformer Engine's attention against SDPA.
+
+    Raises DifferentModel if the results differ, or if a different attention runs than the `timed` one.
+    """
     errors = attention_errors(config, precision, tokens)
     checked = te_backend.attention_backend_in_use(precision.te)
-    if checked.split(",")[0] != timed.split(",")[0]:  # which of cuDNN's kernels follows the comma
-        raise DifferentModel(f"attention {timed} was timed, and {checked} ran where it was checked")
-    if not all(error <= ATTENTION_TOLERANCE[precision.config.compute] for error in errors):  # NaN is not
+    if checked.split(",")[0] != timed.split(",")[0]:  # the part after the comma is cuDNN's kernel
+        raise DifferentModel(f"attention {timed} was timed, but {checked} ran in the check")
+    if not all(
+        error <= ATTENTION_TOLERANCE[precision.config.compute] for error in errors
+    ):  # also refuses NaN
         raise DifferentModel(
             f"attention {timed} differs from SDPA by {errors} relative, forward and backward"
         )
@@ -309,8 +326,10 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
 def measure_case(
     arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
 ) -> Result:
-    """Measure steps of Megatron-Core once; return facts as measure.measure_case does. Raises Unavailable;
-    DifferentModel: another model, other GEMMs or another attention than the case says."""
+    """Measure steps of Megatron-Core once. Returns the same values as bench.measure_case.
+
+    Raises Unavailable, or DifferentModel if the model, the GEMMs or the attention differ from the case.
+    """
     require_megatron()
     free_memory()
     before, config = torch.cuda.memory_allocated() / GIB, conditions.config
@@ -319,7 +338,7 @@ def measure_case(
     reference, precision = conditions.reference, Precision(arguments.precision)
     with free_attention(arguments.full_determinism):
         model, settings = build(config, arguments, switches, reference.weights)
-        # the parameters are copies of these weights, by name and shape
+        # build() has copied these weights to the parameters, by name and shape
         logits_error = check_same_model(model, reference.weights, compute, reference, ids)
         training = Training(model, settings, arguments)
         one_pass, step = partial(training.passes, ids, labels, 1), partial(training.step, ids, labels)
@@ -350,6 +369,6 @@ def measure_case(
             "loss_kind": "fused (TE)",
             "proof": [f"attention: {attention}; FP8 GEMMs of a pass: {planned}", f"{PACKAGE} {VERSION}"],
         }
-        # last, because it chooses the attention anew
+        # last, because this selects the attention again
         check_attention(attention, config, precision, arguments.max_seq_length)
     return facts | memory_facts(before)

@@ -1,4 +1,4 @@
-"""The measurements of bench_save.py: steps of a model in a DeepSpeed engine, alone and during a save."""
+"""Measurements of bench_save.py: training steps in a DeepSpeed engine, with and without a save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3
 
 
 class Training:
-    """Steps of a model on random tokens."""
+    """Training of a model on random tokens."""
 
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
@@ -58,7 +58,7 @@ class Training:
 
 
 def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> Result:
-    """Take `steps` steps, begin a save, and take steps until it is committed."""
+    """Take `steps` steps, start a save, and take further steps until it is committed."""
     alone, during = [training.step() for _ in range(steps)], []
     start = time.perf_counter()
     saver.begin(training.state, background)
@@ -81,7 +81,7 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
 
 
 def share_lost(results: Sequence[Result]) -> float:
-    """Median seconds lost by a save in the background, as a share of a blocking save's, without the first saves."""
+    """Return the median time lost by a background save relative to a blocking save, without the first saves."""
     lost = [
         statistics.median(r["lost_s"] for r in results if r["background"] == background and not r["first"])
         for background in (True, False)
@@ -110,4 +110,4 @@ def measure(options: argparse.Namespace) -> Outcome:
     lost, ranks = share_lost(results), dist.get_world_size()
     dist.destroy_process_group()
     more = {"ranks": ranks, "parameters": num_parameters(training.engine.module.config), "lost": lost}
-    return Outcome(results, more, [f"a save in the background loses {lost:.1%} of a blocking one"])
+    return Outcome(results, more, [f"a background save costs {lost:.1%} of the time of a blocking save"])
