@@ -155,7 +155,7 @@ def stopped(prepared: User) -> int:
     text = "".join(said)
     assert process.wait() == STOPPED, text
     assert FP8_RAN in text and "Traceback" not in text, text
-    assert text.count("Ctrl-C: the run stops after this step and saves") == 1, text
+    assert text.count("Ctrl-C: the run finishes the current step and saves") == 1, text
     found = re.search(r"training: stopped on request at step-(\d+)", text)
     assert found, text
     return int(found[1])

@@ -203,7 +203,7 @@ def test_a_save_that_hangs_ends_the_run_when_it_is_waited_for(tmp_path: Path) ->
     """And not before: steps that are taken meanwhile are no hang."""
     report = ranks("hang", tmp_path)
     assert all(marks.startswith("SW") for marks in report["marks"]), "they did not come to wait for the save"
-    assert "rank 1 of 2 is not where the others wait" in report["log"], report["log"]
+    assert "the other ranks wait for rank 1 of 2" in report["log"], report["log"]
     assert "thread save:" in report["log"]
 
 

@@ -240,9 +240,9 @@ class MainGrads:
     """Makes Transformer Engine's weight-gradient GEMMs add directly into DeepSpeed's float32 gradients.
 
     DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. After
-    each backward it adds the bf16 `.grad`: 24 bytes of memory traffic per parameter and micro-batch. Here the
-    GEMM itself adds in float32, without rounding to bf16, and `.grad` stays None. Other optimizers have no float32 gradients;
-    then `buffers` is empty and nothing changes.
+    each backward it adds the bf16 `.grad`: 24 bytes of memory traffic per parameter and micro-batch. Here the GEMM
+    itself adds in float32, without rounding to bf16, and `.grad` stays None. Other optimizers have no float32
+    gradients; then `buffers` is empty and nothing changes.
     """
 
     def __init__(self, engine: Any, precision: Precision):

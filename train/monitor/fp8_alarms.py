@@ -1,31 +1,33 @@
-"""Alarms and fallbacks: what follows when the FP8 health check finds an operand of a GEMM beyond what FP8 bears.
+"""FP8 alarms and fallbacks: judge the FP8 health check and decide which modules need a safer recipe.
 
-An alarm begins when a statistic exceeds its limit, and is over when all statistics are below half of it:
+An alarm begins when a statistic of a GEMM operand exceeds its limit. It ends when all statistics of the operand are
+below half of their limits:
 
-    underflow   elements became 0, so that the GEMM multiplies another tensor: a few large values took the scale, or
-                the scale is still that of larger values
-    saturated   elements were clamped, or the largest one by so much (range) that the scale is older than the tensor
+    underflow   too many elements became 0: a few large values determine the scale, or the scale is still that of larger
+                values
+    saturated   too many elements were clamped; `range` is the largest value relative to what the scale allows, and a
+                large one shows that the scale is outdated
     error       the tensor has lost two bits of its mantissa
 
 Alarms are logged, counted, and saved with the run. With precision.on_trouble escalate they lead to fallbacks:
 
     delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
 
-Gradients may jump for one step. So an operand that one check finds above its limit is checked again in the next step,
-and its module falls back if two of four checks in a row find the operand. A module falls back by one recipe at a check
-and does not return. A LayerNormMLP, whose backward Transformer Engine has in FP8 only, falls back from block to bf16;
-so does an lm_head whose gradients alone are FP8 products. The statistics are reduced over all ranks, so every rank
-decides the same. A fallback ends the Trainer: it saves, and the next one is built from that checkpoint, whose state
-has all fallbacks of the run.
+Gradients may jump for one step. So an operand above its limit is checked again in the next step, and its module falls
+back only if two of four consecutive checks find the operand above the limit. A module falls back by one recipe per
+check and never returns. Two cases fall back from block directly to bf16: a LayerNormMLP, whose backward Transformer
+Engine supports only in FP8, and an lm_head with only its gradients in FP8. The statistics are reduced over all ranks,
+so all ranks decide the same. A fallback ends the Trainer: it saves a checkpoint, whose run state has all fallbacks of
+the run, and the next Trainer is built from it.
 
-The limits: healthy runs of 200 steps of a small model on the CPU reference, with each recipe and at a high learning
-rate, reach 0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, an error of 0.062 and,
-of a gradient, once 0.22; all of these with delayed scaling. Runs of 1,000 steps of 125 M parameters on an H200, with
-the same final loss, reach 0.2 % underflow of inputs; of a gradient 18 % with current scaling and, for some hundred
-steps with the scale of the first ones, 40 % with delayed. The error of that gradient was 0.031, of which rounding
-alone is 0.0265: what became 0 held less than 2 % of its norm. Of 250 steps of train_config_tiny with the default
-history of 16, one has an alarm: step 35, in which gradients of three modules are up to 5.3 times what their scales
-allow (an error of 0.53) and in none after it; no other range is above 2.4.
+How the limits were chosen. Healthy runs of a small model on the CPU reference (200 steps, each recipe, also at a high
+learning rate) reach 0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, and an error of
+0.062, once 0.22 for a gradient; all maxima are with delayed scaling. Runs of 1,000 steps of 125 M parameters on an
+H200, with equal final losses, reach 0.2 % underflow of inputs. Underflow of a gradient reaches 18 % with current
+scaling, and 40 % with delayed scaling during some hundred steps that use the scale of the first ones. The error of that
+gradient was 0.031, of which rounding alone is 0.0265: the elements that became 0 held less than 2 % of its norm. In 250
+steps of train_config_tiny with the default history of 16, only step 35 has an alarm: gradients of three modules are up
+to 5.3 times what their scales allow (an error of 0.53). No other range exceeds 2.4.
 """
 
 from __future__ import annotations
@@ -42,31 +44,31 @@ from train.record.fp8_health import values
 
 logger = logging.getLogger(__name__)
 
-Operand = tuple[str, str]  # name of the GEMM, input | weight | gradient
+Operand = tuple[str, str]  # name of the GEMM, and input | weight | gradient
 
-# Limits by statistic and operand ("": all others).
+# Limits by statistic and operand; "" applies to all other operands.
 LIMITS = {
     ("underflow", ""): 0.05,
-    # most elements of a gradient are far below its largest, and count for little
+    # most elements of a gradient are far below its largest, and contribute little
     ("underflow", "gradient"): 0.6,
     ("saturated", ""): 0.05,
-    # the largest is cut to a quarter
+    # the largest value is clamped to a quarter
     ("range", ""): 4.0,
-    # of rounding alone: e4m3 0.026; e5m2, which has a bit less and does for gradients (arXiv 2209.05433), 0.053
+    # rounding alone gives 0.026 for e4m3, and 0.053 for e5m2, which has one bit less (arXiv 2209.05433)
     ("error", ""): 0.106,
-    # of a few tokens, whose largest value is clamped, it may be large once
+    # with few tokens, one step with a clamped value may have a large error
     ("error", "gradient"): 0.4,
 }
-OVER = 0.5  # of the limit: an alarm is over when all statistics are below
-RECENT = 3  # checks: an operand that was found in one of the last three and is found again falls back
-NAMED = 4  # operands or modules that the log names at a check; metrics.jsonl has all
+OVER = 0.5  # an alarm is over when all statistics are below this fraction of their limits
+RECENT = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
+NAMED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
 WORDS = {
     "underflow": "{:.1%} of its elements became 0",
     "saturated": "{:.1%} of its elements were clamped",
     "range": "its largest value is {:.3g} times what its scale allows",
     "error": "its relative error is {:.3g}",
 }
-# A `range` below or above which the scale is probably that of larger or smaller values.
+# Outside of these values of `range`, the scale is probably that of larger or smaller values.
 SCALE_TOO_SMALL, SCALE_TOO_LARGE = 0.25, 1.1
 
 
@@ -88,18 +90,20 @@ class FP8Alarms:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load what `state_dict` returned; {} for a new run."""
-        self.count: int = saved.get("count", 0)  # alarms of the run
-        # operand -> step at which its alarm began
+        self.count: int = saved.get("count", 0)  # number of alarms in the run
+        # step at which the alarm of each operand began
         self.active: dict[Operand, int] = {
             (gemm, operand): step for gemm, operand, step in saved.get("active", [])
         }
         self.checks: int = saved.get("looks", 0)
-        # operand -> the last check that found it above a limit, of the RECENT ones
+        # the last check that found each operand above a limit, for the RECENT checks
         self._found: dict[Operand, int] = {
             (gemm, operand): check for gemm, operand, check in saved.get("found", [])
         }
-        self.repeated = set[Operand]()  # above a limit at the last check and at a recent one before it
-        # above a limit at the last check only: what is below in the next step needs no fallback
+        self.repeated = set[
+            Operand
+        ]()  # operands above a limit at the last check and at a recent check before it
+        # whether an operand was above a limit at the last check only, so that the next step is checked too
         self.check_again: bool = saved.get("look_again", False)
 
     def judge(
@@ -109,16 +113,17 @@ class FP8Alarms:
         not_fp8: Collection[Operand] = (),
         blocks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Judge one check, and log alarms that begin and end.
+        """Judge one FP8 health check, and log the alarms that begin and end.
 
         Args:
-            health: of health_record; {} ends all alarms.
-            not_fp8: operands of its GEMMs that are in high precision.
-            blocks: GEMMs with a scale for each 128 elements.
+            step: step of the check.
+            health: statistics from health_record; {} ends all alarms.
+            not_fp8: operands in high precision.
+            blocks: GEMMs with one scale per 128 elements.
 
         Returns:
-            For metrics.jsonl, "fp8_alarms": alarms that began and are over, how many are active, and how many the run
-            had; {} if there are none and were none.
+            The entry "fp8_alarms" for metrics.jsonl: alarms that began and ended, the number of active alarms, and the
+            number of alarms in the run. {} if no alarm is or was active.
         """
         operands, had_alarms = by_operand(health), bool(self.active)
         excess = {
@@ -130,7 +135,8 @@ class FP8Alarms:
         for key, ratio in excess.items():
             if ratio > 1 and key not in self.active:
                 began[key] = {w: value for w, value in operands[key].items() if value > limit_of(w, key[1])}
-        # a GEMM may be in bf16 since; if only one of its operands is missing, that is not finite, which ends nothing
+        # A GEMM without statistics is in bf16 now, which ends its alarms. If only one of its operands is missing, that
+        # operand is not finite, and its alarm continues.
         gemms = {gemm for gemm, _ in operands}
         ended = {
             key: since
@@ -173,25 +179,26 @@ def find_fallbacks(
     model: nn.Module,
     precision: Precision,
 ) -> list[dict[str, Any]]:
-    """Return the fallbacks that follow from a check which `alarms` judged, worst first.
+    """Return the fallbacks after a check that `alarms` has judged, worst first.
 
     Args:
-        health: of health_record.
+        step: step of the check.
+        health: statistics from health_record.
 
     Returns:
-        "step", "module", "from", "to", and of the statistic furthest above its limit "gemm", "operand", "statistic",
-        "value", "threshold". Empty without precision.on_trouble escalate.
+        For each fallback "step", "module", "from" and "to", and for the statistic furthest above its limit "gemm",
+        "operand", "statistic", "value" and "threshold". Empty without precision.on_trouble escalate.
     """
     if precision.config.on_trouble != "escalate":
         return []
     if alarms.check_again:
         logger.info(
-            f"step {step}: precision.on_trouble: a module that fails the next FP8 health check falls back"
+            f"step {step}: precision.on_trouble: modules that fail the next FP8 health check too will fall back"
         )
     modules, worst = gemm_modules(model, precision), dict[str, tuple[float, dict[str, Any]]]()
     operands = by_operand(health)
     for gemm, operand in [key for key in operands if key in alarms.repeated]:
-        name = gemm if gemm in modules else gemm.rpartition(".")[0]  # one of a LayerNormMLP's two
+        name = gemm if gemm in modules else gemm.rpartition(".")[0]  # a LayerNormMLP has two GEMMs
         for what, value in operands[gemm, operand].items():
             limit = limit_of(what, operand)
             if value > max(limit, worst.get(name, (1.0,))[0] * limit):
@@ -205,7 +212,7 @@ def find_fallbacks(
         logger.info(
             f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to "
             f"{change['to']}: {change['statistic']} of the {change['operand']} of {change['gemm']} is "
-            f"{change['value']:.3g}, the limit {change['threshold']:g}"
+            f"{change['value']:.3g}, the limit is {change['threshold']:g}"
         )
     if len(fallbacks) > NAMED:
         logger.info(
@@ -215,7 +222,7 @@ def find_fallbacks(
 
 
 def limit_of(statistic: str, operand: str) -> float:
-    """Return the limit above which a statistic of an operand is an alarm."""
+    """Return the limit above which a statistic of an operand raises an alarm."""
     return LIMITS.get((statistic, operand)) or LIMITS[statistic, ""]
 
 
@@ -230,17 +237,23 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
 
 
 def _likely_cause(gemm: str, fraction: float | None, block: bool) -> str:
-    """Return the likely cause of an alarm and the key that helps. fraction: `range`, how much of what its scale allows
-    the tensor used."""
+    """Return the likely cause of an alarm and the key to change.
+
+    Args:
+        fraction: `range`, the largest value relative to what its scale allows.
+        block: whether the GEMM has one scale per 128 elements.
+    """
     if fraction is not None and not SCALE_TOO_SMALL <= fraction <= SCALE_TOO_LARGE:
-        age = "is older than the tensor" if fraction > 1 else "is that of larger values"
-        return f"the scale {age}; precision.recipe current scales each tensor by itself"
+        age = "is outdated" if fraction > 1 else "is still that of larger values"
+        return f"the scale {age}; set precision.recipe current, which computes it from the tensor itself"
     if gemm == "lm_head":
-        return "a few large values took a scale; set fp8_head_gradients false with lm_head in bf16_modules"
-    module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # of a LayerNormMLP's two
+        return "a few large values determine the scale; set fp8_head_gradients false with lm_head in bf16_modules"
+    module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # GEMMs of a LayerNormMLP
     if block:
-        return f"a few large values took the scales of their 128; add {module} to precision.bf16_modules"
+        return (
+            f"a few large values determine the scales of their blocks; add {module} to precision.bf16_modules"
+        )
     return (
-        "a few large values took the scale; set precision.recipe block, which has a scale for each 128 values, or "
+        "a few large values determine the scale; set precision.recipe block, which has one scale per 128 values, or "
         f"add {module} to precision.bf16_modules"
     )

@@ -1,10 +1,10 @@
-"""Spikes of the loss and of the gradient norm, and what is known of recent steps.
+"""Detect spikes of the loss and the gradient norm, from the history of recent steps.
 
-Steps that are not finite are skipped (train/engine/step.py, SkipDecision). All others are recorded here without waiting
-for the GPU, and judged together when the trainer waits for it anyway.
+Non-finite steps are skipped (train/engine/step.py, SkipDecision). All other steps are recorded here without waiting for
+the GPU, and judged together when the trainer waits for the GPU anyway.
 
-What is known is saved with the run: a resumed run judges as an uninterrupted one, and its first line of metrics has the
-mean loss of the whole interval, also of the steps before the stop.
+The history is saved with the run. So a resumed run makes the same decisions as an uninterrupted one, and its first line
+of metrics has the mean loss of the whole interval, including the steps before the stop.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch.distributed as dist
 from train.data.stream import SampleStream
 from train.monitor.fp8_alarms import FP8Alarms
 
-# With the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 1.3 in
-# the gradient norm and 5 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
-SPREAD_OF_MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-SMALLEST_SPREAD = 0.02  # of the median: a flat stretch must not make noise an alarm
-LONGEST_WAIT = 1000  # steps that are kept on the device until they are judged
-NAMED_WINDOWS = 8  # of each source, in a message; metrics.jsonl has all
+# With these spreads and a factor of 10, 600 clean steps of a 0.4B model have no spike, with a margin of 1.3 in the
+# gradient norm and 5 in the loss (tests/reliability/test_numbers.py). The threshold is then a loss 20% over its median.
+SPREAD_OF_MAD = 1.4826  # ratio of standard deviation and median absolute deviation of a normal distribution
+SMALLEST_SPREAD = 0.02  # of the median, so that noise after a flat stretch is no spike
+LONGEST_WAIT = 1000  # most steps that wait on the device to be judged
+NAMED_WINDOWS = 8  # most windows of each source named in a message; metrics.jsonl has all
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose loss or gradient norm is far above those before it."""
+    """A step with a loss or gradient norm far above those of recent steps."""
 
     step: int
     first_sample: int
-    # first sample of the last step before it that changed weights; its own if that is not known
+    # first sample of the previous step that was not skipped, or of this step if that is unknown
     previous_sample: int
     what: str  # loss | grad_norm
     value: float
@@ -48,12 +48,12 @@ class Spike:
 
 
 class SpikeDetector:
-    """Judges a series by its recent values: median + factor * spread of the last `window` of them; factor 0: never.
+    """Detects values above median + factor * spread of the last `window` values. A factor of 0 turns it off.
 
-    The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), at least 2% of the median: unlike
-    mean and standard deviation neither is moved by the spikes themselves. Flagged values enter the window, too: a level
-    that stays is the new normal once it fills half of it. Nothing is judged before the window is full: in its first
-    steps a model learns so fast that single norms of several times the median are no sign of harm.
+    The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median.
+    Unlike mean and standard deviation, these are not affected by the spikes themselves. Spikes enter the window too, so
+    a level that stays becomes the new normal once it fills half of the window. Nothing is judged before the window is
+    full: in its first steps a model learns so fast that single norms of several times the median are harmless.
     """
 
     def __init__(self, window: int, factor: float) -> None:
@@ -61,8 +61,10 @@ class SpikeDetector:
         self.recent: deque[float] = deque(maxlen=window)
 
     def judge(self, value: float) -> tuple[float, float] | None:
-        """Return (median, threshold) if `value` is above the threshold, and remember the value. Values that are not
-        finite belong to skipped steps and are ignored."""
+        """Return (median, threshold) if `value` is a spike, otherwise None, and add the value to the window.
+
+        Non-finite values belong to skipped steps and are ignored.
+        """
         if not math.isfinite(value):
             return None
         found = None
@@ -78,7 +80,7 @@ class SpikeDetector:
 
 
 class Health:
-    """Records the steps of a run and judges them by the recent ones. Only `find_spikes` waits for the GPU."""
+    """Records the steps of a run and finds spikes among them. Only `find_spikes` waits for the GPU."""
 
     def __init__(self, window: int, factor: float) -> None:
         self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
@@ -86,7 +88,7 @@ class Health:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values; call it after `find_spikes`."""
+        """Return the state as JSON values. Call it after `find_spikes`."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "spikes": self.spikes,
@@ -97,14 +99,14 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; {} for a new run. Steps that were not judged yet are forgotten."""
-        # step, its first sample, weights of the sources, of this rank [2]: loss and share of tokens with a label, norm
+        """Load what `state_dict` returned; {} for a new run. Steps that were not judged yet are dropped."""
+        # step, its first sample, weights of the sources, [loss, share of labelled tokens] of this rank, gradient norm
         self._steps: list[tuple[int, int, dict[str, float], torch.Tensor, torch.Tensor]] = []
         self._previous_sample: int | None = None
         self._data_weights: dict[str, float] | None = saved.get("data_weights")
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)
-        # of the judged steps since the last line of metrics: loss times tokens with a label, and these tokens
+        # sums over the judged steps since the last line of metrics: loss * labelled tokens, labelled tokens
         self._interval: list[float] = list(saved.get("interval", [0.0, 0.0]))
         self.fp8_alarms.load_state_dict(saved.get("fp8_alarms", {}))
         for what, detector in self.detectors.items():
@@ -127,33 +129,38 @@ class Health:
         """Record a step that was not skipped.
 
         Args:
-            data_weights: of the sources in the mixture (SampleStream.weights_at).
-            loss: scalar, the mean over this rank's micro-batches.
-            share: scalar, the share of tokens that have a label; None: all have one.
-            grad_norm: of the engine, scalar tensor or float; None: not known.
+            step: the step.
+            first_sample: position of its first sample in the order of samples.
+            data_weights: weights of the sources in the mixture (SampleStream.weights_at).
+            loss: scalar, mean over the micro-batches of this rank.
+            share: scalar, fraction of tokens with a label; None if all have one.
+            grad_norm: scalar tensor or float from the engine; None if unknown.
         """
         self.skipped_in_a_row = 0
         of_rank = torch.stack([loss, torch.ones_like(loss) if share is None else share])
-        # a copy: the engine may write the next norm into its tensor
+        # copy, because the engine may write the next norm to the same tensor
         norm = torch.as_tensor(math.nan if grad_norm is None else grad_norm, dtype=torch.float32).clone()
         self._steps.append((step, first_sample, data_weights, of_rank, norm))
 
     def is_full(self) -> bool:
-        """Return whether so many steps wait that they should be judged before the next log line."""
+        """Return whether the waiting steps should be judged now instead of at the next log line."""
         return len(self._steps) >= LONGEST_WAIT
 
     def find_spikes(self, tokens: int) -> list[Spike]:
-        """Return the spikes among the steps since the last call, each of `tokens` tokens over all ranks.
+        """Return the spikes among the steps since the last call. Collective, with the same result on all ranks.
 
-        Collective: all ranks must call it, and all get the same result. A step whose sources have other weights than
-        those of the step before starts a new window: the loss of other data says nothing about this one.
+        A step with other weights of the sources than the step before starts a new window, because losses on different
+        data are not comparable.
+
+        Args:
+            tokens: tokens per step over all ranks.
         """
         if not self._steps:
             return []
         steps, first_samples, data_weights, of_rank, norms_alone = zip(*self._steps, strict=True)
         values = torch.cat([torch.stack(of_rank), torch.stack(norms_alone).to(of_rank[0])[:, None]], 1)
-        # In float64 the sum has the same bits in whatever order the ranks are added, which depends on how many steps
-        # are judged together. The norms, too, though each rank has the same: all must judge by the same bits.
+        # The order in which all_reduce adds the ranks depends on the number of steps judged together. In float64 the
+        # sum has the same bits in any order. The norms are reduced too, so that all ranks judge the same bits.
         values = values.double()
         dist.all_reduce(values)
         means = values / dist.get_world_size()
@@ -179,14 +186,14 @@ class Health:
         return found
 
     def interval_loss(self) -> float:
-        """Return the mean loss over all tokens of the judged steps since the last call; NaN without any."""
+        """Return the mean loss over all tokens of the steps judged since the last call; NaN without any."""
         loss, tokens = self._interval
         self._interval = [0.0, 0.0]
         return loss / tokens if tokens else math.nan
 
 
 def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
-    """Return rank -> loss of the ranks whose loss (scalar) is not finite. Collective."""
+    """Return the loss by rank for all ranks with a non-finite loss (scalar). Collective."""
     every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(every, loss)
     losses = torch.stack(every).tolist()
@@ -194,7 +201,7 @@ def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
 
 
 def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:
-    """Return samples for metrics.jsonl, as positions in the global order and as windows of each source."""
+    """Describe samples for metrics.jsonl, as positions in the global order and as windows of each source."""
     windows: dict[str, list[int]] = {}
     for source, window in stream.sample_ids(first, count):
         windows.setdefault(stream.sources[source].name, []).append(window)
@@ -202,7 +209,7 @@ def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, An
 
 
 def samples_text(record: dict[str, Any]) -> str:
-    """Return the same for a message: "samples 64 to 71 (text: windows 5, 17, ... of 8)"."""
+    """Return a `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, ... (8 in all))"."""
     first, last = record["first_sample"], record["first_sample"] + record["samples"] - 1
     sources = []
     for name, windows in record["windows"].items():

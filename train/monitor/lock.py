@@ -1,12 +1,12 @@
-"""One run at a time in an output_dir: `run.lock` there names the run that holds it, which rewrites it every BEAT_S.
+"""Allow only one run at a time in an output_dir, with the lock file `run.lock`.
 
-A second run on the same machine looks for the process of the holder: it is refused while that lives, and takes the lock
-over at once when it has ended. From another machine it watches the file: it is refused when the file is rewritten, and
-takes the lock over after LEASE_S without a change. A run whose lock was taken over, because it was suspended for so
-long, ends at its next write of the file.
+The file names the run that holds the lock. That run rewrites the file every BEAT_S seconds. A second run on the same
+machine checks the process of the holder: it is refused while the process exists, and otherwise takes the lock over at
+once. A second run on another machine watches the file: it is refused if the file changes, and takes the lock over after
+LEASE_S seconds without a change. A run that was suspended so long that it lost its lock ends at its next write.
 
-This uses no lock of the operating system: a network file system may have none, or one that other machines do not see.
-The file is written in place, so that no machine reads an older one.
+Locks of the operating system are not used: a network file system may not support them, or may not share them between
+machines. The file is written in place, so that no machine reads an older file.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 BEAT_S, LOOK_S = 5.0, 1.0
-LEASE_S = 60.0  # far more than a write takes where a file system or the interpreter's lock is busy
-# Of two runs that take over the same file at once, the one whose content is there after this time has it.
+LEASE_S = 60.0  # much longer than a write takes on a busy file system or under a busy GIL
+# If two runs take the lock over at once, the run whose content is in the file after this time holds it.
 SETTLE_S = 1.0
-LENGTH = 1024  # bytes of the file, always as many: what is written replaces all of what was
+LENGTH = 1024  # constant size of the file in bytes, so that a write replaces the whole content
 
 
 class LockError(UserError):
-    """Another run holds the folder; the message names it."""
+    """The folder is locked by another run, which the message names."""
 
     code = "lock"
 
 
 @contextlib.contextmanager
 def held(folder: RunFolder) -> Iterator[None]:
-    """Hold the folder of a run, which rank 0 makes if need be and locks for all; every rank enters and leaves.
+    """Create and lock the folder of a run in the block. Collective: rank 0 holds the lock for all ranks.
 
-    Raises LockError, OSError, on all ranks: another run holds it; it cannot be written.
+    Raises, on all ranks:
+        LockError: another run holds the lock.
+        OSError: the folder cannot be written.
     """
     import torch.distributed as dist
 
@@ -66,7 +68,7 @@ def held(folder: RunFolder) -> Iterator[None]:
 
 
 class Lock:
-    """The file `path`, for this process."""
+    """The lock file `path`, as seen by this process."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -84,7 +86,9 @@ class Lock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Raises LockError: another run holds it. OSError: it cannot be written."""
+        """Acquire the lock and keep it alive in a thread.
+
+        Raises: LockError: another run holds it. OSError: the file cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
             holder = self.read()
@@ -97,24 +101,25 @@ class Lock:
         self._thread.start()
 
     def release(self) -> None:
-        """Does nothing where it is not held."""
+        """Release the lock if this process holds it."""
         if self._thread is None:
             return
         self._released.set()
         self._thread.join()
-        with contextlib.suppress(OSError):  # whoever finds it looks for this process
+        with contextlib.suppress(OSError):  # the next run finds that this process has ended
             if self._is_mine():
                 self.path.unlink()
 
     def refuse_if_in_use(self) -> None:
-        """Raises LockError: a living process of this machine holds it. Only `acquire` waits to see whether one of
-        another machine does."""
+        """Check whether a process on this machine holds the lock. Only `acquire` checks other machines, by waiting.
+
+        Raises: LockError: it does."""
         holder = self.read()
         if holder and is_here(holder) and is_alive(holder):
             raise self._refusal(holder)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the owner in the file; {} if it is damaged or just being written, None if there is no file."""
+        """Return the owner in the file; {} if the file is damaged or being written, None if it does not exist."""
         try:
             content = json.loads(self.path.read_bytes())
         except FileNotFoundError:
@@ -124,7 +129,7 @@ class Lock:
         return content if isinstance(content, dict) else {}
 
     def _create(self) -> bool:
-        """Returns whether there was no file."""
+        """Create the lock file. Return False if it exists."""
         with contextlib.suppress(FileExistsError):
             self._write("xb")
             return True
@@ -138,9 +143,9 @@ class Lock:
         return (self.read() or {}).get("token") == self.owner["token"]
 
     def _has_ended(self, holder: dict[str, Any]) -> bool:
-        """Wait until it is known whether the holder has ended. Returns False if the file is gone meanwhile.
+        """Wait until it is known whether the holder has ended. Return False if the file was removed meanwhile.
 
-        Raises LockError: it lives."""
+        Raises: LockError: the holder is running."""
         if is_here(holder):
             if is_alive(holder):
                 raise self._refusal(holder)
@@ -159,24 +164,24 @@ class Lock:
         who = f"process {holder.get('pid')} on {holder.get('host')}{job}, since {holder.get('started')}"
         return LockError(
             f"{self.path.parent} is in use by another run: {who}. Wait until it ends, stop it, or choose another "
-            f"output_dir; if this is a copy of that folder, delete {self.path}",
+            f"output_dir. If this folder is a copy of the folder of that run, delete {self.path}",
             key=str(self.path),
         )
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a file system that is full, or away for a while
+            with contextlib.suppress(OSError):  # the file system may be full or temporarily unavailable
                 holder = self.read()
                 if holder and holder.get("token") != self.owner["token"]:
-                    logger.error(f"{self._refusal(holder)}. It has taken the lock over; this run ends")
+                    logger.error(f"{self._refusal(holder)}. That run has taken the lock over; this run ends")
                     os._exit(NOT_AS_IT_IS)
                 else:
                     self.owner["beats"] += 1
-                    self._write("r+b" if holder is not None else "xb")  # deleted by hand
+                    self._write("r+b" if holder is not None else "xb")  # the user has deleted the file
 
 
 def is_here(holder: dict[str, Any]) -> bool:
-    """Whether the holder is of this machine, where its process can be looked for."""
+    """Return whether the holder is on this machine, where its process is visible."""
     return bool(machine()) and holder.get("machine") == machine()
 
 
@@ -185,7 +190,10 @@ def is_alive(holder: dict[str, Any]) -> bool:
 
 
 def machine() -> str:
-    """This machine since its last boot, and whose processes can be seen (a container has its own); "" without /proc."""
+    """Return an id of this boot of the machine, its process namespace (containers have their own) and user.
+
+    Returns "" without /proc.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
@@ -194,8 +202,10 @@ def machine() -> str:
 
 
 def process_started(pid: int) -> str | None:
-    """When a process of this machine began, in ticks since the boot, so that another one of the same number is told
-    apart; None: it has ended."""
+    """Return the start time of a process in ticks since boot, or None if it has ended.
+
+    The start time distinguishes processes that reuse the same process id.
+    """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

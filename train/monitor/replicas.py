@@ -1,8 +1,8 @@
-"""Whether the ranks still have the same weights: one integer a tensor, exchanged and compared.
+"""Check that all ranks have the same weights, by comparing one checksum per tensor.
 
-A flipped bit, a broken link or a wrong kernel on one rank makes its weights others, and nothing in training notices.
-Here each tensor that should be equal everywhere is summed up on the device, one pass over the memory, and only the
-integers travel.
+A flipped bit, a broken link or a faulty kernel on one rank changes its weights, which nothing else in training detects.
+Each tensor that should be equal on all ranks is summed on the device in one pass. Only the sums, integers, are
+exchanged.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.engine import zero
 
-ROW = 2**18  # elements that the multipliers repeat after; rows have multipliers of their own
-ROWS = 64  # at a time: 64 MiB of products
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes an element
-GOLDEN = 0x9E3779B1  # an odd number near 2**32 / 1.618: its multiples are spread evenly (Knuth, TAOCP 3, 6.4)
+ROW = 2**18  # elements per row; every row uses the same multipliers, and each row has another factor
+ROWS = 64  # rows at a time: 64 MiB of products
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
+GOLDEN = 0x9E3779B1  # odd number near 2**32 / 1.618, whose multiples are evenly spread (Knuth, TAOCP 3, 6.4)
 
 
 class ReplicaError(UserError):
-    """The ranks have different weights; the message names the ranks and the first tensor."""
+    """The weights of the ranks differ; the message names the ranks and the first differing tensor."""
 
     code = "replica"
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
-    """int64 scalar of the bits of `tensor`, on its device, without waiting for it.
+    """Return a checksum of the bits of `tensor`, an int64 scalar on its device, without waiting for the device.
 
-    multipliers: of `make_multipliers`. Sum of element * multiplier, all multipliers odd: a single flipped bit b of an
-    element changes its product by an odd multiple of 2**b, which modulo 2**32 is never 0, and the sum with it; two
-    elements that change places change it too, since multipliers depend on the place.
+    The checksum is the sum of element * multiplier. All multipliers are odd, so a flipped bit b of an element changes
+    its product by an odd multiple of 2**b, which is never 0 modulo 2**32. Swapped elements change the sum too, because
+    the multipliers depend on the position.
+
+    Args:
+        multipliers: int32 [ROW], from `make_multipliers`.
     """
     flat = tensor.detach().reshape(-1)
     if flat.element_size() == 8:
@@ -47,7 +50,7 @@ def checksum(tensor: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
     if whole:
         rows = bits[:whole].view(-1, ROW)
         for start in range(0, len(rows), ROWS):
-            # products are int32 and wrap; their sum is int64
+            # products are int32 and wrap around; their sum is int64
             sums = (rows[start : start + ROWS] * multipliers).sum(1)
             places = torch.arange(start, start + len(sums), device=tensor.device) * 2 + 1
             total += (sums * places).sum()
@@ -58,17 +61,17 @@ def checksum(tensor: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
 
 
 def make_multipliers(device: Any) -> torch.Tensor:
-    """int32 [ROW], all odd and different."""
+    """Return the multipliers for `checksum`: int32 [ROW], all odd and different."""
     values = (torch.arange(ROW, dtype=torch.int64) * 2 * GOLDEN + 1) & 0xFFFFFFFF
-    return values.to(torch.int32).to(device)  # wraps
+    return values.to(torch.int32).to(device)  # wraps around
 
 
 def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Tensor]:
-    """What must have the same bits on all ranks, by name, in the order of the model.
+    """Return the tensors that must have the same bits on all ranks, by name, in the order of the model.
 
-    ZeRO 0 to 2: the weights; at ZeRO 0 also the optimizer's float32 weights and moments, which at 1 and 2 are spread
-    over the ranks, as at ZeRO 3 everything is. FP8 state where the amaxes are reduced over the ranks, without the
-    first row of a history, in which a rank gathers its own amax.
+    With ZeRO 0 to 2 these are the weights. With ZeRO 0 they include the optimizer's float32 weights and moments, which
+    ZeRO 1 and 2 partition over the ranks; ZeRO 3 partitions everything. FP8 state is included if the amaxes are reduced
+    over the ranks, without the first row of each history, where each rank collects its own amaxes.
     """
     found: dict[str, torch.Tensor] = {}
     stage = engine.zero_optimization_stage()
@@ -83,7 +86,7 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
 
 
 def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Float32 weights and moments of an optimizer that no ZeRO partitions, named after the weights."""
+    """Return the float32 weights and moments of an optimizer without ZeRO, named after the weights."""
     every_state = zero.base_optimizer(engine).state
     found: dict[str, torch.Tensor] = {}
     for master in zero.masters(engine):
@@ -97,20 +100,22 @@ def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def scope(engine: Any, precision: Precision) -> str:
-    """What `check_replicas` compares, for the log."""
+    """Return a description of what `check_replicas` compares, for the log."""
     if dist.get_world_size() == 1:
-        return "not applicable, there is one rank"
+        return "not applicable with one rank"
     stage = engine.zero_optimization_stage()
     parts = {0: ["weights and optimizer state"], 3: []}.get(stage, ["weights"])
     if precision.has_state and precision.config.reduce_amax:
         parts.append("FP8 scales and histories")
     if stage == 3:
-        parts.append("weights not applicable: ZeRO 3 keeps each once")
+        parts.append("weights not applicable (ZeRO 3 has no copies)")
     return "; ".join(parts)
 
 
 def check_replicas(engine: Any, precision: Precision, step: int) -> None:
-    """Every rank calls it, after `step`. Raises ReplicaError, on every rank: a tensor differs. Waits for the GPU."""
+    """Check after `step` that the replicated tensors of all ranks are equal. Collective; waits for the GPU.
+
+    Raises: ReplicaError, on every rank: a tensor differs."""
     world = dist.get_world_size()
     if world == 1 or not (tensors := replicated_tensors(engine, precision)):
         return
@@ -120,15 +125,17 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     dist.all_gather(every, mine)
     if problem := difference([row.tolist() for row in every], list(tensors)):
         raise ReplicaError(
-            f"step {step}: {problem}. The memory, the GPU or the links of a rank are not to be trusted: leave its "
-            "node out, and go on from the last checkpoint that was saved before"
+            f"step {step}: {problem}. The memory, the GPU or a link of a rank is probably faulty. Exclude its node, "
+            "and resume from a checkpoint before this step"
         )
 
 
 def difference(checksums: list[list[int]], names: list[str]) -> str | None:
-    """Which ranks differ from the majority and where first; None if none does.
+    """Return a message about the ranks that differ from the majority and the first differing tensor, or None.
 
-    checksums: of each rank, a number for each of `names`.
+    Args:
+        checksums: for each rank, one number per tensor.
+        names: names of the tensors.
     """
     columns = list(zip(*checksums, strict=True))
     different = [index for index, column in enumerate(columns) if len(set(column)) > 1]
@@ -139,7 +146,7 @@ def difference(checksums: list[list[int]], names: list[str]) -> str | None:
     if 2 * count <= len(checksums):
         ranks = list(range(len(checksums)))
         return (
-            f"ranks {ranks} do not have the same weights or FP8 state, and there is no majority that could tell which "
+            f"ranks {ranks} do not have the same weights or FP8 state, and there is no majority that shows which "
             f"of them is wrong; {first}"
         )
     odd = [rank for rank, row in enumerate(checksums) if tuple(row) != most]

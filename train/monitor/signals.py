@@ -1,14 +1,13 @@
-"""Stopping on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank ends the run after the running step, with a
-checkpoint.
+"""Stop a run on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank ends it after the current step.
 
-A signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote
-whether any of them has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py
-exits with status STOPPED on every rank. `stopped.json` in the run's folder says the same as the status, for launchers
-that do not pass it on: torchrun exits with 1 whatever its processes return.
+The signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote
+whether any of them received one (`StopVote`). The training loop then saves a checkpoint and raises `Stopped`, and
+train.py exits with status STOPPED on every rank. `stopped.json` in the run's folder records the stop for launchers that
+do not return the status: torchrun exits with 1 whatever its processes return.
 
-A terminal sends the SIGINT of a Ctrl-C to ranks and launcher at once. Each counts its own, and none passes it on as
-SIGINT, which would be a second Ctrl-C. Where no training is under way, and for the second one, it ends a rank at once,
-with status INTERRUPTED.
+On Ctrl-C the terminal sends SIGINT to the ranks and to the launcher. Each of them counts its own signals. The launcher
+does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C, or one outside of
+training, ends a rank at once with status INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -28,33 +27,39 @@ from train import launchers
 from train.files import write_durably
 from train.record.run_folder import RunFolder
 
-# EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, the same command goes on from the checkpoint.
+# EX_TEMPFAIL of sysexits.h, "try again later": no error occurred, and the same command resumes from the checkpoint.
 STOPPED = 75
-# What was asked for cannot be done, or the numbers went wrong: another start would end so again.
+# The command cannot work as given, or training has diverged: a restart would fail again.
 NOT_AS_IT_IS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
-WITHOUT_STEPS = "Ctrl-C: ended; no training was under way, and what is saved is as it was"
+WITHOUT_STEPS = "Ctrl-C: ended before training; saved files are unchanged"
 PR_SET_PDEATHSIG = 1
 
-received: list[str] = []  # the names of the signals, in their order
-_is_training = False  # a Ctrl-C waits for the running step
+received: list[str] = []  # names of the received signals, in order
+_is_training = False  # whether Ctrl-C waits for the current step
 
 
 class Stopped(Exception):
-    """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no.
-    option: of `resume_option` (train/checkpoint/resume.py)."""
+    """Raised when a run stops on request.
+
+    Args:
+        step: number of finished steps.
+        checkpoint: the last checkpoint; None with save_strategy no.
+        option: from `resume_option` (train/checkpoint/resume.py).
+    """
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
-        kept = f"{checkpoint} is committed. The same command{option} goes on from there"
-        lost = "nothing was saved (save_strategy is no). The same command begins where this one did"
+        kept = f"{checkpoint} is committed. The same command{option} resumes from it"
+        lost = (
+            "nothing was saved (save_strategy is no). The same command starts from the same point as this run"
+        )
         super().__init__(f"stopped on request after step {step}; {kept if checkpoint else lost}")
         self.step, self.checkpoint = step, checkpoint
 
 
 class Interrupted(SystemExit):
-    """Ctrl-C while no training is under way. As a SystemExit it passes what catches any Exception, without a
-    traceback."""
+    """Ctrl-C outside of training. As a SystemExit it is not caught by `except Exception` and prints no traceback."""
 
     def __init__(self) -> None:
         super().__init__(INTERRUPTED)
@@ -62,7 +67,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def taking_steps() -> Iterator[None]:
-    """In the block the first Ctrl-C is a request to stop after the running step, as SIGTERM is."""
+    """Treat the first Ctrl-C in the block as a request to stop after the current step, like SIGTERM."""
     global _is_training
     _is_training = True
     try:
@@ -72,7 +77,7 @@ def taking_steps() -> Iterator[None]:
 
 
 def _print(text: str) -> None:
-    # print would raise if the signal had arrived within another print, and this does on a full disk
+    # print raises if the signal arrives during another print; os.write raises on a full disk
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -83,7 +88,9 @@ def _record(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     received.append(name)
     if len(received) == 1:
-        _print(f"rank {launchers.rank()}: {name}: stop requested; a running step is finished and saved")
+        _print(
+            f"rank {launchers.rank()}: {name}: stop requested; the run finishes the current step and saves"
+        )
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -91,13 +98,15 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt() -> None:
-    """Handle a Ctrl-C, which each rank gets; rank 0 prints.
+    """Handle a Ctrl-C. Every rank receives it; only rank 0 prints.
 
-    Raises Interrupted: no training is under way."""
+    Raises: Interrupted: the rank is not training."""
     prints = _print if launchers.rank() == 0 else lambda text: None
-    is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends each one to its ranks once more
+    is_passed_on = (
+        "TORCHELASTIC_RUN_ID" in os.environ
+    )  # torchrun sends each SIGINT to its ranks a second time
     if not _is_training:
-        # a launcher may ask for a stop as well; Python reports one that meets SIG_IGN here
+        # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
         for number in SIGNALS:
             signal.signal(number, _ignore)
         signal.signal(signal.SIGINT, _ignore if is_passed_on else signal.SIG_DFL)
@@ -106,36 +115,37 @@ def _interrupt() -> None:
     if "SIGINT" not in received:
         received.append("SIGINT")
         prints(
-            "Ctrl-C: the run stops after this step and saves; Ctrl-C again ends it at once, without a save"
+            "Ctrl-C: the run finishes the current step and saves; press Ctrl-C again to end it at once without a save"
         )
     elif not is_passed_on:
-        prints("Ctrl-C again: ended at once, without a save")
+        prints("Ctrl-C again: ended without a save")
         os._exit(INTERRUPTED)
 
 
 def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:
-    """Let stop signals and Ctrl-C call `handler` instead of ending the process."""
+    """Install `handler` for stop signals and Ctrl-C."""
     for number in (*SIGNALS, signal.SIGINT):
         if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup, or a script's background: it goes on whatever its terminal does
+            continue  # nohup or a background job: the run must continue when its terminal closes
         signal.signal(number, handler)
-        # a write of a checkpoint that is under way in C is not to see the signal either
+        # a signal must not interrupt system calls either, such as the write of a checkpoint
         signal.siginterrupt(number, False)
-    # train/launch.py blocks it in the ranks until here, where nothing but a traceback would come of it
+    # train/launch.py starts the ranks with SIGINT blocked, because an earlier Ctrl-C would only print a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def at_parents_end(number: int) -> Callable[[], object] | None:
-    """Return a preexec_fn of subprocess with which a process is sent the signal `number` when the one that starts it
-    ends, however it ends (Linux)."""
+    """Return a preexec_fn for subprocess that sends the child the signal `number` when its parent ends (Linux).
+
+    It works for any end of the parent, including SIGKILL. Returns None on other systems.
+    """
     if sys.platform != "linux":
         return None
     return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number)
 
 
 class StopVote:
-    """Whether any rank was asked to stop; every rank votes at the same points. Over gloo, on the CPU: no rank waits for
-    a GPU."""
+    """The vote of all ranks on stopping. It uses gloo on the CPU, so no rank waits for a GPU."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -147,7 +157,7 @@ class StopVote:
             self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
-        """Whether any rank has received a stop signal, is `busy`, and finds a save `due`."""
+        """Return whether any rank has received a stop signal, is `busy`, and finds a save `due`. Collective."""
         if self.group is None:
             return bool(received), busy, due
         import torch
@@ -160,9 +170,9 @@ class StopVote:
 
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
-    """Leave `stopped.json` in the run's folder; rank 0 calls it."""
+    """Write `stopped.json` to the run's folder. Call it on rank 0 only."""
     folder, checkpoint = RunFolder(output_dir), stopped.checkpoint
-    # one that it began at is another run's
+    # before its first save, a run may name the checkpoint of another run from which it began
     own = checkpoint is None or checkpoint.parent.resolve() == folder.checkpoints.resolve()
     what = {"step": stopped.step, "checkpoint": checkpoint and (checkpoint.name if own else str(checkpoint))}
     write_durably(folder.stopped, json.dumps(what) + "\n")

@@ -1,10 +1,13 @@
-"""A rank that is slower than the others is named: all wait for it in every step, and no total shows which one it is.
+"""Detect a rank that is slower than the others.
 
-Each rank takes the time from the beginning of a micro-batch to the end of its last layer's forward, in which it waits
-for nobody. Not at ZeRO 3, where the layers wait for each other's weights, nor with speed.cuda_graphs, whose replays
-pass no Python. On a GPU the time is that between events in its stream, read when they have passed. Every WINDOW_STEPS
-steps the ranks compare the medians over their micro-batches, over gloo. One slow window is noise; PATIENCE of them in a
-row are a slow rank, named once until it has recovered.
+All ranks wait for a slow rank in every step, so total times do not show which rank it is. Each rank measures the time
+from the start of a micro-batch to the end of the last layer's forward, in which it waits for no other rank. On a GPU it
+uses CUDA events, which it reads without waiting. Every WINDOW_STEPS steps the ranks compare the medians of their
+micro-batches over gloo. One slow window is noise; after PATIENCE slow windows in a row a rank is reported, once until
+it recovers.
+
+The detector is off with ZeRO 3, where the layers wait for weights of other ranks, and with speed.cuda_graphs, whose
+replays run no Python.
 """
 
 from __future__ import annotations
@@ -19,20 +22,24 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 WINDOW_STEPS = 10
-# A rank 50% slower is named after 30 to 40 steps. Ranks of one run differ by a few percent.
+# A rank that is 50% slower is reported after 30 to 40 steps. The ranks of a healthy run differ by a few percent.
 SLOW_FACTOR = 1.25
 PATIENCE = 3
-FIRST_STEPS = 5  # of this start: they compile, capture and allocate
+FIRST_STEPS = 5  # ignored after each start, because they compile, capture and allocate
 
 
 class SlowRankDetector:
-    """Which rank has been how much slower for PATIENCE windows in a row; the same on every rank. Knows no clocks."""
+    """Finds ranks that were slow for PATIENCE windows in a row, from given times; the same on every rank."""
 
     def __init__(self, world: int):
         self.in_a_row = [0] * world
 
     def window(self, times_s: list[float]) -> dict[int, float]:
-        """times_s: of each rank in this window. Returns rank -> factor of those that are now found to be slow."""
+        """Return the slowdown factor of each rank that has just become slow.
+
+        Args:
+            times_s: time of each rank in this window, in seconds.
+        """
         found = {}
         for rank, own in enumerate(times_s):
             others = statistics.median(times_s[:rank] + times_s[rank + 1 :])
@@ -44,8 +51,13 @@ class SlowRankDetector:
 
 
 class SlowRanks:
-    """Measures this rank and compares all, which call the same at the same points. `engine`: its `module.model.norm`
-    follows the last layer; `group`: a gloo group of all ranks, None if there is only one."""
+    """Measures this rank and compares all ranks, which must call the methods at the same points.
+
+    Args:
+        engine: its `module.model.norm` follows the last layer.
+        group: gloo group of all ranks; None with one rank.
+        cuda_graphs: whether CUDA graphs are on, which turns the detector off.
+    """
 
     def __init__(self, engine: Any, group: Any, cuda_graphs: bool):
         self.group, self.on_gpu = group, engine.device.type == "cuda"
@@ -58,12 +70,12 @@ class SlowRanks:
             engine.module.model.norm.register_forward_pre_hook(self._layers_done)
 
     def begin(self) -> None:
-        """A micro-batch of training begins."""
+        """Record the start of a training micro-batch."""
         if self.on:
             self._start = self._now()
 
     def _layers_done(self, *arguments: object) -> None:
-        if self._start is not None:  # else an evaluation
+        if self._start is not None:  # otherwise this is an evaluation
             self._pairs.append((self._start, self._now()))
             self._start = None
 
@@ -75,7 +87,7 @@ class SlowRanks:
         return event
 
     def step(self, step: int) -> None:
-        """A step was done; at the end of a window, warn of ranks that are slow."""
+        """Count a finished step. At the end of a window, compare the ranks and warn about slow ones."""
         if not self.on:
             return
         self._steps += 1
@@ -85,17 +97,17 @@ class SlowRanks:
             times: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(times, self._median_s(), group=self.group)
             if None in times:
-                return  # a GPU has not come so far yet
+                return  # a GPU has not finished any micro-batch yet
             for rank, factor in self._detector.window(times).items():
                 logger.warning(
-                    f"rank {rank} is slow: the forward of a micro-batch takes it {times[rank] * 1e3:.1f} ms, "
-                    f"{factor:.2f} times the {times[rank] / factor * 1e3:.1f} ms of the others, for "
-                    f"{PATIENCE * WINDOW_STEPS} steps to step {step}; all ranks wait for it. Look at its "
-                    "GPU's clocks and temperature, and at what else runs there"
+                    f"rank {rank} is slow: the forward of a micro-batch takes {times[rank] * 1e3:.1f} ms, {factor:.2f} "
+                    f"times the {times[rank] / factor * 1e3:.1f} ms of the other ranks, over the last "
+                    f"{PATIENCE * WINDOW_STEPS} steps to step {step}. All ranks wait for it. Check the clocks and the "
+                    "temperature of its GPU, and other processes on its node"
                 )
 
     def _median_s(self) -> float | None:
-        """Over this window's micro-batches, in seconds; None: none of them has passed."""
+        """Return the median time over the micro-batches of this window in seconds, or None if none has finished."""
         pairs, self._pairs = self._pairs, []
         if not self.on_gpu:
             times = [end - start for start, end in pairs]

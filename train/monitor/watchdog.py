@@ -1,12 +1,12 @@
-"""Ends a run in which a rank hangs, and names the rank and its phase.
+"""End a run in which a rank hangs, and report which rank hangs and where.
 
-The ranks wait for each other at least once a step (signals.StopVote), and between the phases of a start and before the
-export (Watchdog.phase). A thread of each rank counts the time since. After the timeout each sends where its main thread
-is to the others, through the process group's store, names the ranks that the others wait for, and ends its process; the
-launcher ends what is left.
+The ranks synchronize at least once per step (signals.StopVote), between the phases of the startup, and before the
+export (Watchdog.phase). A thread of each rank measures the time since then. After the timeout, each rank sends the
+position of its main thread to the others through the store of the process group, reports the ranks at fault, and ends
+its process. The launcher ends the remaining processes.
 
-A rank that sends nothing is to blame: it is stopped, or its machine is gone. Else one that is not inside a collective,
-where the others wait for it. Else those that are furthest behind.
+A rank that sends nothing is at fault: its process is stopped, or its machine is down. Otherwise it is a rank that is
+not in a collective while the others are. Otherwise it is the ranks that are furthest behind.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from typing import Any
 
 import torch.distributed as dist
 
-HUNG = 1  # as any other crash: worth another start from the last checkpoint
-# In the first step, and in phases of a start, there are compilation, captured graphs and NCCL's connections.
+HUNG = 1  # like any crash: a restart from the last checkpoint may succeed
+# The first step and the phases of the startup compile kernels, capture graphs and connect NCCL.
 FIRST_STEP_S = 1800.0
-# In addition, a phase of a start or the export may take as long as reading its files takes at this rate, in bytes/s.
+# A phase of the startup or the export gets additional time for reading its files at this rate, in bytes/s.
 SLOWEST = 20e6
-GATHER_S = 3.0  # how long the others may take to say where they are
-# Without rank 0, which keeps the store, no rank hears another. Rank 1 prints the verdict, the others so much later,
-# when the launcher of its node has ended them.
+GATHER_S = 3.0  # how long to wait for the positions of the other ranks
+# If rank 0, which hosts the store, is down, the ranks cannot exchange positions. Then rank 1 prints the verdict, and
+# the other ranks wait this long, so that their launcher ends them first.
 LATER_S = 8.0
-# Python cannot run while C code holds its lock: then faulthandler's own thread writes the stacks, this much later,
-# and the other ranks end the job.
+# If C code holds the GIL, the watchdog thread cannot run. Then faulthandler's own thread prints the stacks, this much
+# later, and the other ranks end the job.
 WITHOUT_PYTHON_S = 2.0
 SUSPENDED_S = 5.0
-# Files (end of the name) whose frames mean: this thread waits for other ranks.
+# A thread with a frame in one of these files (ends of paths) waits for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
 
 
 class Watchdog:
-    """with Watchdog(timeout_s) as watchdog: ...; a timeout of 0 turns all of it off.
+    """Ends the process after `timeout_s` seconds without progress: `with Watchdog(timeout_s) as watchdog: ...`.
 
-    Every rank calls `phase`, `renew` and `at` at the same points: their number shows which rank is behind.
+    A timeout of 0 turns it off. All ranks must call `phase`, `renew` and `at` at the same points: the number of calls
+    shows which rank is behind.
     """
 
-    _watches = 0  # of this process, so that keys in the store are new
+    _watches = 0  # number of watchdogs in this process, for unique keys in the store
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -73,10 +74,11 @@ class Watchdog:
             self._thread.join()
 
     def phase(self, name: str, reads: int = 0) -> None:
-        """Wait for all ranks, so that the time of the phase begins for all at once.
+        """Wait for all ranks, then begin a phase with a new timeout.
 
         Args:
-            reads: bytes of the files that the phase reads, for which it has more time.
+            name: phase name for reports, such as "opening the output folder".
+            reads: bytes of the files that the phase reads, which extend the timeout.
         """
         if self._thread:
             self.at(f"waiting for all ranks before {name}")
@@ -85,10 +87,11 @@ class Watchdog:
             self._renew(self._allowed_s + reads / SLOWEST)
 
     def renew(self, name: str, after_step: bool = False) -> None:
-        """Begin the time anew: the ranks have just waited for each other.
+        """Restart the timeout after the ranks have synchronized.
 
         Args:
-            after_step: a step of training is done; until the first of them there is more time.
+            name: current position for reports.
+            after_step: whether a training step is done. Until the first step the timeout is longer.
         """
         self.at(name)
         if self._thread:
@@ -98,14 +101,14 @@ class Watchdog:
             self._renew(self._allowed_s)
 
     def at(self, name: str) -> None:
-        """Name what this rank does, for the report."""
+        """Set the current position of this rank for reports."""
         self._phase, self._progress = name, self._progress + 1
 
     def _renew(self, limit_s: float) -> None:
         self.limit_s, self._deadline = limit_s, time.monotonic() + limit_s
 
     def _dump_later(self, left_s: float) -> None:
-        """Called once a second and not in each step, since it starts a thread."""
+        """Schedule faulthandler's dump. It starts a thread, so call it once per second and not in each step."""
         faulthandler.dump_traceback_later(left_s + WITHOUT_PYTHON_S, file=sys.__stderr__ or sys.stderr)
 
     def _watch(self) -> None:
@@ -113,7 +116,7 @@ class Watchdog:
         while not self._closed.wait(interval):
             now = time.monotonic()
             if now - last > interval + SUSPENDED_S:
-                # this process was stopped itself (scontrol suspend): it may go on
+                # this process itself was suspended (scontrol suspend), which is not a hang
                 self._deadline += now - last
             last = now
             if now > self._deadline:
@@ -138,7 +141,7 @@ class Watchdog:
                 "at": at,
             }
         }
-        # in a thread: a store whose process is stopped answers nothing, not even that
+        # in a thread, because calls to the store block if its process is stopped
         gather = threading.Thread(target=self._gather, args=(found, world), daemon=True)
         gather.start()
         gather.join(GATHER_S)
@@ -152,12 +155,12 @@ class Watchdog:
             text = verdict(found, blamed, world, self.limit_s)
             print(text, file=sys.__stderr__, flush=True)
         if rank not in blamed or rank == 0:
-            # A launcher ends all when the first rank ends: the one to blame is to print its stack. And with rank 0 goes
-            # the store, from which the others may still read.
+            # The launcher ends all ranks when the first one ends, so leave the rank at fault time to print its stack.
+            # Rank 0 hosts the store, from which other ranks may still read.
             time.sleep(1.0)
 
     def _gather(self, found: dict[int, dict[str, Any]], world: int) -> None:
-        """Send where this rank is, and add to `found` what others send, as long as somebody waits for it."""
+        """Send the position of this rank, and add the positions of other ranks to `found` until all have arrived."""
         store = dist.distributed_c10d._get_default_store().clone()
         prefix, rank = f"hang/{Watchdog._watches}/", dist.get_rank()
         store.set(f"{prefix}{rank}", json.dumps(found[rank]))
@@ -168,8 +171,10 @@ class Watchdog:
             time.sleep(0.1)
 
     def _read_stacks(self) -> tuple[str, bool]:
-        """The stacks of this process's threads, main thread first, and whether this rank is in a collective. A thread
-        of Python, as that of a save, counts only while the main thread waits for its end."""
+        """Return the stacks of all threads, main thread first, and whether this rank is in a collective.
+
+        A Python thread, such as the save thread, counts as being in a collective only while the main thread joins it.
+        """
         threads = {thread.ident: thread for thread in threading.enumerate()}
         frames = sys._current_frames()
         awaited = _joined(frames[self._main])
@@ -178,7 +183,7 @@ class Watchdog:
             if ident == threading.get_ident():
                 continue
             stack, thread = traceback.extract_stack(frames[ident]), threads.get(ident)
-            # those that torch's C++ starts, as the one of the backward pass, are of another class or unknown
+            # threads that torch starts in C++, such as the backward thread, have another class or are unknown
             if type(thread) is not threading.Thread or thread is awaited:
                 is_waiting |= any(frame.filename.endswith(COLLECTIVES) for frame in stack)
             phase = f", {self._phase}" if ident == self._main else ""
@@ -188,21 +193,22 @@ class Watchdog:
 
 
 def _joined(frame: FrameType | None) -> threading.Thread | None:
-    """The thread whose end the one with this innermost frame waits for."""
+    """Return the thread that the thread with this innermost frame joins, or None."""
     while frame is not None and frame.f_code is not threading.Thread.join.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
 
 
 def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
-    """Return the ranks that the others wait for, [] if that cannot be told.
+    """Return the ranks at fault, for which the others wait, or [] if this is unknown.
 
     Args:
-        found: by rank, what each rank that answers sent.
+        found: position sent by each rank that answered.
+        world: number of ranks.
     """
     silent = [rank for rank in range(world) if rank not in found]
     if silent:
-        # nobody answers one that is not rank 0: then it is the store, which rank 0 keeps, that does not
+        # if this rank hears from no other rank, the store on rank 0 does not answer
         return [0] if 0 in silent and len(silent) == world - 1 else silent
     least = min(sent["progress"] for sent in found.values())
     for candidates in (
@@ -215,17 +221,17 @@ def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
 
 
 def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
-    """The message that ends the job."""
+    """Return the message that ends the job."""
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
     }
     lines = [f"error: no progress for {limit_s:g} s (hang_timeout_s)"]
     if blamed:
-        lines[0] += f"; rank {', '.join(map(str, blamed))} of {world} is not where the others wait for it:"
-        gone = "does not answer: its process is stopped, or its machine or connection is gone"
+        lines[0] += f"; the other ranks wait for rank {', '.join(map(str, blamed))} of {world}:"
+        gone = "does not answer: its process is stopped, or its machine or connection is down"
         lines += [f"  {places.get(rank, f'rank {rank} {gone}')}" for rank in blamed]
         lines += [f"  waiting: {places[rank]}" for rank in sorted(set(found) - set(blamed))[:1]]
     else:
-        lines[0] += f", and all {world} ranks answer:"
+        lines[0] += f". All {world} ranks answer, so the rank at fault is unknown:"
         lines += [f"  {places[rank]}" for rank in sorted(places)]
     return "\n".join([*lines, "The job ends. The same command resumes from the last checkpoint"])

@@ -87,6 +87,6 @@ def test_what_must_be_alike(stage: int, reduce_amax: bool, monkeypatch: pytest.M
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     said = scope(engine, precision)
     assert ("optimizer state" in said) == (stage == 0) and ("FP8 scales" in said) == reduce_amax
-    assert ("ZeRO 3 keeps each once" in said) == (stage == 3)
+    assert ("ZeRO 3 has no copies" in said) == (stage == 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    assert scope(engine, precision) == "not applicable, there is one rank"
+    assert scope(engine, precision) == "not applicable with one rank"
