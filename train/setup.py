@@ -281,7 +281,7 @@ def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Prec
     count = len(report.planned) + len(report.kept)
     fp8 = f"{len(report.planned)}/{count} {precision.config.recipe}"
     if report.levels:
-        fp8 += f", {len(report.levels)} of them with a fallback"
+        fp8 += f", {len(report.levels)} of these with a fallback"
     if precision.emulated:
         fp8 += ", emulated"
     return StartupReport(fp8, attention, ranks, lines)

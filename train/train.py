@@ -174,7 +174,7 @@ def run_training(args: TrainingArguments) -> None:
     except tuple(ENDINGS):
         raise
     except Exception:
-        logger.debug("the run ends with an error", exc_info=True)
+        logger.debug("the run failed", exc_info=True)
         raise
 
 

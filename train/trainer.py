@@ -337,7 +337,7 @@ class Trainer:
             logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
             value = {spike.what: spike.value, "threshold": spike.threshold}
             record["spikes_found"].append({"step": spike.step, **value, **samples})
-        self.watchdog.renew(f"numbers checked to step {self.state.step}")
+        self.watchdog.renew(f"checked the numbers up to step {self.state.step}")
         if self.args.on_spike != "rollback":
             return False
         self._finish_save()  # the rollback may need this checkpoint
@@ -353,7 +353,7 @@ class Trainer:
             stream=self.data.train,
         ):
             return False
-        self.watchdog.renew(f"back at step {self.state.step}")
+        self.watchdog.renew(f"rolled back to step {self.state.step}")
         self._start_clock()
         return True
 
@@ -510,7 +510,7 @@ class Trainer:
                 raise
             logger.warning(f"{error}. on_save_failure is continue: the run continues to its next save")
         finally:  # all ranks agree on the result
-            self.watchdog.renew("the save is over")
+            self.watchdog.renew("the save is complete")
 
     def _write_metrics(self, values: dict[str, Any]) -> None:
         self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
@@ -550,7 +550,7 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     changes = [f"{describe_phase(args.precision, following.phase)} begins"] if is_new_phase else []
     moved = sum(fallbacks.get(name) != recipe for name, recipe in state.levels.items())
     if moved:
-        changes.append(f"fallbacks of precision.on_trouble in {moved} of the modules")
+        changes.append(f"{moved} modules fall back (precision.on_trouble)")
     took_s = round(time.monotonic() - began, 2)
     logger.info(f"{'; '.join(changes)}; the change took {took_s:.1f} s")
     return following, {

@@ -169,11 +169,11 @@ def describe(node: Node) -> str:
     if kind == "string" and node.get("minLength"):
         words += " that is not empty"
     if node.get("minItems") or node.get("minProperties"):
-        words += " of at least one entry"
+        words += " with at least one entry"
     if kind == "array":
-        words += f" of which each is {describe(node['items'])}"
+        words += f" in which each item is {describe(node['items'])}"
     if kind == "object" and "properties" not in node:
-        words += f" whose values are {describe(value_schema(node) or {})}"
+        words += f" in which each value is {describe(value_schema(node) or {})}"
     if {"minimum", "maximum"} <= node.keys():
         return f"{words} between {node['minimum']:.12g} and {node['maximum']:.12g}"
     limits = [f"{text} {node[limit]:.12g}" for limit, text in LIMITS.items() if limit in node]
@@ -190,7 +190,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean X?)" with the most similar known dotted key, or ""."""
     known = list(known)
     leaf = name.rsplit(".", 1)[-1]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # right name, wrong section
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # correct name in the wrong section
     close = same_leaf or difflib.get_close_matches(name, known, 1, 0.6)
     if not close:
         by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}

@@ -91,7 +91,9 @@ class MetricsLogger:
         again = (*NOTED_AT_START, "eval_loss") if evaluates_again else NOTED_AT_START
         discarded = discard_after(folder.metrics, start_step or NO_STEP, again)
         if discarded:
-            logger.info(f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}")
+            logger.info(
+                f"metrics: {discarded[1]} lines after step {start_step} were moved to {discarded[0].name}"
+            )
         self._file = folder.metrics.open("ab", buffering=0)
         self._pending = b""
         self._has_failed = False

@@ -24,7 +24,7 @@ tags:
 """
 COMPRESSED = "compressed-tensors"
 NEEDS_COMPRESSED = "transformers needs the package compressed-tensors: pip install compressed-tensors"
-LOSSES = {"training loss": "loss", "evaluation loss": EVALUATION, "of a unigram model": "unigram_loss"}
+LOSSES = {"training loss": "loss", "evaluation loss": EVALUATION, "loss of a unigram model": "unigram_loss"}
 
 
 def write_card(
