@@ -97,7 +97,7 @@ def drawing() -> str:
     lines += [f'    {name}["{room}"]' for room, name in names.items()]
     for room in sorted(shown):
         lines += [f"    {names[room]} --> {names[other]}" for other in sorted(shown[room])]
-    lines += ["```", "", "| package | what it is for |", "|---|---|"]
+    lines += ["```", "", "| package | purpose |", "|---|---|"]
     packages = (room for room in sorted(shown) if not room.endswith(".py"))
     lines += [f"| `{package}` | {purpose(package)} |" for package in packages]
     return "\n".join(lines) + "\n"

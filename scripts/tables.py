@@ -29,15 +29,15 @@ GB = 1e9
 PARTS = {
     "max_steps": "Length and batch",
     "optim": "Learning rate and optimizer",
-    "seed": "The same numbers again",
-    "max_skipped_steps": "When numbers or ranks go wrong",
-    "output_dir": "What a run writes, and when",
-    "resume_from_checkpoint": "Going on",
+    "seed": "Reproducibility",
+    "max_skipped_steps": "Failures",
+    "output_dir": "Logs, checkpoints and evaluation",
+    "resume_from_checkpoint": "Resuming",
     "report_to": "Trackers",
     "gradient_checkpointing": "Memory and DeepSpeed",
-    "model": "`model`: what is trained",
-    "data": "`data`: what it is trained on",
-    "precision": "`precision`: FP8 or not, and how",
+    "model": "`model`: the model to train",
+    "data": "`data`: the training data",
+    "precision": "`precision`: bf16 or FP8, and its recipe",
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
 # Short forms of a key's `resume` rule (model/keys.py) for the table.
@@ -69,7 +69,7 @@ def configuration() -> str:
         title = PARTS.get(key.partition(".")[0], title)
         parts.setdefault(title, []).append(_described(key, node))
     sections = [title for title in parts if title.startswith("`")]
-    titles = ("key", "takes", "default", "on a resume", "what it is")
+    titles = ("key", "values", "default", "on a resume", "description")
     return "\n".join(
         f"### {title}\n\n{table(titles, parts[title])}"
         for title in (*sections, *(t for t in parts if t not in sections))
@@ -117,13 +117,13 @@ def hardware() -> str:
     keep = TrainingArguments.save_total_limit
     return "\n".join(
         [
-            "### GPU memory: GiB a GPU of weights, gradients and optimizer\n",
+            "### GPU memory of weights, gradients and optimizer (GiB per GPU)\n",
             table(("model", "M parameters", *titles), rows(millions, *(state(*where) for where in memory))),
-            "### Disk: GB\n",
+            "### Disk space (GB)\n",
             table(
                 (
                     "model",
-                    "a checkpoint",
+                    "one checkpoint",
                     f"{keep + 1} checkpoints (save_total_limit {keep}) and hf/",
                     "hf/ alone",
                 ),
@@ -133,15 +133,15 @@ def hardware() -> str:
                     gigabytes(exported),
                 ),
             ),
-            f"### Work: GFLOP a token of {SEQ_LENGTH}, forward and backward\n",
-            table(("model", "GFLOP a token"), rows(gflop)),
-            "### Measured: one H200, whole steps\n",
+            f"### Work per token, forward and backward (GFLOP, sequence length {SEQ_LENGTH})\n",
+            table(("model", "GFLOP per token"), rows(gflop)),
+            "### Measured whole steps on one H200\n",
             table(
                 (
                     "model",
-                    "te_layer in",
+                    "precision of te_layer",
                     "micro-batch",
-                    "GiB at the peak",
+                    "peak GiB",
                     "tokens/s",
                     "TFLOP/s",
                     "hours for 1 B tokens",
