@@ -168,9 +168,7 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
     """
     steps = [(r["step"], r["tokens"]) for r in several]
     if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
-        return {
-            "why": f"steps differ: {len(several)} on several ranks, {len(one)} on one, or different tokens"
-        }
+        return {"why": f"steps: {len(several)} on several ranks, {len(one)} on one, or different tokens"}
     result: Result = {}
     apart = {}
     for key in ("loss", "grad_norm"):
