@@ -187,9 +187,7 @@ def test_wrong_settings(machine: Machine, settings: dict[str, str], key: str | N
             machine.run(**{name: "" for name in SLURM} | settings)
         assert end.value.code == 2
     else:
-        for name, value in settings.items():
-            os.environ[name] = value  # removed by the fixture of the settings
-        with refused(LaunchError, key=key):
+        with mock.patch.dict(os.environ, settings), refused(LaunchError, key=key):
             launch.Supervisor([str(machine.config)], machine.children)
     assert not machine.starts()
 
