@@ -1,7 +1,8 @@
-"""Compare the configuration of `accelerate launch` with the run's, which alone counts: a different setting would
-silently do nothing.
+"""Compare the configuration of `accelerate launch` with the configuration of the run.
 
-The variables are those that accelerate 1.15 sets for the programs it starts (accelerate/utils/launch.py).
+Only the configuration of the run has an effect, so a different setting of accelerate would be ignored silently.
+
+accelerate 1.15 passes its settings to the programs it starts as environment variables (accelerate/utils/launch.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EXAMPLE = "train_args/accelerate_fp8.yaml shows a file that matches train_config
 
 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:
-    """Return an error per difference; [] if another launcher started this process."""
+    """Return an error for each difference, or [] if another launcher started this process."""
     mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION")
     if mixed_precision is None:
         return []
@@ -43,19 +44,19 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
         expected["FP8_BACKEND"] = ("model.variant", "te" if te else "ao")
         if te:
             expected["FP8_FORMAT"] = ("precision.fp8_format", precision.fp8_format)
-        if precision.recipe == "delayed":  # accelerate always sets its options
+        if precision.recipe == "delayed":  # accelerate sets these options for every recipe
             for name in ("margin", "amax_history_len", "amax_compute_algo"):
                 expected[f"FP8_{name.upper()}"] = (f"precision.{name}", getattr(precision, name))
             expected["FP8_INTERVAL"] = ("precision.recipe", 1)
     found: list[Exception] = []
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()
-        # 1 and 1.0 are the same
+        # accelerate may write 1 as 1.0.
         if given.removesuffix(".0") not in ("", "auto", "none", str(value).lower().removesuffix(".0")):
             text = f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make them equal; {EXAMPLE}"
             found.append(ConfigurationError(text, key=key))
     for name in NOT_SUPPORTED:
         if environment.get(name, "").lower() in ("true", "1"):
-            text = f"accelerate's {name} is not supported. Remove it, and set distributed_type MULTI_GPU; {EXAMPLE}"
+            text = f"accelerate's {name} is not supported. Remove it, and set distributed_type to MULTI_GPU; {EXAMPLE}"
             found.append(ConfigurationError(text, key=name))
     return found

@@ -1,4 +1,7 @@
-"""Check what can be known before a model is built, without torch. All problems are in one message."""
+"""Check a run before its model is built and before ranks start, without torch.
+
+One message lists all problems.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,19 @@ from train.record.trackers import check_installed
 
 T = TypeVar("T")
 
-# Set in the environment of ranks whose launcher has checked.
+# The launcher sets this variable for its ranks, so that they do not repeat the check.
 CHECKED = "FP8_PREFLIGHT_DONE"
-# A larger model takes too long on a CPU to be intended.
+# Training a larger model on a CPU is too slow to be intended.
 CPU_PARAMETERS = 100e6
 
 
 class PreflightError(UserError):
-    """The run cannot start. Has the code and the key of the problem if there is only one.
+    """The run cannot start.
+
+    A single problem sets `code` and `key` of this error.
 
     Args:
-        problems: all of them.
+        problems: all problems found; at least one.
     """
 
     code = "preflight"
@@ -47,18 +52,21 @@ class PreflightError(UserError):
         if len(texts) == 1:
             super().__init__(texts[0], code=getattr(first, "code", None), key=getattr(first, "key", None))
         else:
-            listed = "\n".join([f"{len(texts)} problems keep this run from starting:", *texts])
+            listed = "\n".join([f"The run cannot start because of {len(texts)} problems:", *texts])
             super().__init__(listed.replace("\n", "\n  "))
         self.problems = problems
 
 
 def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:
-    """Check a run of `world_size` ranks, `local_ranks` of them on this node, and return warnings. Changes no file.
+    """Check a run and return its warnings. Changes no file.
 
     Args:
-        devices: of `cuda_devices`.
+        world_size: number of ranks of the run.
+        local_ranks: number of ranks on this node.
+        devices: result of `cuda_devices`.
 
-    Raises PreflightError.
+    Raises:
+        PreflightError: The run cannot start.
     """
     problems: list[Exception] = []
 
@@ -102,14 +110,17 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
-    """Compare the resolved arguments with the checkpoint that the run resumes from.
+    """Check that the run may resume from its checkpoint with the resolved arguments.
 
-    The run itself compares data and model, and skips a damaged checkpoint.
+    Data and model are compared later, when the run loads the checkpoint. The run also skips a damaged checkpoint, which
+    is no problem here.
 
-    Raises CheckpointError, ConfigurationError: as `checkpoint_to_resume`, `allowed_changes`.
+    Raises:
+        CheckpointError, ConfigurationError: see `checkpoint_to_resume` and `allowed_changes`.
     """
     path = checkpoint_to_resume(args)
-    if path is None or args.precision.auto:  # its choice is not known yet
+    # With precision.auto, the precision is not known before the measurement.
+    if path is None or args.precision.auto:
         return
     try:
         saved = read_state(path)
@@ -123,7 +134,11 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
 
 
 def check_weights(args: TrainingArguments, sizes: Any) -> None:
-    """Raises WeightsError: model.init_from has no weights of this model."""
+    """Check that model.init_from, if set, has the weights of this model.
+
+    Raises:
+        WeightsError: The weights are missing or do not fit the model.
+    """
     if args.model.init_from is None:
         return
     check_init_from(args.model.init_from, sizes)
@@ -134,12 +149,16 @@ def check_weights(args: TrainingArguments, sizes: Any) -> None:
 
 
 def check_output(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: output_dir cannot be written or is something else than a run's folder. LockError:
-    another run uses it."""
+    """Check that the run can use its output_dir.
+
+    Raises:
+        ConfigurationError: The folder cannot be written, or is not the folder of a run.
+        LockError: Another run uses the folder.
+    """
     folder, key = RunFolder(args.output_dir), "output_dir"
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data; choose another folder. To '
+            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data. Choose another folder. To '
             "resume from a checkpoint, pass --resume_from_checkpoint",
             key=key,
         )
@@ -154,7 +173,7 @@ def check_output(args: TrainingArguments) -> None:
         )
     if saves and (why := why_not_replaced(folder.hf)):
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {why}, and the run exports its model there in the end; move it away, or '
+            f'output_dir "{args.output_dir}": {why}, but the run exports its final model there. Move the folder, or '
             "choose another output_dir",
             key=key,
         )
@@ -162,44 +181,50 @@ def check_output(args: TrainingArguments) -> None:
 
 
 def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:
-    """Return what the configuration needs and this number of CUDA devices does not offer."""
+    """Return an error for each setting that needs a GPU, or more GPUs, than this node has.
+
+    Args:
+        sizes: configuration of the model; None if it could not be loaded.
+        local_ranks: number of ranks on this node.
+        devices: number of visible CUDA devices.
+    """
     te, backend, attention = (
         VARIANTS[args.model.variant].te,
         args.precision.backend,
         args.model.attention_backend,
     )
-    none = "no CUDA device is found here"
+    none = "this machine has no visible CUDA device"
     too_large = sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS
     problems = [
         (
             "ranks",
             0 < devices < local_ranks,
-            f"{local_ranks} ranks are to start on this node, and it has {devices} CUDA devices, one a rank; start "
-            f"{devices} (--nproc, or NPROC of run_training.sh), or check CUDA_VISIBLE_DEVICES; srun has to give them "
-            "to all tasks of the node: --gpus-per-node, not --gpus-per-task",
+            f"{local_ranks} ranks would start on this node, but it has {devices} CUDA devices, and each rank needs "
+            f"one. Start {devices} ranks (--nproc, or NPROC for run_training.sh), or check CUDA_VISIBLE_DEVICES. With "
+            "srun, use --gpus-per-node instead of --gpus-per-task, so that all tasks of the node see its GPUs",
         ),
         (
             "model.config",
             not devices and too_large,
-            f"model.config {args.model.config}: {num_parameters(sizes) / 1e6 if sizes else 0:,.0f} M parameters, and "
-            f"{none}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or, to train very slowly on the CPU, give "
-            "--precision.backend reference",
+            f"model.config {args.model.config}: the model has {num_parameters(sizes) / 1e6 if sizes else 0:,.0f} M "
+            f"parameters, and {none}. Check nvidia-smi and CUDA_VISIBLE_DEVICES. To train on the CPU, which is very "
+            "slow, pass --precision.backend reference",
         ),
         (
             "precision.backend",
             not devices and te and backend == "transformer_engine",
-            f'precision.backend "transformer_engine": {none}; set it to auto or reference',
+            f'precision.backend "transformer_engine": {none}. Set it to auto or reference',
         ),
         (
             "precision.compute",
             not devices and args.precision.compute == "fp16",
-            f'precision.compute "fp16" needs a GPU, and {none}; set it to bf16 or fp32',
+            f'precision.compute "fp16" needs a GPU, and {none}. Set it to bf16 or fp32',
         ),
         (
             "model.attention_backend",
             te and attention != "auto" and (not devices or backend == "reference"),
-            f'model.attention_backend "{attention}" is Transformer Engine\'s on a GPU; the CPU reference has '
-            "torch's alone; set it to auto",
+            f'model.attention_backend "{attention}" needs Transformer Engine on a GPU, and the CPU reference only has '
+            "the attention of torch. Set it to auto",
         ),
     ]
     return [ConfigurationError(text, key=key) for key, found, text in problems if found]

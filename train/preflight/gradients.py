@@ -1,9 +1,11 @@
-"""Check that DeepSpeed reduces gradients correctly: compare what the optimizer receives with a plain all-reduce of what
-autograd computes, over all micro-batches of a step and all ranks.
+"""Check that DeepSpeed reduces gradients correctly.
 
-Releases of DeepSpeed have dropped the last micro-batch or divided twice, and nothing in training notices. The check
-compares a sample of the elements of each parameter on the data of the first step, and ends before the optimizer's step.
-Afterwards the run is, bit for bit, what it was.
+The check computes the gradients of the first step and compares the gradients that the optimizer receives with a plain
+all-reduce of autograd's gradients, over all micro-batches of the step and all ranks. It is needed because releases of
+DeepSpeed have dropped the last micro-batch or divided twice, which training does not notice.
+
+The check compares a sample of the elements of each parameter, and ends before the optimizer's step. It does not change
+the state of the run by a bit.
 """
 
 from __future__ import annotations
@@ -36,21 +38,24 @@ from train.preflight.check import PreflightError
 
 logger = logging.getLogger(__name__)
 SAMPLE = 2**26  # elements: 256 MiB
-FLOAT32_ERROR = 1e-6  # of sums in another order
-# A GEMM that adds into a buffer and a replayed graph round differently, and quantize again.
+FLOAT32_ERROR = 1e-6  # relative, between sums in different orders
+# Limit with fused accumulation and CUDA graphs, which round differently and quantize again.
 OTHER_KERNELS = 0.1
 ADVICE = "Do not train like this. Try another ZeRO stage, gradient_accumulation_steps 1 or another version of DeepSpeed"
 FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report it"
 
-# A sample of the gradients in float32, by name of the parameter.
+# A sample of each gradient in float32, by the parameter's name.
 Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The reduced gradients against the plain ones.
+    """The result of comparing the reduced gradients with the plain ones.
 
-    problem: what is wrong, or "". error: the largest relative difference of a parameter. allowed: its limit.
+    Attributes:
+        problem: description of the error, or "".
+        error: the largest relative difference over the parameters.
+        allowed: the limit of `error`.
     """
 
     problem: str
@@ -66,10 +71,11 @@ def check_gradients(
     stream: SampleStream,
     state: RunState,
 ) -> None:
-    """Compare the gradients of the next step of the run. Collective.
+    """Check the gradients of the run's next step, and log the result. Collective.
 
-    Raises PreflightError: the optimizer would receive other gradients than those of the micro-batches, or GPU memory
-    ran out, on this rank alone.
+    Raises:
+        PreflightError: On all ranks, if the optimizer would receive wrong gradients. On a single rank, if its GPU
+            memory ran out.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
@@ -84,14 +90,14 @@ def check_gradients(
     except torch.OutOfMemoryError as error:
         text = (
             f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) in the check of the gradients, "
-            "which needs more than a step. Use a smaller per_device_train_batch_size, or skip the check: --preflight "
-            "false"
+            "which needs more memory than a step. Use a smaller per_device_train_batch_size, or skip the check with "
+            "--preflight false"
         )
         raise PreflightError([MemoryError(text)]) from error
     if not mine:
         logger.warning(
-            "preflight: the gradients of the first step are not finite, so they are not compared; the run "
-            "will skip that step"
+            "preflight: the gradients of the first step are not finite, so they cannot be compared. The run "
+            "will skip this step"
         )
         return
     every: list[Any] = [None] * world
@@ -111,7 +117,7 @@ def check_gradients(
 
 @contextmanager
 def unchanged(engine: Any, precision: Precision) -> Iterator[None]:
-    """Restore random generators and FP8 state afterwards, in place."""
+    """Restore the random generators and the FP8 state in place after the block."""
     random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
     yield
     restore_fp8(engine, precision, fp8)
@@ -121,7 +127,11 @@ def unchanged(engine: Any, precision: Precision) -> Iterator[None]:
 
 
 def restore_fp8(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
-    """Put back `saved` of snapshot_fp8_state in place. Modules that had not run by then get their initial state."""
+    """Restore FP8 state in place. Modules that had no state when it was saved get their initial state.
+
+    Args:
+        saved: result of `snapshot_fp8_state`.
+    """
     reset_fp8_state(engine.module, precision)
     for key, tensor in fp8_state(engine.module, precision).items():
         if key in saved:
@@ -137,8 +147,8 @@ def compare_gradients(
         batches: this rank's micro-batches of the step.
 
     Returns:
-        [] if the gradients are not finite, on all ranks. Otherwise a comparison, and a second one with fused gradient
-        accumulation and CUDA graphs if the run uses them.
+        One comparison, and a second one with fused gradient accumulation and CUDA graphs if the run uses them. [] on
+        all ranks if the gradients are not finite.
     """
     plain, allowed = empty_sample(engine), allowed_error(engine, len(batches))
     fp8 = snapshot_fp8_state(engine.module, precision)
@@ -163,11 +173,15 @@ def compare_gradients(
 
 
 def trained(engine: Any) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient."""
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
 def sample_stride(engine: Any) -> int:
-    """Every how many elements of a flattened parameter one is compared. Odd, to visit all columns of a matrix."""
+    """Return the distance between compared elements of a flattened parameter.
+
+    It is odd, so that the elements are in all columns of a matrix.
+    """
     return math.ceil(sum(zero.shape_of(p).numel() for p in trained(engine)) / SAMPLE) | 1
 
 
@@ -184,7 +198,11 @@ def empty_sample(engine: Any) -> Gradients:
 
 
 def allowed_error(engine: Any, micro_batches: int) -> float:
-    """The rounding of each addition, over micro-batches and ranks, in the coarsest of the types."""
+    """Return the allowed relative error of a gradient.
+
+    It is three times the expected error of adding over micro-batches and ranks, each addition rounded to the least
+    exact type involved.
+    """
     types = {engine.communication_data_type, *(p.dtype for p in trained(engine))}
     rounding = max(torch.finfo(dtype).eps / 2 for dtype in types)
     return 3 * max(rounding, FLOAT32_ERROR) * math.sqrt(micro_batches + dist.get_world_size())
@@ -192,10 +210,12 @@ def allowed_error(engine: Any, micro_batches: int) -> float:
 
 @contextmanager
 def adding_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
-    """Add the gradients of this rank's micro-batches to `totals`, by hooks that run before DeepSpeed's.
+    """Add the gradients of this rank's micro-batches to `totals` in the block, with hooks that run before DeepSpeed's.
 
-    DeepSpeed's factor (accumulation, loss scale) is divided out. Yields the weight of a micro-batch, to be set before
-    it runs.
+    The hooks divide by the factor with which DeepSpeed scales the loss (accumulation, loss scale).
+
+    Yields:
+        The weight of a micro-batch, a scalar tensor. Set it before the micro-batch runs.
     """
     stride = sample_stride(engine)
     weight, factor = (torch.ones((), device=engine.device) for _ in range(2))
@@ -220,11 +240,11 @@ def take_step(
     """Take a step up to the optimizer. Collective.
 
     Args:
-        weight: of `adding_local_gradients`.
+        weight: the value that `adding_local_gradients` yields.
 
     Returns:
-        the sample of the gradient that the optimizer receives, and the norm of the whole; None if DeepSpeed skips the
-        step.
+        The sample of the gradient that the optimizer receives, and the norm of the whole gradient. None if DeepSpeed
+        skips the step.
     """
     reduced, stride = empty_sample(engine), sample_stride(engine)
     squares: list[torch.Tensor] = []
@@ -246,7 +266,7 @@ def take_step(
     if not squares:
         return None
     square = torch.stack(squares).sum()
-    if engine.zero_optimization_stage():  # each rank has a part
+    if engine.zero_optimization_stage():  # each rank has only a part of the gradient
         for part in (square, *reduced.values()):
             dist.all_reduce(part)
     return reduced, math.sqrt(square)
@@ -258,7 +278,10 @@ def compare(
     """Compare the reduced gradient with the plain one.
 
     Args:
-        reduced, norm: of `take_step`.
+        reduced, norm: the result of `take_step`.
+        plain: the all-reduced sample of autograd's gradients.
+        max_grad_norm: gradient clipping of the run; 0 for none.
+        allowed: the largest relative error.
     """
     reported = engine.get_global_grad_norm()
     is_clipped = max_grad_norm and reported is not None
@@ -275,11 +298,13 @@ def compare(
     problem = ""
     if not (abs(factor - 1) <= allowed and errors[worst] <= allowed):
         problem = (
-            f"the reduced gradient is {factor:.4g} times the plain one, and that of {worst} differs by "
-            f"{errors[worst]:.2g} (relative; allowed is {allowed:.2g})"
+            f"the reduced gradient is {factor:.4g} times the plain one, and the gradient of {worst} has a relative "
+            f"error of {errors[worst]:.2g} (allowed {allowed:.2g})"
         )
     elif reported is not None and not math.isclose(
         norm / clipping, float(reported), rel_tol=max(0.01, allowed)
     ):
-        problem = f"the norm of the gradients is {norm / clipping:.5g}, DeepSpeed uses {float(reported):.5g}"
+        problem = (
+            f"the norm of the gradients is {norm / clipping:.5g}, but DeepSpeed uses {float(reported):.5g}"
+        )
     return Comparison(problem, errors[worst], allowed)

@@ -1,4 +1,4 @@
-"""Ask this machine for its GPUs and for memory that ran out, without importing torch."""
+"""Find this machine's GPUs and recognize that memory ran out, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# In a process of its own: where the driver was initialized, forks have no CUDA.
+# Runs in a separate process: a process that initializes the driver cannot use CUDA in its forks.
 QUERY = """
 import ctypes
 cuda, count, device, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
@@ -18,11 +18,14 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
         print(size.value)
 """
 COUNTERS = Path("/proc/vmstat")
-QUERY_TIMEOUT_S = 120  # a driver that loads for the first GPU program since the boot takes half a minute
+QUERY_TIMEOUT_S = 120  # the first GPU program after a boot loads the driver, which takes half a minute
 
 
 def cuda_devices() -> list[int] | None:
-    """Return the memory of each visible CUDA device in bytes; [] without any, None if the driver does not answer."""
+    """Return the memory of each visible CUDA device in bytes, or None if the driver does not answer.
+
+    The list is empty on a machine without CUDA devices.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -36,8 +39,8 @@ def cuda_devices() -> list[int] | None:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return the first line of an error that says that GPU or host memory ran out, or ""."""
-    text = str(error)  # torch has a type of its own for a GPU alone
+    """Return the first line of an error that reports a lack of GPU or host memory, or "" for other errors."""
+    text = str(error)  # torch has an exception type for GPU memory, but none for host memory
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         line = text.splitlines()[0] if text else "no memory left"
         return ". ".join(line.split(". ")[:3])  # without torch's advice
@@ -45,7 +48,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def memory_kills() -> int:
-    """Return how many processes the system has killed since boot because memory ran out; 0 if unknown."""
+    """Return the number of processes that the system has killed since boot for lack of memory; 0 if unknown."""
     try:
         counters = dict(line.split() for line in COUNTERS.read_text().splitlines())
         return int(counters.get("oom_kill", 0))

@@ -1,5 +1,7 @@
-"""Check before the first step that all ranks have one configuration, equal software and the same files, and measure
-their GPUs and links. Findings name the rank and its host."""
+"""Check that all ranks have the same configuration, software and files, and measure the speed of GPUs and links.
+
+Messages name the rank and its host.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,21 @@ from train.record.provenance import NOT_HASHED, sources_sha256
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after a while
-SLOW = 1.15  # a GPU this many times slower than the median is reported
+SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes with a delay
+SLOW = 1.15  # warn about a GPU this many times slower than the median
 GEMM, WARMUPS, REPEATS = 8192, 3, 10
 ALL_REDUCE_BYTES = {"cuda": 2**28, "cpu": 2**20}
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has and sees.
+    """The software, files and hardware of one rank.
 
-    equal: what must be the same on all ranks: versions of packages and sources, the data, that output_dir is shared.
-    machine: GPU and driver, which should be. gemm_tflops: speed of a bf16 GEMM; None on a CPU.
+    Attributes:
+        equal: values that must be the same on all ranks: versions of packages and sources, the data, and whether
+            output_dir is shared.
+        machine: GPU and driver. A difference is a warning.
+        gemm_tflops: speed of a bf16 GEMM in TFLOP/s; None on a CPU.
     """
 
     host: str
@@ -54,15 +59,18 @@ class Rank:
 
 
 def is_on(args: TrainingArguments) -> bool:
-    """Whether the ranks are checked: by the key "preflight", or if there are several nodes."""
+    """Return whether to check the ranks: the value of the key "preflight", by default true on several nodes."""
     return launchers.several_nodes() if args.preflight is None else args.preflight
 
 
 def check_configured_alike(args: TrainingArguments) -> None:
-    """Check that all ranks have the same resolved arguments: on nodes that are started by hand each reads its own
-    command and file. Paths may differ, and what only rank 0 uses. Collective.
+    """Check that all ranks have the same resolved arguments. Collective.
 
-    Raises PreflightError, on all ranks.
+    They may differ when nodes are started by hand, each with its own command and file. Paths, and keys that only rank 0
+    uses, may differ.
+
+    Raises:
+        PreflightError: On all ranks, if the arguments differ.
     """
     values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
@@ -79,7 +87,9 @@ def check_configured_alike(args: TrainingArguments) -> None:
 def check_alike(args: TrainingArguments) -> None:
     """Check software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
 
-    Raises PreflightError, on all ranks. OSError, on rank 0: output_dir cannot be written.
+    Raises:
+        PreflightError: On all ranks, if software or files differ.
+        OSError: On rank 0, if output_dir cannot be written.
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, this_rank(args, sees_file_of_rank_0(args)))
@@ -95,13 +105,18 @@ def check_alike(args: TrainingArguments) -> None:
 
 
 def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
+    """Collect the facts of this rank and measure its GPU.
+
+    Args:
+        sees_file: result of `sees_file_of_rank_0`.
+    """
     machine, versions = describe()
     on_gpu = torch.cuda.is_available()
     equal = {name: str(version) for name, version in versions.items()} | {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
         "the sources in model/ and train/": sources_sha256("model", "train")[:12],
         "data.sources": data_facts(args),
-        "output_dir": "shared" if sees_file else "not shared (a file of rank 0 in it is not seen)",
+        "output_dir": "shared" if sees_file else "not shared (a file that rank 0 wrote there is not visible)",
     }
     return Rank(
         host=socket.gethostname(),
@@ -112,7 +127,7 @@ def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
 
 
 def data_facts(args: TrainingArguments) -> str:
-    """Return a hash of the training data as this rank sees it, or why it cannot be read."""
+    """Return a hash of the training data as this rank sees it, or the reason it cannot be read."""
     data = args.data
     try:
         stream = open_stream(
@@ -125,9 +140,10 @@ def data_facts(args: TrainingArguments) -> str:
 
 
 def sees_file_of_rank_0(args: TrainingArguments) -> bool:
-    """Whether this rank sees a file that rank 0 writes where output_dir is, or will be. Collective.
+    """Return whether this rank sees a file that rank 0 writes to output_dir or its nearest existing parent. Collective.
 
-    Raises OSError, on rank 0: it cannot be written.
+    Raises:
+        OSError: On rank 0, if the file cannot be written.
     """
     folder, is_main = RunFolder(args.output_dir).path, dist.get_rank() == 0
     with (
@@ -138,7 +154,7 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
         name = [Path(file.name).name if file else None]
         dist.broadcast_object_list(name, src=0)
         deadline = time.monotonic() + SEEN_WITHIN_S
-        # lists the folder: NFS caches for half a minute that a name is not there
+        # List the folder instead of opening the file: NFS caches for half a minute that a name does not exist.
         while not (seen := name[0] in os.listdir(existing(folder))) and time.monotonic() < deadline:
             time.sleep(0.2)
         dist.barrier()
@@ -146,7 +162,7 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
 
 
 def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
-    """Return what refuses the run, and warnings."""
+    """Return the problems that refuse the run, and warnings."""
     names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
     problems = unequal(
         [rank.equal for rank in ranks],
@@ -154,13 +170,13 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
         "install the same packages and sources on all nodes, and put data and output_dir on a shared file system",
     )
     warnings = unequal(
-        [rank.machine for rank in ranks], names, "the slowest GPU sets the pace; use equal nodes"
+        [rank.machine for rank in ranks], names, "all ranks wait for the slowest GPU; use equal nodes"
     )
     usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
     warnings += [
-        f"{name}: its GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, the median is {usual:,.0f}, and all "
-        "ranks wait for it. Check clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE), or exclude "
-        "the node"
+        f"{name}: the GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, but the median is {usual:,.0f}. All "
+        "ranks wait for this GPU. Check clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE), or "
+        "exclude the node"
         for name, rank in zip(names, ranks, strict=True)
         if rank.gemm_tflops and rank.gemm_tflops * SLOW < usual
     ]
@@ -168,11 +184,12 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
 
 
 def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
-    """Return a line for each value that differs from that of most ranks.
+    """Return a line for each value that differs from the most frequent one.
 
     Args:
-        facts: values by name, of each rank.
-        where: the ranks as text.
+        facts: for each rank, its values by name.
+        where: for each rank, its name in the lines.
+        advice: text at the end of each line.
     """
     found = []
     for name in sorted(set().union(*facts)):
@@ -180,26 +197,26 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> 
         for rank, fact in zip(where, facts, strict=True):
             ranks_by_value.setdefault(fact.get(name, "none"), []).append(rank)
         most = max(ranks_by_value, key=lambda value: len(ranks_by_value[value]))
-        usual = f"on {len(ranks_by_value.pop(most))} other ranks {most}" + f"; {advice}" * bool(advice)
+        usual = f"but {len(ranks_by_value.pop(most))} other ranks have {most}" + f"; {advice}" * bool(advice)
         found += [f"{', '.join(odd)}: {name} is {value}, {usual}" for value, odd in ranks_by_value.items()]
     return found
 
 
 def gemm_tflops() -> float:
-    """Measure a bf16 GEMM on this rank's GPU, TFLOP/s."""
+    """Measure a bf16 GEMM on this rank's GPU, in TFLOP/s."""
     a, b = (torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * GEMM**3 / _seconds(lambda: torch.mm(a, b)) / 1e12
 
 
 def all_reduce_gb_s() -> float:
-    """Measure the all-reduce bus bandwidth per rank, GB/s. Collective."""
+    """Measure the all-reduce bus bandwidth per rank, in GB/s. Collective."""
     device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     tensor = torch.zeros(ALL_REDUCE_BYTES[device] // 4, device=device)
     return 2 * (ranks - 1) / ranks * tensor.nbytes / _seconds(lambda: dist.all_reduce(tensor)) / 1e9
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Mean time of a call after WARMUPS."""
+    """Return the mean time of a call in seconds, after WARMUPS calls."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(WARMUPS):
         call()

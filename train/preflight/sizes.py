@@ -1,6 +1,6 @@
-"""Compare the GPU memory and disk space of a run with what the machine has.
+"""Compare the GPU memory and disk space that a run needs with what the machine has.
 
-A run is refused only if it cannot fit; what is likely not to fit is a warning.
+A run is refused only if it cannot fit. A run that probably does not fit gets a warning.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     """Return a warning if the run is likely to exceed the memory of a GPU, or "".
 
     Args:
-        args: resolved arguments, those of `s`.
+        args: the resolved arguments of `s`.
+        device_bytes: memory of the GPU with the least memory, in bytes.
 
-    Raises ConfigurationError: the run cannot fit.
+    Raises:
+        ConfigurationError: The run cannot fit.
     """
     available, least = device_bytes / GIB, least_memory_gib(s)
     model = (
@@ -39,8 +41,8 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     )
     if least > available:
         raise ConfigurationError(
-            f"{model} need at least {least:,.1f} GiB per rank for weights, gradients and optimizer, and a GPU here has "
-            f"{available:,.1f}. {memory_advice(args)}",
+            f"{model} need at least {least:,.1f} GiB per rank for weights, gradients and optimizer, but a GPU of this "
+            f"machine has {available:,.1f} GiB. {memory_advice(args)}",
             code="gpu_memory",
             key="model.config",
         )
@@ -48,33 +50,39 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     if memory is None or memory.needed_gib(s.ranks) <= available:
         return ""
     return (
-        f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} of a GPU's {available:,.1f} GiB "
-        f"({memory.described()}). The largest per_device_train_batch_size that is expected to fit is "
+        f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} GiB per GPU, but a GPU has "
+        f"{available:,.1f} GiB ({memory.described()}). The largest per_device_train_batch_size expected to fit is "
         f"{largest_micro_batch(s, available)}. {memory_advice(args)}"
     )
 
 
 def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
-    """Return a message if the error says that memory ran out, else None."""
+    """Return a message if the error reports a lack of memory, or None."""
     if not (line := out_of_memory(error)):
         return None
-    return f"error: memory ran out: {line}\n{memory_advice(args)}\n(FP8_TRACEBACK=1 shows where)"
+    return f"error: memory ran out: {line}\n{memory_advice(args)}\n(set FP8_TRACEBACK=1 to see where)"
 
 
 def memory_advice(args: TrainingArguments) -> str:
     """Return the settings that reduce GPU memory."""
     recompute = "" if args.gradient_checkpointing else "gradient_checkpointing true, "
     return (
-        f"What needs less: a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 (ZeRO 1), "
-        "more ranks with a higher ZeRO stage, a smaller model.config. See docs/hardware.md"
+        f"To reduce memory, use a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 "
+        "(ZeRO 1), more ranks with a higher ZeRO stage, or a smaller model.config. See docs/hardware.md"
     )
 
 
 def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int, int, str]:
-    """Return the bytes of a checkpoint, of all that a run with resolved arguments adds to its folder, and a description
-    of both. A save is written before the oldest checkpoint goes."""
+    """Return the disk space of a run with resolved arguments.
+
+    A save is complete before the oldest checkpoint is deleted, so during a save the disk holds one checkpoint
+    more than save_total_limit.
+
+    Returns:
+        The bytes of a checkpoint, the bytes of everything the run adds to its folder, and a description of both.
+    """
     compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
-    # "never" moves existing checkpoints aside, and they stay
+    # "never" moves existing checkpoints aside and keeps them.
     there = [] if is_new else committed(RunFolder(args.output_dir).checkpoints)
     saves = -(-args.max_steps // args.save_steps) if args.save_steps and not args.save_minutes else 0
     most = min(args.save_total_limit + 1, saves or args.save_total_limit + 1)
@@ -82,22 +90,23 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
-        f"a checkpoint takes about {size_text(checkpoint)}, up to {count} more are kept at a time, hf/ takes "
+        f"a checkpoint takes about {size_text(checkpoint)}, up to {count} more are kept, and hf/ takes "
         f"{size_text(export)}"
     )
     return checkpoint, checkpoint * count + export, text
 
 
 def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
-    """Return a warning if the disk will not hold all that the run writes, or "".
+    """Return a warning if the disk cannot hold everything the run writes, or "".
 
-    Raises ConfigurationError: the first save does not fit.
+    Raises:
+        ConfigurationError: The first save does not fit.
     """
     folder = RunFolder(args.output_dir)
     if args.save_strategy == "no" or is_done(args, folder):
         return ""
     checkpoint, total, text = disk_need(args, sizes, zero_stage)
-    # a save removes what an interrupted save left, and the checkpoints beyond save_total_limit
+    # A save deletes the files of interrupted saves and the checkpoints beyond save_total_limit.
     kept = committed(folder.checkpoints)[
         -args.save_total_limit if args.resume_from_checkpoint == "auto" else 0 :
     ]
@@ -107,29 +116,29 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     facts = f"output_dir {args.output_dir}: {size_text(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
-            f"{facts}: the disk has no room for the first save; make room, lower save_total_limit, choose another "
-            "output_dir, or set save_strategy no",
+            f"{facts}: the disk has no room for the first save. Free some space, lower save_total_limit, choose "
+            "another output_dir, or set save_strategy to no",
             code="disk",
             key="output_dir",
         )
     warning = (
-        f"warning: {facts}. The disk will not hold the last save, {size_text(total)} in all. Make room, or lower "
-        "save_total_limit"
+        f"warning: {facts}. The disk has no room for the last save: the run needs {size_text(total)} in total. Free "
+        "some space, or lower save_total_limit"
     )
     return warning if free < total else ""
 
 
 def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
-    """Return a line with what the run will write, and where."""
+    """Return a line for the log with the output folder and the disk space that the run needs."""
     folder = RunFolder(args.output_dir)
     _, _, text = disk_need(args, sizes, zero_stage)
     if args.save_strategy == "no":
-        text = "save_strategy is no: neither checkpoints nor hf/"
+        text = "save_strategy is no: no checkpoints and no hf/"
     free = shutil.disk_usage(existing(folder.checkpoints)).free
     return f"output: {folder.path.resolve()}; {text}; {size_text(free)} are free"
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
-    """Whether the run has its last checkpoint already."""
+    """Return whether the run already has its last checkpoint, so that it has nothing to train."""
     there = committed(folder.checkpoints)
     return args.resume_from_checkpoint == "auto" and bool(there) and there[-1].name >= name_of(args.max_steps)
