@@ -1,7 +1,7 @@
-"""precision.auto in a training run: rank 0 measures, and every rank applies the choice.
+"""Apply precision.auto to a training run: rank 0 measures, and all ranks use its choice.
 
-The choice becomes part of the resolved configuration, as if the user had written it. A resumed run keeps the choice of
-its checkpoint.
+The choice replaces the configured values, as if the user had written it. A resumed run keeps the choice of its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     Args:
         args: resolved arguments.
 
-    Raises ValueError, PrecisionError: see `autotune`. CheckpointError: the checkpoint to
-    resume from is damaged.
+    Raises:
+        ValueError, PrecisionError: see `autotune`.
+        CheckpointError: The checkpoint to resume from is damaged.
     """
     precision = args.precision
     if not precision.auto:
         return args
     if precision.emulated:
         logger.info(
-            "precision.auto: there is no GPU to measure on; precision, graphs and attention stay as configured"
+            "precision.auto: no GPU to measure on; precision, CUDA graphs and attention stay as configured"
         )
         return replace(args, precision=replace(precision, auto=False))
     task = task_of(args, world_size)
@@ -54,14 +55,14 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),
-        # the run of the checkpoint may have had graphs where this configuration cannot
+        # The checkpoint's run may have used CUDA graphs that this configuration does not support.
         speed=replace(args.speed, cuda_graphs=choice.cuda_graphs and task.graphs_allowed),
         model=replace(args.model, attention_backend=choice.attention_backend),
     )
 
 
 def task_of(args: TrainingArguments, world_size: int) -> Task:
-    """What to measure for a run."""
+    """Return the task of `autotune` for a run."""
     ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
     stage = ds_config["zero_optimization"]["stage"]
     main_grad = (
@@ -72,7 +73,9 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
     state_gib = state_memory_gib(
         config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
     )
-    measured_gib = num_parameters(config) * (2 + 4 * main_grad) / GIB  # weights and float32 gradients
+    measured_gib = (
+        num_parameters(config) * (2 + 4 * main_grad) / GIB
+    )  # weights and, with main_grad, float32 gradients
     return Task(
         config=config,
         variant=args.model.variant,
@@ -82,7 +85,7 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         speed=args.speed,
         attention_backend=args.model.attention_backend,
         gradient_checkpointing=args.gradient_checkpointing,
-        # ZeRO 3 moves the weights and keeps no FP8 copy of them
+        # ZeRO 3 gathers the weights for each micro-batch and keeps no FP8 copies of them.
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
         graphs_allowed=why_no_graphs(

@@ -1,10 +1,12 @@
-"""GPU memory of a rank, part by part: weights, gradients and optimizer by ZeRO's rules, activations by what each
-variant saves for its backward, and what a step has besides.
+"""Predict the GPU memory of a rank.
 
-Bytes of a token are counted by walking through the modules: Transformer Engine 2.20.2 (LayerNormLinear, LayerNormMLP,
-Linear, their `prepare_for_saving`) and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q and kv widths of all
-query and key heads, V vocabulary. What is not FP8 has 2 bytes. tests/train/planning compares with the committed peaks
-in test_fp8/results/.
+The prediction is a sum of parts: weights, gradients and optimizer states, as ZeRO divides them between ranks;
+activations, as each variant saves them for its backward pass; and temporary tensors of a step.
+
+The bytes per token follow from the sources of Transformer Engine 2.20.2 (`prepare_for_saving` in LayerNormLinear,
+LayerNormMLP and Linear) and of DeepSpeed 0.19.8. In the formulas, H is the hidden size, I the intermediate size, q and
+kv the widths of all query and key heads, and V the vocabulary size. An element takes 2 bytes unless it is FP8.
+tests/train/planning compares the predictions with the measured peaks in test_fp8/results/.
 """
 
 from __future__ import annotations
@@ -19,54 +21,67 @@ from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanErro
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
-# What the driver, cuDNN, NCCL and the allocator's rounding take beside the tensors: an allowance, not measured here.
+# Memory of the CUDA context and cuDNN, of NCCL, and the share lost to fragmentation: an allowance, not measured here.
 CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
-# Scales of block scaling: a float32 for 128 elements.
+# Bytes per element with block scaling, which has a float32 scale per 128 elements.
 BLOCK_SCALES = 1 + 4 / 128
-# Of an element of the matrix that Muon orthogonalizes: gradient, two of momentum, the update in float32 and in halves.
+# Bytes per element of the matrix that Muon orthogonalizes: in float32 the gradient, two tensors of momentum and the
+# update, and three tensors in 16 bits.
 MUON_BYTES = 4 * 4 + 3 * 2
 MOST_MICRO_BATCH = 2**24
-STEP_TENSORS = 6  # of a step of packed states (train/engine/states.py): float32, of STATE_CHUNK elements
+# Float32 tensors of STATE_CHUNK elements that a step with packed states needs (train/engine/states.py).
+STEP_TENSORS = 6
 
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB of a rank. `parts` are there at the moment of the peak and sum to `peak_gib`."""
+    """The predicted GPU memory of a rank, in GiB.
+
+    Attributes:
+        parts: memory at the moment of the peak by purpose.
+        moment: the time of the peak within a step.
+        measured_as_gib: the peak that torch.cuda.max_memory_allocated reports. It is lower with CUDA graphs.
+    """
 
     parts: dict[str, float]
-    moment: str  # when in a step the peak is
-    measured_as_gib: float  # what torch.cuda.max_memory_allocated shows of it: less with CUDA graphs
+    moment: str
+    measured_as_gib: float
 
     @property
     def peak_gib(self) -> float:
+        """Return the sum of the parts."""
         return sum(self.parts.values())
 
     def described(self) -> str:
-        """The parts that weigh something."""
+        """Return the parts as text, without negligible ones."""
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 
     def needed_gib(self, ranks: int) -> float:
-        """Of a device: the peak with what is no tensor."""
+        """Return the GPU memory that the run needs, including memory outside of tensors."""
         return self.peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + (NCCL_GIB if ranks > 1 else 0)
 
 
-# ---------------------------------------------------------------- activations, bytes of a token
+# ---------------------------------------------------------------- activations, bytes per token
 
 
 def saved_by_layer(s: Setting, fp8: bool) -> float:
-    """Bytes that a token leaves in a layer for its backward."""
+    """Return the bytes per token that a layer saves for its backward pass.
+
+    Args:
+        fp8: whether the GEMMs of the layer are FP8.
+    """
     H, I, q, kv, _ = widths_of(s.sizes)  # noqa: E741
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
-    # q, k, v, out; log-sum-exp; 1/rms of two norms
+    # q, k, v and the output; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
-    inputs = 2 * 2 * H  # of the two norms: the residual stream
-    # gate and up; silu(gate), but where it is computed again
+    inputs = 2 * 2 * H  # inputs of the two norms: the residual stream
+    # gate and up, and silu(gate) unless the backward pass recomputes it
     swiglu = (2 if s.args.model.variant == "te_layer" or s.args.speed.fused_swiglu else 3) * 2 * I
     if not fp8:
-        # outputs of the norms; out is o_proj's input too; SwiGLU's output
+        # outputs of the norms and of SwiGLU; the input of o_proj is the attention output, counted above
         return attention + inputs + 2 * 2 * H + swiglu + 2 * I
     if s.args.model.variant == "te_layer":
-        # transposed copies for the weight gradients; LayerNormMLP keeps the rows of its norm's output as well
+        # transposed copies for the weight gradients; LayerNormMLP also keeps the row-wise copy of its norm's output
         of_swiglu = 2 * I if s.recipe == "block" else I
         return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + swiglu
     # te_linear: q_proj, k_proj, v_proj, gate_proj and up_proj each quantize their input
@@ -74,23 +89,26 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 
 
 def head_bytes(s: Setting) -> float:
-    """Bytes of a token from the last layer to the begin of lm_head's backward, where logits weigh most."""
+    """Return the bytes per token between the last layer and the start of lm_head's backward pass.
+
+    At that point the logits take the most memory.
+    """
     H, _, _, _, V = widths_of(s.sizes)
     if not s.args.speed.fused_cross_entropy:
-        # float32: log_softmax, its gradient and that of the loss; norm as in a layer
+        # in float32: log_softmax, its gradient, and the gradient of the loss; the norm as in a layer
         return 12 * V + 6 * H
-    # norm's input, lm_head's input and its gradient; logits, which become their gradient
+    # input of the norm, input of lm_head and its gradient; the logits, which their gradient overwrites
     if s.fp8_head:
         return 4 * V + 5 * H
-    # rows and columns of the logits' gradient
+    # row-wise and column-wise FP8 copies of the logits' gradient
     return 2 * V + 6 * H + (BLOCK_SCALES * 2 * V if s.fp8_head_gradients else 0)
 
 
-# ---------------------------------------------------------------- what ZeRO adds
+# ---------------------------------------------------------------- ZeRO, bytes
 
 
 def _buckets(s: Setting) -> float:
-    """Bytes that DeepSpeed has for communication while a micro-batch runs."""
+    """Return the bytes of DeepSpeed's communication buffers during a micro-batch."""
     if s.zero_stage == 3:
         return 2 * (min(s.parameters, MOST_LIVE_PARAMETERS) + s.reduce_bucket)
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
@@ -99,7 +117,7 @@ def _buckets(s: Setting) -> float:
 
 
 def _in_the_step(s: Setting) -> float:
-    """Bytes of the optimizer's step itself, when no activation is left."""
+    """Return the bytes of temporary tensors in the optimizer's step, when all activations are freed."""
     H, I, q, _, _ = widths_of(s.sizes)  # noqa: E741
     muon = MUON_BYTES * H * max(q, I) if s.args.optim == "muon" else 0
     if s.zero_stage == 0:
@@ -107,36 +125,43 @@ def _in_the_step(s: Setting) -> float:
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.bf16_optimizer:
-        # for their reduction, on one rank too, in one tensor: what joins those of less than a bucket, and a cast
+        # To reduce the gradients, even on one rank, DeepSpeed joins those of less than a bucket in one tensor, and
+        # casts them.
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks) if s.packs else 0
-        # what ranks exchange of matrices that two of them have in part is less, and follows it
+        # Muon's exchange of matrices that two ranks share comes later and needs less.
         return max(reduced, decoded, muon)
-    # a flat copy in 16 bits and its cast; float32 gradients of ZeRO 2 are flat already
+    # a flat 16-bit copy and its float32 cast; float32 gradients of ZeRO 2 are already flat
     return 0 if s.float32_gradients else (4 + 2) * s.parameters / s.ranks
 
 
-# ---------------------------------------------------------------- the sum
+# ---------------------------------------------------------------- peak
 
 
 def memory_of(s: Setting) -> Memory:
-    """The peak of the phase of precision.schedule that takes most. Raises PlanError: not `is_planned`."""
+    """Predict the memory of a run at its peak, in the phase of precision.schedule that needs the most.
+
+    Raises:
+        PlanError: The setting is not `is_planned`.
+    """
     if not s.is_planned:
         raise PlanError(
-            f"model.variant {s.args.model.variant} with precision.compute {s.compute} cannot be planned. Use te_layer "
-            "or te_linear, and fp8 or bf16",
+            f"Memory and speed of model.variant {s.args.model.variant} with precision.compute {s.compute} cannot be "
+            "predicted. Use te_layer or te_linear with fp8 or bf16",
             key="model.variant",
         )
     return max((_memory_of(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
 
 
 def _memory_of(s: Setting) -> Memory:
-    """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer; or that
-    of an evaluation, which small models have.
+    """Predict the memory at the peak of one phase.
 
-    CUDA graphs are captured before the optimizer has its moments and there are gradients in 16 bits, and what they hold
-    later is not what torch calls allocated.
+    The peak is at the start of the backward pass, in the backward pass of the last layer, in the optimizer's step, or,
+    for small models, in an evaluation.
+
+    CUDA graphs are captured before the moments of the optimizer and the 16-bit gradients exist. After the capture,
+    torch does not count the memory of the graphs as allocated.
     """
     H, I, _, _, V = widths_of(s.sizes)  # noqa: E741
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
@@ -146,7 +171,7 @@ def _memory_of(s: Setting) -> Memory:
     state = state_parts_gib(
         s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.args.optim
     )
-    # parameters whose 16-bit gradient stays beside the float32 one that it was added to
+    # parameters with both a 16-bit gradient and the float32 gradient to which it is added
     twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
     state["gradients"] += 2 * twice / GIB
     copied_layers = s.fp8_layers if s.keeps_fp8_weights or not s.recompute else min(s.fp8_layers, 1)
@@ -154,24 +179,27 @@ def _memory_of(s: Setting) -> Memory:
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
-        # captures besides one, each of which keeps its gradients
+        # each capture after the first keeps gradients of its own
         running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * 2 * s.parameters / GIB
     kept = layers * 2 * H if s.recompute else of_layers
-    # of the head's gradients, one after the other: the weight in FP8, then the input
+    # FP8 copies for the two gradients of the head, computed one after the other: the weight, then the input
     of_head = H * max(V, s.tokens) / GIB if s.fp8_head_gradients else 0
     head = {"activations": per_token * kept, "logits": per_token * head_bytes(s) + of_head}
-    # gradients of the MLP's output and input, of SwiGLU's output and of gate and up, with their FP8 rows and columns;
-    # SwiGLU's output is freed before
+    # gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, with their row-wise and
+    # column-wise FP8 copies; SwiGLU's output is already freed
     of_mlp = 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
     backward = {
         "activations": per_token * (kept + (one_layer if s.recompute else 0)),
         "backward of a layer": per_token * of_mlp,
     }
-    # an evaluation keeps nothing for a backward: logits, these in float32, log_softmax
+    # An evaluation saves nothing for a backward pass. It needs the logits, their float32 copy and log_softmax.
     eval_tokens = s.seq_length * (s.micro_batch if s.eval_batch is None else s.eval_batch)
     logits = eval_tokens / GIB * (10 * V + 4 * H)
     after = always | copied if s.keeps_fp8_weights else always
-    passes = {"begin of the backward": running | head, "backward of the last layer": running | backward}
+    passes = {
+        "start of the backward pass": running | head,
+        "backward pass of the last layer": running | backward,
+    }
     later = {
         "evaluation": after | {"logits": logits},
         "optimizer": after | {"gradients of the step": _in_the_step(s) / GIB},
@@ -179,7 +207,7 @@ def _memory_of(s: Setting) -> Memory:
     of_passes, of_later = (max(sum(p.values()) for p in moments.values()) for moments in (passes, later))
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
-        # all of the states but a whole float32 weight, which is there from the start
+        # all optimizer states except the unpacked float32 weight, which exists from the start
         early = 0 if s.packs else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
         late = state["optimizer"] - early
         shown = max(of_passes - late - 2 * twice / GIB, of_later)
@@ -189,11 +217,11 @@ def _memory_of(s: Setting) -> Memory:
     return Memory({name: part for name, part in parts.items() if part}, moment, shown)
 
 
-# ---------------------------------------------------------------- bounds and files
+# ---------------------------------------------------------------- bounds and checkpoints
 
 
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
-    """The largest micro-batch that fits into a GPU, samples; 0 if not even the smallest does."""
+    """Return the largest micro-batch that fits into a GPU, in samples, or 0 if none fits."""
     largest = bisect_left(
         range(1, MOST_MICRO_BATCH),
         True,
@@ -205,8 +233,11 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
 
 
 def least_memory_gib(s: Setting) -> float:
-    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, the optimizer's state. Of
-    ZeRO 0 as if the optimizer were shared, which DeepSpeed does in 16 bits."""
+    """Return a lower bound of the GPU memory of a rank, in GiB.
+
+    It counts weights, gradients in the type of the weights, and optimizer states. ZeRO 0 counts as ZeRO 1, because
+    DeepSpeed partitions the optimizer of 16-bit weights.
+    """
     parts = state_parts_gib(
         s.sizes, max(s.zero_stage, 1), s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim
     )
@@ -214,17 +245,22 @@ def least_memory_gib(s: Setting) -> float:
 
 
 def weight_bytes(compute: str) -> int:
+    """Return the bytes per weight of the model with a value of precision.compute."""
     return 4 if compute == "fp32" else 2
 
 
 def checkpoint_bytes(
     sizes: Any, zero_stage: int, compute: str, optimizer_bytes: float = FULL_STATES, optim: str = "adamw"
 ) -> int:
-    """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
+    """Return the bytes of weights and optimizer states in a checkpoint. FP8 state and small files are not counted.
 
-    12 bytes a parameter of float32 weights and moments (8 of Muon's), and the weights in their own type. ZeRO 3 saves
-    the float32 ones alone, and float32 without ZeRO has no second copy. optimizer_bytes: of packed
-    states (train/engine/states.py), beside which the bf16 weights are saved once more.
+    Float32 weights and moments take 12 bytes per parameter, or 8 for parameters that Muon trains. The weights in the
+    type of the model come on top, except with ZeRO 3, which saves only the float32 weights, and for float32 models
+    without ZeRO, which have a single copy. With packed states (train/engine/states.py), the bf16 weights are saved
+    twice.
+
+    Args:
+        optimizer_bytes: bytes per parameter of AdamW's states, less than FULL_STATES if they are packed.
     """
     once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
     is_packed = compute != "fp32" and optimizer_bytes < FULL_STATES

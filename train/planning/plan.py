@@ -1,4 +1,4 @@
-"""The plan that train/plan.py prints, and the prediction that a run logs at its start."""
+"""Create the plan that train/plan.py prints, and the prediction that a run logs at startup."""
 
 from __future__ import annotations
 
@@ -19,20 +19,33 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_tokens(text: str) -> int:
-    """Parse "600B" as 600,000,000,000. Raises PlanError."""
+    """Parse a number of tokens: "600B" is 600,000,000,000.
+
+    Raises:
+        PlanError: The text is not a positive number of tokens.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.replace(",", "").replace("_", "").strip().upper())
     tokens = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if tokens < 1:
         raise PlanError(
-            f"--tokens {text!r} is not a positive number of tokens. Give one such as 600B, with K, M, B, T or nothing"
+            f"--tokens {text!r} is not a positive number of tokens. Pass a number such as 600B; the suffix K, M, B or T is "
+            "optional"
         )
     return tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The training of a model for a number of tokens: as configured, as recommended, and recommended for other numbers
-    of GPUs, with None where the model does not fit."""
+    """A plan for training a model on a number of tokens.
+
+    Attributes:
+        model: name of the model.
+        tokens: tokens of the run.
+        configured: the configured setting.
+        recommended: the recommended setting for the same number of GPUs.
+        by_gpus: the recommended setting by number of GPUs, or None if the model does not fit.
+        checkpoint_bytes: bytes of a checkpoint.
+    """
 
     model: str
     tokens: int
@@ -42,6 +55,7 @@ class Plan:
     checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data."""
         s = self.configured.setting
         return {
             "model": self.model,
@@ -62,7 +76,17 @@ class Plan:
 
 
 def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -> Plan:
-    """Plan a run. Raises PlanError if the model does not fit on s.ranks of these GPUs in any setting."""
+    """Plan a run.
+
+    Args:
+        model: name of the model.
+        s: the configured setting.
+        tokens: tokens of the run.
+        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
+
+    Raises:
+        PlanError: The model does not fit on `s.ranks` GPUs in any setting.
+    """
     by_gpus = {n: recommend(s, gpu, n, s.step_tokens, network_gbit_s) for n in GPU_COUNTS}
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, s.step_tokens, network_gbit_s)
     if recommended is None:
@@ -79,7 +103,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
 
 
 def lines(p: Plan) -> list[str]:
-    """Return the plan as text."""
+    """Return the lines of the plan as text."""
     s, gpu = p.configured.setting, p.configured.gpu
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
@@ -95,7 +119,7 @@ def lines(p: Plan) -> list[str]:
             else [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
         ),
         "",
-        "Recommended for other numbers of GPUs (the model does not fit on others):",
+        "Recommended settings for other numbers of GPUs (the model does not fit on numbers that are not listed):",
         "",
     ]
     rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
@@ -107,19 +131,21 @@ def lines(p: Plan) -> list[str]:
 
 
 def _details(p: Planned, tokens: int) -> list[str]:
+    """Return the lines about memory, speed and time of a setting."""
     s, e, days = p.setting, p.estimate, p.days(tokens)
     return [
-        f"  memory: {p.memory.peak_gib:,.1f} GiB a GPU at the peak ({p.memory.moment}): {p.memory.described()}",
+        f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.described()}",
         f"          {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB with CUDA context and fragmentation: "
         f"{'fits' if p.fits else 'DOES NOT FIT'}; largest micro-batch: {largest_micro_batch(s, p.gpu.memory_gib)}",
-        f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} a GPU, within "
+        f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} per GPU, within "
         f"{100 * e.within:.0f} % ({e.basis})",
         f"  time: {days:,.3g} days ({24 * days:,.3g} hours), {days * 24 * s.ranks:,.2f} GPU-hours without saves and "
-        f"evaluations; {s.step_tokens:,} tokens a step of {e.step_s:.2f} s",
+        f"evaluations; {s.step_tokens:,} tokens per step of {e.step_s:.2f} s",
     ]
 
 
 def _row(p: Planned, tokens: int) -> dict[str, str]:
+    """Return a row of the table of recommended settings, by column name."""
     s, days = p.setting, p.days(tokens)
     return {
         "GPUs": str(s.ranks),
@@ -139,31 +165,45 @@ def _row(p: Planned, tokens: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and speed predicted for the run that is about to start. estimate: None for a GPU without figures."""
+    """The predicted memory and speed of a run that is about to start.
+
+    Attributes:
+        estimate: None if the GPU is not in `GPUS`.
+    """
 
     memory: Memory
     estimate: Estimate | None
 
     @classmethod
     def of(cls, s: Setting, device_name: str) -> Prediction:
-        """`device_name`: torch.cuda.get_device_name()."""
+        """Predict memory and speed of a run.
+
+        Args:
+            device_name: result of torch.cuda.get_device_name().
+        """
         name = hopper_sxm(device_name)
         return cls(memory_of(s), estimate(s, GPUS[name.lower()]) if name else None)
 
     def line(self) -> str:
-        """A line for the log."""
+        """Return a line for the log with the prediction."""
         e = self.estimate
         speed = (
             f"; {e.tokens_per_second:,.0f} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
         )
-        return f"plan: {self.memory.measured_as_gib:,.2f} GiB a GPU at the peak ({self.memory.described()}){speed}"
+        return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.described()}){speed}"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the prediction as JSON data."""
         memory = {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts}
         return memory | (asdict(self.estimate) if self.estimate else {})
 
     def compare(self, peak_gib: float, tokens_per_second: float | None) -> str:
-        """A line with predicted and measured values. peak_gib: torch.cuda.max_memory_allocated()."""
+        """Return a line for the log with predicted and measured values.
+
+        Args:
+            peak_gib: result of torch.cuda.max_memory_allocated(), in GiB.
+            tokens_per_second: measured speed of all ranks together; None if unknown.
+        """
         planned, estimate = self.memory.measured_as_gib, self.estimate
         speed = (
             f", {estimate.tokens_per_second:,.0f} and {tokens_per_second:,.0f} tokens/s "
@@ -172,4 +212,4 @@ class Prediction:
             else ""
         )
         memory = f"{planned:,.2f} and {peak_gib:,.2f} GiB at the peak ({planned / peak_gib - 1:+.1%})"
-        return f"plan and measured: {memory}{speed}"
+        return f"predicted and measured: {memory}{speed}"

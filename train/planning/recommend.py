@@ -1,4 +1,4 @@
-"""Recommend the fastest ZeRO stage, micro-batch, recomputation and optimizer states that fit."""
+"""Recommend the fastest ZeRO stage, micro-batch, recomputation and optimizer states that fit into GPU memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from train.planning.memory import Memory, largest_micro_batch, memory_of
 from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
-LARGEST_MICRO_BATCH = 128
-NEARLY_AS_FAST = 0.01  # of two settings this close, the simpler one is recommended
-# Packed optimizer states round the moments and take longer (docs/validation.md): they have to be worth it.
+LARGEST_MICRO_BATCH = 128  # samples
+NEARLY_AS_FAST = 0.01  # if speeds differ by at most this share, the simpler setting is recommended
+# Packed optimizer states must be this much faster, because they round the moments (docs/validation.md).
 CLEARLY_FASTER = 0.1
 
 
@@ -29,20 +29,25 @@ class Planned:
 
     @classmethod
     def of(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
+        """Predict memory and speed of a setting."""
         return cls(setting, gpu, memory_of(setting), estimate(setting, gpu, network_gbit_s))
 
     @property
     def needed_gib(self) -> float:
+        """Return the GPU memory that the run needs, in GiB."""
         return self.memory.needed_gib(self.setting.ranks)
 
     @property
     def fits(self) -> bool:
+        """Return whether the run fits into the memory of the GPU."""
         return self.needed_gib <= self.gpu.memory_gib
 
     def days(self, tokens: int) -> float:
+        """Return the days that training on `tokens` tokens takes."""
         return tokens / self.estimate.tokens_per_second / 86400
 
     def to_json(self, tokens: int) -> dict[str, Any]:
+        """Return the setting and its predictions for `tokens` tokens as JSON data."""
         s = self.setting
         return {
             "gpus": s.ranks,
@@ -64,9 +69,10 @@ class Planned:
 
 
 def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return the (precision.optimizer_states, type of the moments, ZeRO stages) to consider, the least packed first.
+    """Return the optimizer states to consider, the least packed first. Muon and packed states need ZeRO 1.
 
-    Muon and packed states need ZeRO 1.
+    Returns:
+        Tuples of precision.optimizer_states, type of the moments and ZeRO stages.
     """
     if s.args.optim == "muon":
         return [("fp32", "fp32", (1,))]
@@ -77,13 +83,16 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
     """Return the fastest setting that fits, or None.
 
-    Considers `s` itself, and ZeRO 1 to 3 with and without recomputation and all micro-batches that divide the samples
-    of a rank's step, since the tokens of a step are part of the training recipe. Optimizer states are float32 unless
-    nothing fits with them or packed ones are CLEARLY_FASTER. Of settings that are NEARLY_AS_FAST, `s` itself wins, then
-    the lowest stage, no recomputation and the least memory.
+    The candidates are `s`, and ZeRO 1 to 3 with and without recomputation. The number of tokens per step is part of the
+    training recipe, so it does not change: only micro-batches that divide the samples of a rank's step are candidates.
+    Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that
+    are NEARLY_AS_FAST, `s` comes first, then the lowest ZeRO stage, no recomputation and the least memory.
 
     Args:
+        s: the configured setting.
+        ranks: number of GPUs.
         batch_tokens: tokens of a step over all ranks.
+        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
     """
     chosen: Planned | None = None
     for states, moments, zero_stages in optimizer_options(s):
@@ -102,8 +111,10 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
 def _fitting(
     s: Setting, gpu: Gpu, zero_stages: tuple[int, ...], batch_tokens: int, network_gbit_s: float
 ) -> Iterator[Planned]:
-    """Yield the variations of `s` that fit. Another ZeRO stage has the DeepSpeed settings of
-    train_args/ds_config_zero*.json, the accumulation is the one nearest to batch_tokens."""
+    """Yield the variations of `s` that fit, with the accumulation that is nearest to `batch_tokens`.
+
+    A ZeRO stage other than that of `s` has the DeepSpeed settings of train_args/ds_config_zero*.json.
+    """
     samples = max(1, round(batch_tokens / (s.seq_length * s.ranks)))
     sizes = range(s.micro_batch_unit, min(samples, LARGEST_MICRO_BATCH) + 1, s.micro_batch_unit)
     for stage, recompute in product(zero_stages, (False, True)):

@@ -1,4 +1,4 @@
-"""The facts of a run that its memory and speed follow from: model, precision, batch, ZeRO, ranks. Without torch."""
+"""The settings of a run that determine its memory and speed: model, precision, batch, ZeRO and ranks. Without torch."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_shares, precisions_of
 
-# DeepSpeed's defaults, in elements.
+# DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
-ZERO_3_BUCKET = 50_000_000  # of ds_config_zero3.json
-PLANNED = {"fp8", "bf16"}  # values of precision.compute
+ZERO_3_BUCKET = 50_000_000  # reduce_bucket_size of ds_config_zero3.json, in elements
+PLANNED = {"fp8", "bf16"}  # the values of precision.compute that can be planned
 
 
 def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
-    """(H hidden, I intermediate, q all query heads, kv all key heads, V vocabulary), elements per token."""
+    """Return the widths (H hidden, I intermediate, q of all query heads, kv of all key heads, V vocabulary)."""
     D = head_dim(sizes)
     q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
     return sizes.hidden_size, sizes.intermediate_size, q, kv, sizes.vocab_size
 
 
 class PlanError(UserError):
-    """The request cannot be planned; the message says what is allowed."""
+    """The request cannot be planned."""
 
     code = "plan"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One rank of a run. Buckets are in elements. The fields that `precision_fields` returns are those of the first
-    phase of precision.schedule; `phases` has all.
+    """The settings of one rank of a run.
 
-    Memory and speed are known for te_layer and te_linear in FP8 and bf16 (`is_planned`).
+    The fields of `precision_fields` have the values of the first phase of precision.schedule. `phases` returns a
+    setting for each phase. Memory and speed can be predicted only for some settings (`is_planned`).
     """
 
-    args: TrainingArguments  # whose values the other fields override
+    args: TrainingArguments  # the other fields override these values
     sizes: Any
     compute: str
     recipe: str
     fp8_layers: int  # layers whose GEMMs are FP8
     fp8_head: bool
-    fp8_head_gradients: bool  # with the head's forward in bf16
-    health: bool  # FP8 health checks, which have a CUDA graph of their own
+    fp8_head_gradients: bool  # the gradients of an lm_head with a bf16 forward pass are FP8 GEMMs
+    health: bool  # FP8 health checks are on; they need a second CUDA graph
     cuda_graphs: bool
     recompute: bool
     micro_batch: int
-    eval_batch: int | None  # samples of an evaluation batch; None: as micro_batch, 0: no evaluation
+    eval_batch: int | None  # samples of an evaluation batch. None: as micro_batch. 0: no evaluation.
     seq_length: int
     accumulation: int
     ranks: int
     zero_stage: int
-    float32_gradients: bool  # micro-batches accumulate in float32, weights have 16 bits
+    float32_gradients: bool  # the gradients of 16-bit weights accumulate in float32
     optimizer_states: str
     moments: str  # type of AdamW's moments, a key of MOMENT_BYTES
-    reduces_in_float32: bool  # precision.gradient_communication
-    reduce_bucket: int
+    reduces_in_float32: bool  # ranks reduce gradients in float32 (precision.gradient_communication)
+    reduce_bucket: int  # elements
     overlap_comm: bool
-    schedule: tuple[tuple[float, dict[str, Any]], ...] = ()  # share of the steps, fields of the phase
+    # For each phase: its share of the steps and its `precision_fields`. Empty without a schedule.
+    schedule: tuple[tuple[float, dict[str, Any]], ...] = ()
 
     @classmethod
     def of(
@@ -74,11 +75,14 @@ class Setting:
         ranks: int,
         max_steps: int | None = None,
     ) -> Setting:
-        """Take the facts from resolved arguments.
+        """Create the setting of a run.
 
         Args:
-            ds_config: `resolve_ds_config` of these arguments.
-            max_steps: length of the run if it is not args.max_steps.
+            args: resolved arguments.
+            ds_config: result of `resolve_ds_config` for these arguments.
+            sizes: configuration of the model.
+            ranks: number of ranks.
+            max_steps: number of steps of the run; by default args.max_steps.
         """
         sections = zip(
             phase_shares(args, max_steps or args.max_steps), precisions_of(args.precision), strict=True
@@ -111,70 +115,76 @@ class Setting:
 
     @property
     def phases(self) -> list[tuple[float, Setting]]:
-        """(share of the steps, setting) of each phase of precision.schedule."""
+        """Return (share of the steps, setting) for each phase of precision.schedule."""
         return [(share, replace(self, schedule=(), **own)) for share, own in self.schedule] or [(1.0, self)]
 
     @property
     def is_planned(self) -> bool:
+        """Return whether memory and speed can be predicted: te_layer and te_linear in FP8 and bf16."""
         return VARIANTS[self.args.model.variant].te and {phase.compute for _, phase in self.phases} <= PLANNED
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its BF16_Optimizer."""
+        """Return whether DeepSpeed uses its BF16_Optimizer."""
         return self.zero_stage == 1 and self.float32_gradients
 
     @property
     def main_grad(self) -> bool:
-        """Whether GEMMs add weight gradients into float32 buffers."""
+        """Return whether GEMMs add weight gradients into float32 buffers."""
         return self.args.speed.main_grad and self.bf16_optimizer
 
     @property
     def fp8(self) -> bool:
+        """Return whether the run computes in FP8."""
         return self.compute == "fp8"
 
     @property
     def micro_batch_unit(self) -> int:
-        """The samples of a micro-batch are a multiple of it: FP8 GEMMs need a multiple of 16 rows."""
+        """Return the number of samples by which a micro-batch must be divisible.
+
+        FP8 GEMMs need rows (batch x sequence) in multiples of 16.
+        """
         return FP8_TRAIN_ROW_MULTIPLE // gcd(FP8_TRAIN_ROW_MULTIPLE, self.seq_length) if self.fp8 else 1
 
     @property
     def packs(self) -> bool:
-        """Whether AdamW's states are packed."""
+        """Return whether AdamW's states are packed."""
         return self.bf16_optimizer and self.optimizer_bytes < FULL_STATES
 
     @property
     def optimizer_bytes(self) -> float:
-        """Bytes of AdamW's states per parameter."""
+        """Return the bytes per parameter of AdamW's states."""
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return bytes_of_states(self.optimizer_states, self.moments)
 
     @property
     def parameters(self) -> int:
+        """Return the number of parameters of the model."""
         return num_parameters(self.sizes)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """Return the tokens of a micro-batch."""
         return self.micro_batch * self.seq_length
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step over all ranks."""
+        """Return the tokens of a step over all ranks."""
         return self.tokens * self.accumulation * self.ranks
 
     @property
     def layer_matrices(self) -> int:
-        """Weights of the GEMMs of a layer."""
+        """Return the number of GEMM weights of a layer."""
         return layer_matrix_parameters(self.sizes) // self.sizes.num_hidden_layers
 
     @property
     def keeps_fp8_weights(self) -> bool:
-        """Whether FP8 copies of all weights are kept over the micro-batches of a step (`MicroStep`)."""
+        """Return whether FP8 copies of all weights are kept between the micro-batches of a step (see `MicroStep`)."""
         return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
     def described(self) -> str:
-        """The setting as text."""
+        """Return the setting as text."""
         precisions = [
             (f"FP8 {phase.recipe}" if phase.fp8 else phase.compute)
             + f" ({share:.3g} of the steps)" * bool(self.schedule)
@@ -195,7 +205,7 @@ class Setting:
 
 
 def precision_fields(precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
-    """The fields of a Setting that may differ between phases of precision.schedule."""
+    """Return the fields of a `Setting` that may differ between phases of precision.schedule."""
     fp8 = precision.compute == "fp8"
 
     def in_bf16(*names: str) -> bool:

@@ -1,7 +1,8 @@
-"""Predict the time of a step: work divided by fitted rates, corrected by measured steps.
+"""Predict the time of a step.
 
-The rates and corrections are of whole steps on one H200 (test_fp8/results/hare_*_step.json). Other GPUs and the links
-between GPUs follow from data sheets. tests/train/planning compares predictions with the committed measurements.
+The prediction divides the work of a step by fitted rates and multiplies the result by a correction. Rates and
+corrections are fitted to measured steps on one H200 (test_fp8/results/hare_*_step.json). Predictions for other GPUs and
+for links between GPUs use data sheets. tests/train/planning compares the predictions with the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ GPUS_OF_A_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory_gib: as torch reports it. memory_tb_s, nvlink_gb_s (per direction): data sheet of the SXM part."""
+    """A GPU model.
+
+    Attributes:
+        memory_gib: memory as torch reports it, GiB.
+        memory_tb_s: memory bandwidth in the data sheet, TB/s.
+        nvlink_gb_s: NVLink bandwidth per direction in the data sheet, GB/s.
+    """
 
     name: str
     memory_gib: float
@@ -37,17 +44,19 @@ GPUS = {
 MEASURED_ON = GPUS["h200"]
 
 # Rates fitted to steps of te_layer: FLOP/s of matrix products and of causal attention, and bytes/s of saved
-# activations, each of which is written and read several times.
+# activations. SAVED_BYTES is below the memory bandwidth because activations are written and read several times.
 BF16_FLOPS, FP8_FLOPS, ATTENTION_FLOPS, SAVED_BYTES = 700e12, 1300e12, 350e12, 0.5e12
-# Bytes moved per parameter and micro-batch, without main_grad and to quantize a weight in addition; and their rate.
+# Bytes moved per parameter and micro-batch: always, in addition without main_grad, and in addition to quantize a
+# weight. COPIED_BYTES is their rate in bytes/s.
 EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
-ADAMW_S = 1.5e-11  # per parameter
-PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # in addition
-MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15
+ADAMW_S = 1.5e-11  # seconds per parameter
+PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # seconds per parameter in addition
+MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15  # seconds per matrix and per FLOP
+# Time relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
-LINK_SHARE = 0.5  # share of a link's bandwidth that a collective gets: an assumption
+LINK_SHARE = 0.5  # share of a link's bandwidth that a collective reaches: an assumption
 
-# Measured over modelled time of a step by kind of model, for hare_0.4b, hare_1.1b and hare_2.0b.
+# Measured divided by modelled time of a step at the model sizes SIZES, in parameters (hare_0.4b, hare_1.1b, hare_2.0b).
 SIZES = (88.6e6, 1.123e9, 1.749e9)
 CORRECTION = {
     ("te_layer", "fp8"): (0.926, 0.940, 1.019),
@@ -55,7 +64,7 @@ CORRECTION = {
     ("te_linear", "fp8"): (0.972, 0.987, 1.033),
     ("te_linear", "bf16"): (1.020, 0.927, 1.024),
 }
-# Host time to launch a micro-batch, ms per layer.
+# Host time to launch the kernels of a micro-batch, ms per layer.
 LAUNCH_MS = {
     ("te_layer", "fp8"): 3.6,
     ("te_layer", "bf16"): 3.1,
@@ -66,7 +75,12 @@ LAUNCH_MS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted speed of all ranks. within: relative uncertainty. basis: what the prediction is derived from."""
+    """The predicted speed of all ranks together.
+
+    Attributes:
+        basis: description of the data behind the prediction.
+        within: relative uncertainty.
+    """
 
     step_s: float
     tokens_per_second: float
@@ -78,18 +92,18 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
     """Predict the speed of a run, averaged over the phases of precision.schedule.
 
     Args:
-        network_gbit_s: bandwidth per GPU between nodes, Gbit/s.
+        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
     """
     step_s = sum(share * _step_s(phase, gpu, network_gbit_s) for share, phase in s.phases)
     near = min(abs(math.log(s.parameters / size)) for size in SIZES)
     reasons = [
         ("steps measured on an H200", 0.06, True),
-        ("no model of this size", 0.06, near > 0.1),
-        ("no model as small", 0.5, s.parameters < SIZES[0] / 2),
-        (f"{gpu.name} by its data sheet", 0.08, gpu is not MEASURED_ON),
-        ("links between GPUs by data sheet", 0.04, s.ranks > 1),
+        ("not at this model size", 0.06, near > 0.1),
+        ("not with models this small", 0.5, s.parameters < SIZES[0] / 2),
+        (f"{gpu.name} from its data sheet", 0.08, gpu is not MEASURED_ON),
+        ("links between GPUs from data sheets", 0.04, s.ranks > 1),
         ("network between nodes not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
-        ("ZeRO 3 measured on up to 4 GPUs", 0.1, s.zero_stage == 3),
+        ("ZeRO 3 measured on at most 4 GPUs", 0.1, s.zero_stage == 3),
     ]
     found = [(text, share) for text, share, holds in reasons if holds]
     basis, within = "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
@@ -97,6 +111,7 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
 
 
 def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
+    """Return the seconds of a step in one phase."""
     computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
     corrections = CORRECTION[s.args.model.variant, s.compute]
     correction = float(np.interp(math.log(s.parameters), np.log(SIZES), corrections))
@@ -104,12 +119,11 @@ def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
 
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
-    """Forward and backward of a micro-batch on one GPU."""
+    """Return the seconds of the forward and backward pass of a micro-batch on one GPU."""
     H, _, q, _, V = widths_of(s.sizes)
     layers = s.sizes.num_hidden_layers
-    faster = math.sqrt(
-        gpu.memory_tb_s / MEASURED_ON.memory_tb_s
-    )  # half of this time waits for memory: an assumption
+    # The square root assumes that half of this time waits for memory.
+    faster = math.sqrt(gpu.memory_tb_s / MEASURED_ON.memory_tb_s)
     products = 6 * s.layer_matrices
     of_layers = products * (s.fp8_layers / FP8_FLOPS + (layers - s.fp8_layers) / BF16_FLOPS)
     of_layers += 12 * layers * q * attention_pairs(s.sizes, s.seq_length) / ATTENTION_FLOPS
@@ -130,7 +144,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """AdamW or Muon with clipping, shared between the ranks with ZeRO."""
+    """Return the seconds of the optimizer's step with clipping. With ZeRO, the ranks share the work."""
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     if s.args.optim == "muon":
@@ -140,8 +154,11 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
 
 
 def newton_schulz(sizes: Any) -> tuple[int, float]:
-    """Matrices and FLOPs of Muon's step. For m x n with m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz)
-    multiplies 14 times m x m by m x m and 4 times with m x n, or 15 times if m = n."""
+    """Return the number of matrices and the FLOPs of Muon's orthogonalization in a step.
+
+    For an m x n matrix with m < n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) computes 14 products of two m x m
+    matrices and 4 products of an m x m and an m x n matrix. For m = n it computes 15 products.
+    """
     H, I, q, kv, _ = widths_of(sizes)  # noqa: E741
     flops = 0.0
     for rows, count in ((q, 2), (kv, 2), (I, 3)):
@@ -151,17 +168,22 @@ def newton_schulz(sizes: Any) -> tuple[int, float]:
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
-    """Collectives of a step, none of it hidden behind computation. Rings: the slowest link counts, NVLink within a
-    node, one network card per GPU between nodes."""
+    """Return the seconds of the collectives of a step, as if no communication overlapped with computation.
+
+    The collectives are rings, so the slowest link determines their time. Links are NVLink within a node and one network
+    card per GPU between nodes.
+    """
     if s.ranks == 1:
         return 0
     network = GPUS_OF_A_NODE * network_gbit_s / 8 if s.ranks > GPUS_OF_A_NODE else math.inf
     link = min(gpu.nvlink_gb_s, network) * 1e9
-    passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of one byte a parameter
-    gradient = 4 if s.reduces_in_float32 else 2  # bytes
+    passes = (
+        (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
+    )  # seconds for one byte per parameter
+    gradient = 4 if s.reduces_in_float32 else 2  # bytes per parameter
     if s.zero_stage == 3:
         return s.accumulation * passes * (gradient + 4)
     if s.zero_stage == 2:
-        # each bucket is all-reduced, although a rank keeps only its share
+        # DeepSpeed all-reduces each bucket, although a rank keeps only its share.
         return s.accumulation * passes * 2 * gradient + passes * 2
     return passes * (2 * gradient + (2 if s.zero_stage else 0))
