@@ -28,8 +28,8 @@ def parse_tokens(text: str) -> int:
     tokens = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if tokens < 1:
         raise PlanError(
-            f"--tokens {text!r} is not a positive number of tokens. Pass a number such as 600B; the suffix K, M, B or T is "
-            "optional"
+            f"--tokens {text!r} is not a positive number of tokens. Pass a number such as 600B; the suffix K, M, B or "
+            "T is optional"
         )
     return tokens
 
