@@ -1,4 +1,4 @@
-"""The values of `model.variant`, `model.attention_backend` and the section "speed", and their combinations.
+"""Model variants, attention backends and the "speed" section of the training configuration.
 
 Does not import torch: commands check their arguments with it.
 """
@@ -18,9 +18,9 @@ class Variant:
     """A model variant.
 
     Attributes:
-        te: whether the modules are Transformer Engine's; otherwise they are transformers'.
+        te: whether the modules come from Transformer Engine; if not, they come from transformers.
         recipes: supported FP8 recipes.
-        documents: whether attention can be masked across documents.
+        documents: whether attention can be restricted to the tokens of one document.
         graphs: whether CUDA graphs are supported.
         compiles: whether torch.compile is supported.
     """
@@ -45,7 +45,7 @@ VARIANTS = {
     )
 }
 
-# Transformer Engine's environment variables for each backend
+# Environment variables that select an attention backend of Transformer Engine.
 ATTENTION_BACKENDS = {
     "auto": {},
     "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
@@ -53,13 +53,13 @@ ATTENTION_BACKENDS = {
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
 }
 
-# Sizes of attention heads at which FlashAttention-4 was faster than cuDNN on an H200, with and without deterministic
-# kernels, in FP8 and bf16 models (docs/performance.md).
+# Head dimensions at which FlashAttention-4 is faster than cuDNN on an H200, in FP8 and in bf16, with and without
+# deterministic kernels (docs/performance.md).
 FLASH_HEAD_DIMS = (64, 128, 256)
 
 
-# docs/performance.md lists the measured effect of each switch. With all of them off, a model equals te.TransformerLayer
-# and torch bit for bit.
+# docs/performance.md lists the measured effect of each switch. With all switches off, a model is bit-identical to
+# te.TransformerLayer and torch.
 @dataclass(config=STRICT)
 class SpeedConfig:
     """The "speed" section. Switches that need a GPU have no effect on a CPU."""
@@ -97,7 +97,11 @@ class SpeedConfig:
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """Return a sentence for each setting that `variant` (one of VARIANTS) does not support."""
+    """Return a message for each setting that `variant`, a key of VARIANTS, does not support.
+
+    Args:
+        compile: model.compile.
+    """
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
     if precision.compute == "fp8":
@@ -113,37 +117,45 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
             )
     elif variant == "torchao":
         problems.append(
-            f"model.variant torchao needs FP8, and precision.compute is {precision.compute}; set precision.compute "
-            "to fp8, or use model.variant hf (with model.compile true it is compiled like torchao)"
+            f"model.variant torchao needs FP8, but precision.compute is {precision.compute}; set precision.compute "
+            "to fp8, or use model.variant hf with model.compile true"
         )
     if compile and not VARIANTS[variant].compiles:
         problems.append(
-            f"model.compile: torch.compile does not support {variant}, whose modules are Transformer Engine's; remove "
-            f"it, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
+            f"model.compile: torch.compile does not support the Transformer Engine modules of {variant}; remove "
+            f"compile, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
         )
     return problems
 
 
 def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> bool:
-    """Return whether torch.compile compiles the layers of `variant`. compile: the configured value."""
+    """Return whether to compile the layers of `variant` with torch.compile.
+
+    Args:
+        compile: model.compile. None: only torchao on a GPU is compiled.
+    """
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
 
 
 def why_no_graphs(
     variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
 ) -> str | None:
-    """Return why CUDA graphs are not possible and what to do instead, or None. emulated: see PrecisionConfig."""
+    """Return why CUDA graphs are not possible and what to do instead, or None if they are.
+
+    Args:
+        emulated: PrecisionConfig.emulated.
+    """
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
         return f"only {capable} support CUDA graphs; use one of them, or set speed.cuda_graphs to false"
     if gradient_checkpointing:
         return (
-            "gradient_checkpointing reads the random generator's state, which CUDA graphs cannot capture; set "
+            "gradient_checkpointing reads the state of the random generator, which CUDA graphs cannot capture; set "
             "gradient_checkpointing or speed.cuda_graphs to false"
         )
     if zero_stage == 3:
         return (
-            "ZeRO 3 moves the weights, but CUDA graphs need them in place; use ZeRO stage 0, 1 or 2, or set "
-            "speed.cuda_graphs to false"
+            "ZeRO 3 moves the weights in memory, but CUDA graphs need fixed addresses; use ZeRO stage 0, 1 or 2, or "
+            "set speed.cuda_graphs to false"
         )
     return "a CUDA graph needs a GPU" if emulated else None

@@ -41,9 +41,9 @@ class Recipe:
     """An FP8 recipe.
 
     Attributes:
-        package: "te" (Transformer Engine and its reference) or "torchao".
-        has_state: scales come from earlier steps, so checkpoints save them.
-        knobs: the keys of PrecisionConfig that this recipe reads, among those that not every recipe reads.
+        package: "te" (Transformer Engine and its CPU reference) or "torchao".
+        has_state: whether scales depend on earlier steps, so that checkpoints must save them.
+        knobs: the keys of PrecisionConfig that this recipe reads. Keys that every recipe reads are not listed.
     """
 
     name: str
@@ -66,15 +66,16 @@ RECIPES = {
     )
 }
 
-# Values other than the default that recipes without the key also accept, because runs of earlier versions have them.
+# Runs of earlier versions have these values. Recipes that do not read the key accept them in addition to the default.
 NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
 
-# The order of a module's fallbacks (precision.on_trouble): the recipes, block scaling with gradients in bf16, no FP8.
+# The fallbacks of a module in order (precision.on_trouble). bf16_backward: block scaling in the forward pass and bf16
+# gradients. bf16: no FP8.
 LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unread(precision: dict[str, Any]) -> set[str]:
-    """Return the keys of a "precision" section that no recipe of its phases and fallbacks reads."""
+    """Return the recipe keys of a "precision" section that none of its recipes reads, in any phase or fallback."""
     read: set[str] = set()
     for stage in precision.get("schedule") or [{}]:
         own = {**precision, **stage}
@@ -87,15 +88,16 @@ def unread(precision: dict[str, Any]) -> set[str]:
 
 
 def recipe_of(level: str) -> str:
-    """Return the recipe of the forward of a module at `level`, which must not be "bf16"."""
+    """Return the recipe of the forward pass at a fallback of LEVELS, which must not be "bf16"."""
     return "block" if level == "bf16_backward" else level
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-# Bytes per parameter of AdamW's states: the float32 weight (or the 16 bits that bf16 lacks) and two moments.
+# Bytes per parameter. FULL_STATES: a float32 weight and two float32 moments of AdamW. SPLIT_WEIGHT: the 16 bits that a
+# bf16 weight lacks to be float32.
 FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
 STATE_BLOCK = 256  # elements of 8-bit moments that share a float32 scale
-# Elements of packed states that a step decodes at a time. This needs about six times their 64 MiB in float32.
+# Elements of packed states that a step decodes at a time: 64 MiB in float32. The step needs about six such tensors.
 STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 
@@ -110,7 +112,8 @@ def bytes_of_states(states: str, moments: str) -> float:
     return FULL_STATES if states == "fp32" else SPLIT_WEIGHT + 2 * MOMENT_BYTES[moments]
 
 
-# A second moment changes by a share of at most 1 - adam_beta2 per step, and bf16 only keeps changes of 1/256 or more.
+# The largest adam_beta2 for bf16 moments. A second moment shrinks by at most 1 - adam_beta2 per step, and bf16 cannot
+# represent relative changes below 1/256.
 BF16_MOMENTS_MOST_BETA2 = 0.98
 
 
@@ -179,7 +182,7 @@ class PrecisionSettings:
     )
 
 
-# A phase begins where the one before it ends; the last one lasts to the end of the run.
+# The end of a phase. The next phase starts there. The last phase lasts until the end of the run.
 ENDS = {
     "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the phase ends")],
     "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which the phase ends")],
@@ -203,19 +206,19 @@ else:
 
 
 def end_step(stage: PrecisionStage, max_steps: int) -> int:
-    """Return the step after which a phase ends in a run of `max_steps`; the phase must not end by tokens."""
+    """Return the step after which a phase ends in a run of `max_steps`. The phase must not have until_tokens."""
     return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
 
 
 def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
-    """Return whether a phase (not the last) has ended after `step` steps and `tokens` tokens."""
+    """Return whether a phase has ended after `step` steps and `tokens` tokens. It must not be the last phase."""
     if "until_tokens" in stage:
         return tokens >= stage["until_tokens"]
     return step >= end_step(stage, max_steps)
 
 
 def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:
-    """Return the number, from 0, of the phase of the step that follows after `step` steps and `tokens` tokens."""
+    """Return the index of the phase of the next step, after `step` steps and `tokens` tokens."""
     last = len(stages) - 1
     return next((n for n in range(last) if not is_over(stages[n], max_steps, step, tokens)), last)
 
@@ -250,7 +253,7 @@ class PrecisionConfig(PrecisionSettings):
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
-    # free on a resume, because the resume compares the choice instead
+    # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
         "te_linear and te_layer with compute fp8: at startup, measure FP8 and bf16, CUDA graphs and attention "
         "backends for about a minute, and use the fastest. A resumed run keeps the choice of its checkpoint.",
@@ -260,16 +263,14 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def emulated(self) -> bool:
-        """Return whether a CPU emulates the GPU's FP8."""
+        """Return whether the CPU reference emulates FP8."""
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether the gradients of an lm_head with a bf16 forward are FP8 GEMMs, provided that its sizes allow
-        it.
-        """
+        """Return whether the gradients of a bf16 lm_head are computed with FP8 GEMMs if its sizes allow it."""
         asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
         return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
@@ -281,13 +282,13 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes per parameter of optimizer states, without the weight that the model computes with."""
+        """Return the bytes per parameter of optimizer states, excluding the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         return bytes_of_states(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """Return this section with another recipe. Keys that it does not read get their default."""
+        """Return a copy with another recipe. Keys that only the old recipe reads get their default."""
         defaults = PrecisionConfig()
         left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(
@@ -299,7 +300,7 @@ class PrecisionConfig(PrecisionSettings):
         parts = []
         if self.optimizer_states != "fp32":
             parts.append(
-                f"optimizer states: float32 weights as bf16 and 16 more bits, moments in {self.moment_type}: "
+                f"optimizer states: float32 weights stored as bf16 plus 16 bits, moments in {self.moment_type}; "
                 f"{self.optimizer_bytes:.3g} bytes per parameter instead of {FULL_STATES}"
             )
         if self.gradient_communication:
@@ -307,27 +308,27 @@ class PrecisionConfig(PrecisionSettings):
         return "; ".join(parts) or None
 
     def described_levels(self, variant: str, max_steps: int) -> str | None:
-        """Return a line for the log about the fallbacks of on_trouble in a run of `max_steps`, or None without
-        fallbacks.
-        """
+        """Return a line for the log about the fallbacks of on_trouble, or None if no module can fall back."""
         if self.compute != "fp8" or self.on_trouble != "escalate":
             return None
         if self.health_steps > max_steps:
             return (
-                f"warning: precision.on_trouble escalate has no effect: the first FP8 health check would be in step "
-                f"{self.health_steps} (precision.health_steps), and max_steps is {max_steps}"
+                f"warning: precision.on_trouble escalate has no effect: the first FP8 health check would be at step "
+                f"{self.health_steps} (precision.health_steps), but max_steps is {max_steps}"
             )
         above = ", ".join(LEVELS[LEVELS.index(self.recipe) + 1 :])
         without = (
-            "; layernorm_mlp has no bf16_backward in Transformer Engine" if variant == "te_layer" else ""
+            " (Transformer Engine does not support bf16_backward for layernorm_mlp)"
+            if variant == "te_layer"
+            else ""
         )
         return (
             "precision.on_trouble escalate: a module that fails two of four FP8 health checks falls back to "
-            f"{above}{without}. The run then saves and continues as a resume would"
+            f"{above}{without}. The run then saves a checkpoint and continues from it"
         )
 
     def problems(self) -> list[str]:
-        """Return a sentence for each contradiction in this section."""
+        """Return a message for each contradiction in this section."""
         problems: list[str] = []
         recipe = RECIPES[self.recipe]
         torchao = recipe.package == "torchao"
@@ -335,7 +336,7 @@ class PrecisionConfig(PrecisionSettings):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.package == "te")
             problems.append(
                 f"precision.auto needs precision.compute fp8 and recipe {theirs}, but compute is {self.compute} and "
-                f"the recipe is {self.recipe}; change these, or set auto to false"
+                f"the recipe is {self.recipe}; change compute or recipe, or set auto to false"
             )
         if self.compute == "fp8":
             defaults = PrecisionConfig()
@@ -344,33 +345,32 @@ class PrecisionConfig(PrecisionSettings):
                 if knob not in recipe.knobs and value not in (default, NOT_ASKED_FOR.get(knob, default)):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
-                        f"precision.{knob}: only the recipe {readers} reads it, and the recipe is {self.recipe}; "
-                        "remove it"
+                        f"precision.{knob} is for recipe {readers} only, but the recipe is {self.recipe}; remove it"
                     )
             if self.on_trouble == "escalate" and not (self.health_steps or torchao):
                 problems.append(
-                    "precision.on_trouble escalate needs FP8 health checks: set precision.health_steps, for example "
-                    "to 100, or on_trouble to warn"
+                    "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; set it, "
+                    "for example to 100, or set on_trouble to warn"
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
-                    f"precision.backend: transformer_engine does not support recipe {self.recipe}, which is torchao's; "
-                    "remove backend"
+                    f"precision.backend transformer_engine does not support recipe {self.recipe} of torchao; remove "
+                    "backend"
                 )
         if self.compute in ("fp16", "fp32"):
             if self.optimizer_states != "fp32":
                 problems.append(
-                    f"precision.optimizer_states {self.optimizer_states} needs bf16 weights, but compute is "
+                    f"precision.optimizer_states {self.optimizer_states} needs bf16 weights, but precision.compute is "
                     f"{self.compute}; set optimizer_states to fp32"
                 )
             if self.gradient_communication == "bf16":
                 problems.append(
-                    f"precision.gradient_communication bf16 would round the gradients of compute {self.compute}; "
-                    "remove it, or set it to fp32"
+                    f"precision.gradient_communication bf16 would round the gradients of precision.compute "
+                    f"{self.compute}; remove it, or set it to fp32"
                 )
         if self.optimizer_states != "bf16_remainder" and self.optimizer_moments != "bf16":
             problems.append(
-                "precision.optimizer_moments: only optimizer_states bf16_remainder reads it, and optimizer_states is "
-                f"{self.optimizer_states}; remove it"
+                "precision.optimizer_moments is for optimizer_states bf16_remainder only, but optimizer_states is "
+                f"{self.optimizer_states}; remove optimizer_moments"
             )
         return problems
