@@ -24,7 +24,7 @@ NOT_SUPPORTED = (
     "ACCELERATE_FP8_OVERRIDE_DGRAD",
     "ACCELERATE_FP8_OVERRIDE_WGRAD",
 )
-EXAMPLE = "train_args/accelerate_fp8.yaml shows a file that matches train_config_fp8.json"
+EXAMPLE = "train_args/accelerate_fp8.yaml is an example that matches train_config_fp8.json"
 
 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:

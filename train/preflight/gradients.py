@@ -4,8 +4,8 @@ The check computes the gradients of the first step and compares the gradients th
 all-reduce of autograd's gradients, over all micro-batches of the step and all ranks. It is needed because releases of
 DeepSpeed have dropped the last micro-batch or divided twice, which training does not notice.
 
-The check compares a sample of the elements of each parameter, and ends before the optimizer's step. It does not change
-the state of the run by a bit.
+The check compares a sample of the elements of each parameter, and ends before the optimizer's step. Afterwards the
+state of the run is bit-identical to the state before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FLOAT32_ERROR = 1e-6  # relative, between sums in different orders
 # Limit with fused accumulation and CUDA graphs, which round differently and quantize again.
 OTHER_KERNELS = 0.1
 ADVICE = "Do not train like this. Try another ZeRO stage, gradient_accumulation_steps 1 or another version of DeepSpeed"
-FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report it"
+FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report this error"
 
 # A sample of each gradient in float32, by the parameter's name.
 Gradients = dict[str, torch.Tensor]
