@@ -65,11 +65,12 @@ def rank(number: int, port: int, ranks: int = 4, **more: str) -> dict[str, str]:
 
 
 def arrive(*environments: dict[str, str]) -> list[Exception | None]:
-    """What each raised; they are threads here."""
+    """What each raised. The ranks are threads here, which keep the store of rank 0 until all have read from it."""
+    stores = []
 
     def one(environment: dict[str, str]) -> Exception | None:
         try:
-            distributed.wait_for_ranks(environment)
+            stores.append(distributed.wait_for_ranks(environment))
         except (ValueError, OSError) as error:
             return error
         return None
