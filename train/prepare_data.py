@@ -31,7 +31,7 @@ need("preparing data", "datatrove", requirements="requirements-prep.txt")
 
 from model.keys import between, given_path, unicode
 from train.files import reason
-from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
+from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, eval_fraction, separator
 from train.prepare.steps import add_arguments
 from train.record.log import configure_logging
 
@@ -60,14 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     text = "how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
     text += "position (default: hash; position for a single text file)"
     add("--eval_by", choices=("hash", "position"), help=text)
-    add(
-        "--max_dropped",
-        type=between(0),
-        default=0,
-        help="number of unreadable documents to tolerate (default: 0)",
-    )
-    text = "number of damaged files to tolerate (default: 0)"
-    add("--max_damaged_files", type=between(0), default=0, help=text)
+    add_loss_limits(parser)
     text = "read at most this many bytes of text; each task reads an equal share (default: no limit)"
     add("--max_bytes", type=between(1), help=text)
     text = "maximum number of tokens per shard (default: 2^28)"

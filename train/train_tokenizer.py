@@ -23,7 +23,7 @@ need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 
 from model.keys import between, given_path
 from train.files import reason
-from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
+from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, separator
 from train.record.log import configure_logging
 
 
@@ -48,14 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "share of the characters that get a piece of their own; others are encoded as bytes (default: 0.9995)"
     )
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
-    add(
-        "--max_dropped",
-        type=between(0),
-        default=0,
-        help="number of unreadable documents to tolerate (default: 0)",
-    )
-    text = "number of damaged files to tolerate (default: 0)"
-    add("--max_damaged_files", type=between(0), default=0, help=text)
+    add_loss_limits(parser)
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     return parser.parse_args(argv)
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from model import install_command
-from model.keys import NOT_GIVEN, unicode
+from model.keys import NOT_GIVEN, between, unicode
 from train.data.format import DataError
 from train.prepare.readers import (
     BAD_UTF8,
@@ -62,6 +62,14 @@ SPLIT_ON = (
     f"separator between the documents of a .txt: a text such as '<|endoftext|>', or {BLANK_LINE} for blank lines "
     "(default: each file is one document)"
 )
+
+
+def add_loss_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit how many documents and files a program may lose."""
+    text = "number of unreadable documents to tolerate (default: 0)"
+    parser.add_argument("--max_dropped", type=between(0), default=0, help=text)
+    text = "number of damaged files to tolerate (default: 0)"
+    parser.add_argument("--max_damaged_files", type=between(0), default=0, help=text)
 
 
 def separator(text: str) -> str:
