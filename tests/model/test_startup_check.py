@@ -1,4 +1,4 @@
-"""model/startup_check.py: FP8 GEMMs are counted; attention is what was asked for, at the length of a run."""
+"""model/startup_check.py: it counts FP8 GEMMs and checks the selected attention at the sequence length of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hang, are stopped, are killed or are slow: the job ends in time, or goes on, and names the rank.
+"""Ranks that hang, stop, die or are slow: the job ends in time or continues, and names the rank.
 
 Also before the first step and behind the last, where a phase that takes its time for what it reads is no hang.
 """

@@ -39,7 +39,7 @@ STEP_6 = "checkpoints/step-00000006"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The checkpoints of steps 3 to 8 of a run, of which that of step 8 was not committed and that of 7 is damaged."""
+    """The checkpoints of steps 3 to 8 of a run. Step 8 is not committed, and step 7 is damaged."""
     root = tmp_path / "run/checkpoints"
     for step in range(3, 9):
         (root / name_of(step)).mkdir(parents=True)

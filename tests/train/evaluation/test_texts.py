@@ -16,7 +16,7 @@ LENGTHS = [3, 8, 5, 2, 16, 7, 1, 9, 4, 4, 4]
 
 
 def documents(**how: Any) -> Documents:
-    """Documents of these LENGTHS, of which each token is another number."""
+    """Documents of these LENGTHS. All tokens are different."""
     found = Documents(size=3, **how)
     found.add(Source("a", NO_ENCODER), np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]))
     return found
