@@ -77,7 +77,10 @@ def check_startup(
             f"FP8 GEMMs in the startup check: {gemms.forward.total()} forward, {gemms.backward} backward"
         )
     if te:
-        return [*lines, _compare_attention(model, precision, attention_backend, seq_length)]
+        attention = verify_attention(
+            model.config, precision, attention_backend, seq_length, model.document_mask
+        )
+        return [*lines, attention]
     lines.append("attention: transformers with torch SDPA")
     if model.compiled:
         lines.append("torch.compile: compiles each decoder layer in the first step")
@@ -170,11 +173,18 @@ def _run_random_batch(model: nn.Module, seed: int) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def _compare_attention(model: nn.Module, precision: Precision, asked_for: str, seq_length: int) -> str:
-    error_out, error_grad = attention_errors(
-        model.config, precision, seq_length, document_mask=model.document_mask
-    )
-    backend = attention_in_use(model, precision)
+def verify_attention(
+    config: MistralConfig, precision: Precision, asked_for: str, seq_length: int, document_mask: bool
+) -> str:
+    """Compare the attention that Transformer Engine chooses with SDPA, and return a line for the log.
+
+    Args:
+        asked_for: the configured backend.
+
+    Raises StartupCheckError: attention is unfused, which was not asked for, or differs from SDPA.
+    """
+    error_out, error_grad = attention_errors(config, precision, seq_length, document_mask=document_mask)
+    backend = te_backend.attention_backend_in_use(precision.te)
     if backend == te_backend.NO_ATTENTION_YET:
         raise StartupCheckError(
             "attention ran, but Transformer Engine reports no backend, so this version is not supported; run "
@@ -196,7 +206,7 @@ def _compare_attention(model: nn.Module, precision: Precision, asked_for: str, s
             code="wrong_attention",
             key="model.attention_backend",
         )
-    within = " within documents" if model.document_mask else ""
+    within = " within documents" if document_mask else ""
     return (
         f"attention{within}: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
         f"{error_grad:.1e} backward (allowed {tolerance:.0e})"

@@ -1,7 +1,8 @@
 """Time training steps with each candidate and choose the fastest.
 
-Candidates are ordered by preference: cuDNN's attention first, because it needs no additional package; FP8, which the
-user configured, before bf16; launched kernels before CUDA graphs.
+Candidates are ordered by preference: cuDNN's attention first, because it needs no additional package (with a document
+mask: the order of `te_backend.document_backends`); FP8, which the user configured, before bf16; launched kernels before
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,14 +22,14 @@ from transformers import MistralConfig
 from model.autotune.timing import Timer, cuda_ms, one_line, release_memory, undisturbed
 from model.build import build_model, choose_attention
 from model.config import GIB
-from model.documents import Documents, random_documents
+from model.documents import random_documents
 from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.startup_check import ATTENTION_TOLERANCE, attention_errors, verify_fp8
+from model.startup_check import verify_attention, verify_fp8
 from model.variants import SpeedConfig
 
 logger = logging.getLogger(__name__)
@@ -81,22 +81,14 @@ class Task:
         config = replace(self.precision, auto=False, compute=compute)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
 
-    def cycle(self, precision: Precision) -> int | None:
-        """Return the number of passes that share an FP8 copy of the weights, or None if each pass quantizes them."""
-        return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 and self.accumulation > 1 else None
+    def cycle(self, precision: Precision) -> int:
+        """Return the number of passes that share an FP8 copy of the weights."""
+        return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 else 1
 
     def graph_modes(self) -> tuple[bool, ...]:
         """Return the values of speed.cuda_graphs to measure. If it is configured as true, it stays true."""
-        if not self.graphs_allowed:
-            return (False,)
-        return (True,) if self.speed.cuda_graphs else (False, True)
-
-    def documents(self) -> Documents | None:
-        """Return random documents for a batch if document_mask is set. Their mean length is half a sample."""
-        if not self.document_mask:
-            return None
-        generator = torch.Generator().manual_seed(0)
-        return random_documents(self.batch_size, self.seq_length, self.seq_length / 2, generator)
+        modes = (True,) if self.speed.cuda_graphs else (False, True)
+        return modes if self.graphs_allowed else (False,)
 
     def build(self, precision: Precision) -> nn.Module:
         """Build the model as the run would."""
@@ -124,10 +116,6 @@ class Choice:
     cuda_graphs: bool
     attention_backend: str
 
-    def __str__(self) -> str:
-        graphs = str(self.cuda_graphs).lower()
-        return f"compute {self.compute}, cuda_graphs {graphs}, attention_backend {self.attention_backend}"
-
 
 @dataclass
 class Candidate:
@@ -148,11 +136,6 @@ class Candidate:
     def ms(self) -> float:
         """Return the mean time over the visits, or infinity if the candidate cannot be chosen."""
         return sum(self.times_ms) / len(self.times_ms) if self.times_ms and not self.note else math.inf
-
-    def line(self) -> str:
-        """Return a line of the printed table."""
-        result = self.note or f"{self.ms:9.3f} ms  {self.peak_gib:6.1f} GiB"
-        return f"  {self.choice!s:<62} {result}"
 
 
 def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Choice | None:
@@ -175,22 +158,22 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
 
     Raises PrecisionError: the precision is not possible with this model or GPU.
     """
-    began = time.monotonic()
     logger.info("precision.auto: timing FP8 and bf16 steps, about a minute")
     task.resolved("fp8")  # refuses a GPU without FP8 before anything is timed
     plain = task.resolved("bf16")
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
         candidates = measure_steps(task, attention_backends(task, plain), timer)
-    memory = "" if math.isinf(memory_gib) else f", with {memory_gib:.1f} GiB available"
-    logger.info(f"forward and backward of {task.batch_size} x {task.seq_length} tokens{memory}:")
-    for candidate in candidates:
-        logger.info(candidate.line())
+    logger.info(
+        f"forward and backward of {task.batch_size} x {task.seq_length} tokens, {memory_gib:.1f} GiB available:"
+    )
+    for c in candidates:
+        logger.info(f"  {c.choice}: {c.note or f'{c.ms:.3f} ms, {c.peak_gib:.1f} GiB'}")
     choice = choose(candidates, memory_gib)
     if choice is None:
         logger.info("precision.auto: no candidate ran and fits into memory; the settings stay as configured")
         return Choice("fp8", task.speed.cuda_graphs, task.attention_backend)
-    logger.info(f"precision.auto: {choice}; measured in {time.monotonic() - began:.0f} s")
+    logger.info(f"precision.auto: using {choice}")
     return choice
 
 
@@ -204,28 +187,18 @@ def _memory_gib(task: Task) -> float:
 
 
 def attention_backends(task: Task, precision: Precision) -> list[str]:
-    """Return the backends to time: the configured one, or for "auto" the installed ones that agree with SDPA."""
+    """Return the backends to time: the configured one, or for "auto" those that pass the startup check."""
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
-    offered = te_backend.document_backends() if task.document_mask else ATTENTION
     right = []
-    for name in (name for name in ATTENTION if name in offered):
+    for name in te_backend.document_backends() if task.document_mask else ATTENTION:
         te_backend.choose_attention_backend(name)
         try:
-            errors = attention_errors(
-                task.config, precision, task.seq_length, document_mask=task.document_mask
-            )
-            in_use = te_backend.attention_backend_in_use(precision.te)
+            verify_attention(task.config, precision, name, task.seq_length, task.document_mask)
         except Exception as failure:  # each package raises its own errors
-            logger.info(f"  attention_backend {name} is not available: {one_line(failure)}")
-            continue
-        if in_use.startswith(name) and all(error <= ATTENTION_TOLERANCE["bf16"] for error in errors):
-            right.append(name)
+            logger.info(f"  attention_backend {name} cannot be used: {one_line(failure)}")
         else:
-            logger.info(
-                f"  attention_backend {name} is not used: Transformer Engine ran {in_use}, relative errors "
-                f"{errors}"
-            )
+            right.append(name)
     return right or ["auto"]
 
 
@@ -269,18 +242,23 @@ class Step:
         self.model = task.build(precision)
         self.forward, self.captured = self.model.forward, False
         generator = torch.Generator(precision.device).manual_seed(0)
-        shape = (task.batch_size, task.seq_length + 1)
-        ids = torch.randint(task.config.vocab_size, shape, generator=generator, device=precision.device)
+        B, T = task.batch_size, task.seq_length
+        ids = torch.randint(task.config.vocab_size, (B, T + 1), generator=generator, device=precision.device)
         self.ids, self.labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        documents = task.documents()
-        self.documents = None if documents is None else documents.to(precision.device)
+        self.documents = None
+        if task.document_mask:
+            documents = random_documents(
+                *self.ids.shape, task.seq_length / 2, torch.Generator().manual_seed(0)
+            )
+            self.documents = documents.to(precision.device)
 
     def __call__(self, index: int) -> torch.Tensor:
         """Run pass `index` (from 0) of a step and return the detached loss. Gradients stay until the next call."""
         self.model.zero_grad(set_to_none=True)
-        first = index % self.cycle == 0 if self.cycle else None
-        extra = {} if self.documents is None else {"documents": self.documents}
-        loss = self.forward(self.ids, labels=self.labels, is_first_microbatch=first, **extra).loss
+        first = index % self.cycle == 0 if self.cycle > 1 else None
+        loss = self.forward(
+            self.ids, labels=self.labels, is_first_microbatch=first, documents=self.documents
+        ).loss
         loss.backward()
         return loss.detach()
 
@@ -296,21 +274,18 @@ class Step:
 
         with verify_fp8(self.model, self.precision, WARMUP_STEPS):
             run(WARMUP_STEPS)
-        cycle = self.cycle or 1
-        count = cycle * max(1, round(WINDOW_MS / timer(lambda: run(cycle))))
+        count = self.cycle * max(1, round(WINDOW_MS / timer(lambda: run(self.cycle))))
         return statistics.median(timer(lambda: run(count)) for _ in range(ROUNDS)) / count
 
     def peak_gib(self) -> float:
         """Return the peak GPU memory, or 0 on a CPU. With CUDA graphs it includes the free memory of their pool."""
-        if self.precision.device.type != "cuda":
-            return 0.0
         peak = torch.cuda.max_memory_reserved if self.captured else torch.cuda.max_memory_allocated
         return peak() / GIB
 
     def capture(self) -> None:
         """Replay passes as CUDA graphs from now on. Raises RuntimeError: a replayed pass computes other gradients."""
         self.model.zero_grad(set_to_none=True)
-        cached = self.cycle is not None
+        cached = self.cycle > 1
         use_cuda_graphs(self.model, self.precision, self.ids, self.labels, cached, self.documents)
         state = snapshot_fp8_state(self.model, self.precision)
         launched, replayed = self.forward, self.model.forward

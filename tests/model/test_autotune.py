@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from model import startup_check
 from model.autotune import measure
 from model.autotune.measure import Candidate, Choice, Task, autotune, choose, measure_steps
 from model.build import build_model
@@ -170,35 +171,35 @@ def test_graphs_that_compute_another_gradient_are_no_candidate(
     assert autotune(task, timer=Script(1200.0, 1000.0)) == expected
 
 
-def test_attention_that_is_missing_or_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = ["auto"]
-    found: dict[str, Any] = {}
-    names = {"fused": "fused (cuDNN, 1)", "flash": "flash (4)"}
+@pytest.mark.parametrize(
+    ("fused", "offered"),
+    [
+        ((0.0, 0.02), ["fused", "flash"]),
+        (ValueError("no such kernel"), ["flash"]),
+        ((0.0, math.nan), ["flash"]),
+        ((0.0, 0.0201), ["flash"]),
+    ],
+)
+def test_attention_that_is_missing_or_wrong_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, fused: Any, offered: list[str]
+) -> None:
+    chosen: list[str] = []
 
     def errors(*_: Any, **__: Any) -> tuple[float, float]:
-        if isinstance(found.get(chosen[-1]), Exception):
-            raise found[chosen[-1]]
-        return found.get(chosen[-1], (0.0, 0.02))
+        if chosen[-1] == "fused" and isinstance(fused, Exception):
+            raise fused
+        return fused if chosen[-1] == "fused" else (0.0, 0.0)
 
     monkeypatch.setattr(te_backend, "choose_attention_backend", chosen.append)
-    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: names[chosen[-1]])
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: chosen[-1])
     monkeypatch.setattr(te_backend, "document_backends", lambda: ("flash",))
-    monkeypatch.setattr(measure, "attention_errors", errors)
-    gpu: Any = SimpleNamespace(te=SimpleNamespace(name="transformer_engine"))
-
-    def offered(**changes: Any) -> list[str]:
-        return measure.attention_backends(task_of(**changes), gpu)
-
-    assert offered() == ["fused", "flash"] and offered(document_mask=True) == ["flash"]
-    assert offered(attention_backend="fused") == ["fused"]
-    found["fused"] = ValueError("no such kernel")
-    assert offered() == ["flash"]
-    found["fused"] = (0.0, math.nan)
-    assert offered() == ["flash"]
-    found["fused"] = (0.0, 0.0201)
-    assert offered() == ["flash"]
-    names["flash"] = "fused (cuDNN, 1)"
-    assert offered() == ["auto"]
+    monkeypatch.setattr(startup_check, "attention_errors", errors)
+    gpu: Any = SimpleNamespace(
+        te=SimpleNamespace(name="transformer_engine"), config=PrecisionConfig(compute="bf16")
+    )
+    assert measure.attention_backends(task_of(), gpu) == offered
+    assert measure.attention_backends(task_of(document_mask=True), gpu) == ["flash"]
+    assert measure.attention_backends(task_of(attention_backend="fused"), gpu) == ["fused"]
 
 
 def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +216,9 @@ def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("compute", "accumulation", "cycle"), [("fp8", 1, None), ("fp8", 2, 2), ("fp8", 8, 4), ("bf16", 8, None)]
+    ("compute", "accumulation", "cycle"), [("fp8", 1, 1), ("fp8", 2, 2), ("fp8", 8, 4), ("bf16", 8, 1)]
 )
-def test_micro_batches_of_a_step_share_the_fp8_weights(
-    compute: Any, accumulation: int, cycle: int | None
-) -> None:
+def test_micro_batches_of_a_step_share_the_fp8_weights(compute: Any, accumulation: int, cycle: int) -> None:
     task = task_of(accumulation=accumulation)
     assert task.cycle(task.resolved(compute)) == cycle
 
@@ -285,6 +284,6 @@ def test_on_a_gpu_all_candidates_are_measured_and_nothing_stays(
     assert torch.cuda.memory_allocated() <= allocated + 2**24
     assert torch.equal(torch.get_rng_state(), cpu) and torch.equal(torch.cuda.get_rng_state(), cuda)
     assert losses(task) == before
-    table = [line for line in logged if line.startswith("  compute")]
-    assert len(table) == 8 and all(" ms " in line for line in table), logged
+    table = [line for line in logged if line.startswith("  Choice(")]
+    assert len(table) == 8 and all(" ms, " in line for line in table), logged
     assert choice.attention_backend in ("fused", "flash")
