@@ -247,9 +247,7 @@ class Step:
         self.ids, self.labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         self.documents = None
         if task.document_mask:
-            documents = random_documents(
-                *self.ids.shape, task.seq_length / 2, torch.Generator().manual_seed(0)
-            )
+            documents = random_documents(B, T, T / 2, torch.Generator().manual_seed(0))
             self.documents = documents.to(precision.device)
 
     def __call__(self, index: int) -> torch.Tensor:
