@@ -117,7 +117,7 @@ class MistralBase(nn.Module):
 
     def recompute_layers(self) -> None:
         """Recompute the activations of each layer in the backward (gradient checkpointing); only the layer inputs are
-        saved.
+        saved. The CPU reference does not recompute.
 
         The layer's forward is wrapped instead of the call, because the recomputation must run inside the layer's hooks.
         ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the forward; the
@@ -133,10 +133,11 @@ class MistralBase(nn.Module):
         hidden_BTH: torch.Tensor,
         **arguments: Any,
     ) -> torch.Tensor:
-        if not layer.training:
-            return forward(hidden_BTH, **arguments)
         # TE's own checkpoint: it recomputes with the scales of the first forward
-        return self.precision.te.checkpoint(forward, hidden_BTH, use_reentrant=False, **arguments)
+        checkpoint = self.precision.te.checkpoint
+        if not layer.training or checkpoint is None:
+            return forward(hidden_BTH, **arguments)
+        return checkpoint(forward, hidden_BTH, use_reentrant=False, **arguments)
 
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int

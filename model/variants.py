@@ -58,8 +58,8 @@ ATTENTION_BACKENDS = {
 FLASH_HEAD_DIMS = (64, 128, 256)
 
 
-# docs/performance.md lists the measured effect of each switch. With all switches off, a model is bit-identical to
-# te.TransformerLayer and torch.
+# docs/performance.md lists the measured effect of each switch. With all switches off, a model runs only kernels of
+# Transformer Engine and torch.
 @dataclass(config=STRICT)
 class SpeedConfig:
     """The "speed" section. Switches that need a GPU have no effect on a CPU."""

@@ -53,18 +53,6 @@ def small_config(**changes: object) -> MistralConfig:
     return MistralConfig(**{**values, **changes})
 
 
-# What makes a TransformerLayer that of a Mistral, as model/modeling_mistral_fp8_trans.py asks for it.
-MISTRAL_LAYER = dict(
-    attention_dropout=0.0,
-    normalization="RMSNorm",
-    activation="swiglu",
-    bias=False,
-    fuse_qkv_params=True,
-    qkv_weight_interleaved=False,
-    attn_input_format="bshd",
-)
-
-
 def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
     import torch
 

@@ -7,6 +7,7 @@ stored.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,6 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from model.modeling_mistral_fp8_trans import FusedTransformerLayer
+from model.variants import SpeedConfig
 
 ROWS, COLUMNS = 16, 144
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
@@ -188,8 +194,10 @@ def make_layer(te: SimpleNamespace, kind: str, device: str) -> nn.Module:
         layer = te.LayerNormLinear(HIDDEN, 96, eps=1e-5, **norm)
     elif kind == "LayerNormMLP":
         layer = te.LayerNormMLP(HIDDEN, 192, eps=1e-5, activation="swiglu", **norm)
+    elif te.name == "reference":
+        layer = _our_transformer_layer()
     else:
-        layer = te.TransformerLayer(
+        layer = importlib.import_module("transformer_engine.pytorch").TransformerLayer(
             HIDDEN,
             192,
             HEADS,
@@ -211,6 +219,23 @@ def make_layer(te: SimpleNamespace, kind: str, device: str) -> nn.Module:
             values = draw(100 + index, *parameter.shape) * 0.1
             parameter.copy_(values + 1.0 if "layer_norm" in name else values)
     return layer
+
+
+def _our_transformer_layer() -> nn.Module:
+    """The layer of the variant te_layer, which has the modules of te.TransformerLayer."""
+    from transformers import MistralConfig
+
+    config = MistralConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=192,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=CHANNELS,
+        sliding_window=9,
+        rms_norm_eps=1e-5,
+    )
+    precision = Precision(PrecisionConfig(backend="reference"))
+    return FusedTransformerLayer(config, precision, SpeedConfig.off(), index=0)
 
 
 def sample(tensor: Tensor) -> np.ndarray:

@@ -28,9 +28,7 @@ MODULES = (
     "LayerNormMLP",
     "RMSNorm",
     "DotProductAttention",
-    "TransformerLayer",
     "autocast",
-    "checkpoint",
 )
 HOPPER = 9  # major compute capability
 FUSED_SWIGLU = "fused_swiglu"
@@ -49,7 +47,8 @@ def load(name: str = "auto") -> SimpleNamespace:
         name: "transformer_engine", "reference", or "auto" (the reference only if there is no CUDA device).
 
     Returns: a namespace with MODULES, rotary embeddings, recipes and
-        cross_entropy, embedding, rotate, swiglu: functions of model/fused; None in the reference.
+        checkpoint: recomputes activations; None in the reference, which keeps them.
+        cross_entropy, embedding, rotate, split_and_rotate, swiglu: functions of model/fused; None in the reference.
         fused_swiglu: name of LayerNormMLP's activation whose kernels cast to FP8; in the reference the plain "swiglu".
         linear: x W^T in the dtype of both.
         fp8_gradients: see te_reference/gemm.py.
@@ -74,7 +73,8 @@ def _load_reference() -> SimpleNamespace:
         **{n: getattr(reference, n) for n in MODULES},
         RotaryPositionEmbedding=reference.RotaryPositionEmbedding,
         apply_rotary_pos_emb=reference.apply_rotary_pos_emb,
-        split_and_rotate=reference.split_and_rotate,
+        checkpoint=None,
+        split_and_rotate=None,
         rotate=None,
         embedding=None,
         cross_entropy=None,
@@ -111,6 +111,7 @@ def _load_transformer_engine() -> SimpleNamespace:
         **{n: getattr(te, n) for n in MODULES},
         RotaryPositionEmbedding=rope.RotaryPositionEmbedding,
         apply_rotary_pos_emb=rope.apply_rotary_pos_emb,
+        checkpoint=te.checkpoint,
         # these import Triton, which torch installs only with CUDA
         split_and_rotate=importlib.import_module("model.fused.qkv_rope").split_and_rotate,
         rotate=importlib.import_module("model.fused.qkv_rope").rotate,

@@ -14,15 +14,13 @@ and raise an error.
 """
 
 from model.te_reference import recipe
-from model.te_reference.attention import DotProductAttention, MultiheadAttention
+from model.te_reference.attention import DotProductAttention
 from model.te_reference.gemm import fp8_gradients, linear_in_float32
 from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
 from model.te_reference.memory import keep_freed_memory
 from model.te_reference.norm import RMSNorm
-from model.te_reference.recompute import checkpoint
-from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb, split_and_rotate
+from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.state import autocast
-from model.te_reference.transformer import TransformerLayer
 
 REFERENCE_OF = "Transformer Engine 2.20.2"
 
@@ -32,16 +30,12 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
-    "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
-    "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",
-    "checkpoint",
     "fp8_gradients",
     "keep_freed_memory",
     "linear_in_float32",
     "recipe",
-    "split_and_rotate",
 ]

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and the attention block of TransformerLayer.
+"""Scaled dot-product attention.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H hidden.
 """
@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.te_reference.base import check_supported
-from model.te_reference.linear import LayerNormLinear, Linear
-from model.te_reference.rotary import apply_rotary_pos_emb
 
 MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
 """Mask type for each layout: "bshd" is [batch, tokens, ...], "thd" is sequences one after the other."""
@@ -160,67 +158,3 @@ def _check_layout(layout: str, mask_type: str) -> None:
             f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}): the CPU reference supports "
             f"{' and '.join(f'{f!r} with {m!r}' for f, m in MASK_OF_FORMAT.items())}."
         )
-
-
-class MultiheadAttention(nn.Module):
-    """The attention block of TransformerLayer, without the residual connection.
-
-    It has layernorm_qkv (rows [q; k; v]), rotary positions, core_attention and proj.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        kv_channels: int,
-        *,
-        layernorm_epsilon: float,
-        num_gqa_groups: int | None,
-        qkv_format: str,
-        window_size: tuple[int, int] | None,
-        params_dtype: torch.dtype | None,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        groups = num_gqa_groups or num_attention_heads
-        self.heads, self.qkv_format = (num_attention_heads, groups, groups), qkv_format
-        placement: dict[str, Any] = {"bias": False, "params_dtype": params_dtype, "device": device}
-        self.layernorm_qkv = LayerNormLinear(
-            hidden_size,
-            sum(self.heads) * kv_channels,
-            eps=layernorm_epsilon,
-            normalization="RMSNorm",
-            **placement,
-        )
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            kv_channels,
-            groups,
-            qkv_format=qkv_format,
-            attn_mask_type=MASK_OF_FORMAT[qkv_format],
-            window_size=window_size,
-        )
-        self.proj = Linear(num_attention_heads * kv_channels, hidden_size, **placement)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        rotary_pos_emb: Tensor | None = None,
-        is_first_microbatch: bool | None = None,
-        **attention: Any,
-    ) -> Tensor:
-        """Compute [B, S, H] -> [B, S, H], or [T, H] -> [T, H], without the residual.
-
-        Args:
-            attention: window_size and, for "thd", cu_seqlens_q and the other arguments of DotProductAttention.
-        """
-        qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
-        q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
-        if rotary_pos_emb is not None:
-            cu_seqlens = attention.get("cu_seqlens_q")
-            q, k = (
-                apply_rotary_pos_emb(t, rotary_pos_emb, self.qkv_format, fused=True, cu_seqlens=cu_seqlens)
-                for t in (q, k)
-            )
-        return self.proj(self.core_attention(q, k, v, **attention), is_first_microbatch=is_first_microbatch)

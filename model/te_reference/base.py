@@ -42,15 +42,11 @@ class Quantizer:
 
     Attributes:
         kind: "fwd_inp", "fwd_weight" or "bwd_grad".
-        scale: scales for delayed scaling; None: those of the state.
-        record: whether delayed scaling records the amax.
     """
 
     state: RecipeState
     column: int
     kind: str
-    scale: Tensor | None = None
-    record: bool = True
 
     def __call__(
         self, x: Tensor, *, columnwise: bool = True, rowwise: bool = True, amax_of_x: Tensor | None = None
@@ -58,11 +54,8 @@ class Quantizer:
         """Quantize a matrix [M, N] for contractions over N (`rowwise`) and M (`columnwise`)."""
         state, dtype = self.state, self.state.dtype
         if isinstance(state, DelayedScalingState):
-            if self.record:
-                state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
-            return quantize_per_tensor(
-                x, (state.scale if self.scale is None else self.scale)[self.column], dtype
-            )
+            state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
+            return quantize_per_tensor(x, state.scale[self.column], dtype)
         options = asdict(getattr(state.recipe, f"fp8_quant_{self.kind}"))
         if isinstance(state.recipe, Float8CurrentScaling):
             return quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
@@ -94,8 +87,6 @@ class FP8Call:
 
     forward_state: RecipeState
     backward_state: RecipeState
-    scale: Tensor | None
-    record: bool
     trains: bool
     moves_backward_scales: bool
 
@@ -107,7 +98,7 @@ class FP8Call:
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
         """Return the quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
-        return Quantizer(self.forward_state, 3 * gemm + tensor, kind, self.scale, self.record)
+        return Quantizer(self.forward_state, 3 * gemm + tensor, kind)
 
     def grad_quantizer(self, gemm: int) -> Quantizer:
         """Return the quantizer for the gradient of the output of GEMM number `gemm`."""
@@ -164,20 +155,13 @@ class FP8Module(nn.Module):
         self.fp8_meta["recipe"] = running.recipe
         self.init_fp8_meta_tensors(running.recipe)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        scale = None
         if isinstance(forward, DelayedScalingState):
             register(forward)
             register(backward)
-            scale = forward.scale
-        if running.replaying is not None:
-            scale = running.replaying.next_scale()
-        for frame in running.stashing:
-            frame.scales.append(None if scale is None else scale.clone())
         wanted = any(tensor.requires_grad for tensor in (inp, *self.parameters()))
         trains = torch.is_grad_enabled() and wanted
-        record = running.replaying is None
         moves = trains and take_first_module() and not _overrides_backward(running.recipe)
-        return FP8Call(forward, backward, scale, record, trains, moves)
+        return FP8Call(forward, backward, trains, moves)
 
     def quantize_weight(
         self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
@@ -186,10 +170,8 @@ class FP8Module(nn.Module):
 
         is_first_microbatch: None quantizes the weight, True also keeps the copy, and False returns the kept copy.
         """
-        if is_first_microbatch is not None and gemm in self._fp8_workspaces:
-            # a recomputation uses the copy that its first forward made or used
-            if not is_first_microbatch or running.replaying is not None:
-                return self._fp8_workspaces[gemm]
+        if is_first_microbatch is False and gemm in self._fp8_workspaces:
+            return self._fp8_workspaces[gemm]
         quantized = quantizer(weight.detach())
         if is_first_microbatch is not None:
             self._fp8_workspaces[gemm] = quantized

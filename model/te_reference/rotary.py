@@ -56,51 +56,16 @@ class _FusedRotation(torch.autograd.Function):
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    *,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, fused: bool = False
 ) -> Tensor:
-    """Rotate t, [B, S, N, D] ("bshd") or [T, N, D] ("thd"), in float32 with one rounding.
+    """Rotate t [B, S, N, D] by the angles freqs [>= S, 1, 1, D], in float32 with one rounding.
 
-    Args:
-        freqs: angles, [>= S, 1, 1, D].
-        cu_seqlens: for "thd": int [sequences + 1], the start of each sequence among the T tokens, then T.
-
-    Raises ValueError: another format, fused=False (which would round cos and sin first), or freqs too short.
+    Raises ValueError: a format other than "bshd", fused=False (which would round cos and sin first), or freqs too
+    short.
     """
-    packed = tensor_format == "thd"
-    if not fused or tensor_format not in ("bshd", "thd") or packed != (cu_seqlens is not None):
+    if not fused or tensor_format != "bshd" or t.shape[1] > len(freqs):
         raise ValueError(
-            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}): the CPU reference supports "
-            "only fused=True with 'bshd', or with 'thd' and cu_seqlens."
+            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} angles for "
+            f"{t.shape[1]} tokens: the CPU reference supports 'bshd' with fused=True and an angle for each token."
         )
-    length = t.shape[1]
-    if cu_seqlens is not None:
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        length = int(lengths.max())
-    if length > len(freqs):
-        raise ValueError(f"freqs has angles for {len(freqs)} positions, but {length} are needed.")
-    if cu_seqlens is None:
-        return _FusedRotation.apply(t, freqs[:length].transpose(0, 1))
-    positions = torch.arange(len(t), device=t.device) - cu_seqlens[:-1].long().repeat_interleave(lengths)
-    return _FusedRotation.apply(t, freqs[positions][:, 0])
-
-
-def split_and_rotate(
-    packed: Tensor, freqs: Tensor, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split and rotate like model/fused/qkv_rope.py, which needs one kernel.
-
-    Args:
-        packed: [B, T, (N + 2 K) D], rows [q; k; v].
-        freqs: float32 [>= T, 1, 1, D].
-
-    Returns: rotated q [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D].
-    """
-    heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    rotated = (apply_rotary_pos_emb(x, freqs, "bshd", fused=True) for x in (q, k))
-    return *rotated, v.contiguous()
+    return _FusedRotation.apply(t, freqs[: t.shape[1]].transpose(0, 1))

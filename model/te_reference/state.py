@@ -12,9 +12,7 @@ sees the larger of the two.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -63,37 +61,13 @@ def make_recipe_state(recipe: Recipe, forward: bool, num_tensors: int, device: t
 
 
 @dataclass
-class RecomputeFrame:
-    """Data that the first forward of a checkpointed function saves for its recomputation.
-
-    Attributes:
-        enabled: setting of the autocast it ran in, as are recipe and depth.
-        first: whether it contains the first FP8 module of its autocast.
-        scales: the forward scales of its FP8 modules in the order of their calls; None without delayed scaling.
-    """
-
-    enabled: bool
-    recipe: Recipe | None
-    depth: int
-    first: bool
-    scales: list[Tensor | None] = field(default_factory=list)
-    position: int = 0
-
-    def next_scale(self) -> Tensor | None:
-        self.position += 1
-        return self.scales[self.position - 1]
-
-
-@dataclass
 class _Running:
-    """The current autocast and recomputation of the process."""
+    """The current autocast of the process."""
 
     enabled: bool = False
     recipe: Recipe | None = None
     depth: int = 0
     first_module: bool = False
-    stashing: tuple[RecomputeFrame, ...] = ()
-    replaying: RecomputeFrame | None = None
 
 
 running = _Running()
@@ -135,8 +109,7 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
         running.enabled, running.recipe, running.first_module = self._outer
         self._outer = None
         running.depth -= 1
-        outermost, moves = running.depth == 0, torch.is_grad_enabled() and running.replaying is None
-        if outermost and self.enabled and moves and error is None:
+        if running.depth == 0 and self.enabled and torch.is_grad_enabled() and error is None:
             update_scales(forward=True)
 
 
@@ -181,36 +154,3 @@ def update_scales(forward: bool) -> None:
         for state, state_history, state_scale in parts:
             state.amax_history.copy_(state_history)
             state.scale.copy_(state_scale)
-
-
-def new_frame() -> RecomputeFrame:
-    """Return a frame for a function that is about to be checkpointed in the current autocast."""
-    return RecomputeFrame(running.enabled, running.recipe, running.depth, running.first_module)
-
-
-@contextmanager
-def stash(frame: RecomputeFrame) -> Iterator[None]:
-    """Context for the first forward of a checkpointed function: saves its scales in `frame`."""
-    outer = running.stashing
-    running.stashing = (*outer, frame)
-    try:
-        yield
-    finally:
-        running.stashing = outer
-
-
-@contextmanager
-def replay(frame: RecomputeFrame) -> Iterator[None]:
-    """Context for the recomputation of a checkpointed function, with the autocast and scales of its first forward.
-
-    Amaxes are not recorded again and no forward scale is updated, even if the function has its own autocast.
-    """
-    outer = _Running(**vars(running))
-    frame.position = 0
-    running.enabled, running.recipe = frame.enabled, frame.recipe
-    running.depth, running.first_module = frame.depth, frame.first
-    running.replaying, running.stashing = frame, ()
-    try:
-        yield
-    finally:
-        vars(running).update(vars(outer))

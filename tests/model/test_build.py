@@ -55,11 +55,10 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str)
     torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
+@pytest.mark.parametrize("variant", ["hf", "torchao"])
 def test_recomputation_runs_each_layer_again_and_changes_no_gradient(variant: str) -> None:
     keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
     precision, gradients, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
-    hooks: list[int] = []
     for recomputes in (False, True):
         model = build_model(small_config(), variant, precision, gradient_checkpointing=recomputes).train()
         calls.append(0)
@@ -68,13 +67,10 @@ def test_recomputation_runs_each_layer_again_and_changes_no_gradient(variant: st
             calls[-1] += 1
 
         next(model.model.layers[1].children()).register_forward_pre_hook(count)
-        model.model.layers[1].register_forward_pre_hook(lambda *_: hooks.append(0))
         ids = random_ids(model.config, 1, 33)
         model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
     assert calls == [1, 2]
-    if variant in ("te_linear", "te_layer"):  # ZeRO 3 gathers and frees the weights of a layer by its hooks
-        assert len(hooks) == 2
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

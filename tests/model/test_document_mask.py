@@ -124,18 +124,6 @@ def test_a_row_that_is_one_document_is_a_row_without_documents(kind: str, keys: 
     assert results[0][2].keys() == results[1][2].keys()
 
 
-@kinds
-def test_recomputing_activations_changes_no_bit(kind: str) -> None:
-    results = []
-    for checkpointing in (False, True):
-        model = build(kind, recipe="delayed")
-        if checkpointing:
-            model.recompute_layers()
-        results.append(packed(model, documents_of(LENGTHS)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert all(torch.equal(g, results[1][2][name]) for name, g in results[0][2].items())
-
-
 def test_documents_have_few_shapes() -> None:
     documents = documents_of(LENGTHS)
     ends = [0, 64, 66, 68, 78, 108, 128, 158, 162, *[192] * (FEWEST_PIECES - 8)]

@@ -17,11 +17,11 @@ from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.modeling_mistral_fp8_trans import FusedTransformerLayer
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
 
 SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]
+KERNELS = ("cross_entropy", "swiglu", "rotate", "split_and_rotate", "embedding")
 COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
 
 
@@ -63,7 +63,7 @@ def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> N
 def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple[nn.Module, set[str]]:
     """A model of modules without memory, and which of a GPU's fusions are in all of it, by their switches."""
     resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
-    fusions: dict[str, Any] = {name: Mock() for name in ("cross_entropy", "swiglu", "rotate", "embedding")}
+    fusions: dict[str, Any] = {name: Mock() for name in KERNELS}
     resolved.te = SimpleNamespace(**{**vars(resolved.te), **fusions, "fused_swiglu": te_backend.FUSED_SWIGLU})
     model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
     layers = list(model.model.layers)
@@ -77,7 +77,8 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
     else:
         activations = {getattr(layer.layernorm_mlp, "activation", "") for layer in layers}
         found["fused_swiglu"] = activations == {te_backend.FUSED_SWIGLU}
-        found["fused_rope"] = all(isinstance(layer, FusedTransformerLayer) for layer in layers)
+        split = {layer.self_attention.split_and_rotate for layer in layers}
+        found["fused_rope"] = split == {fusions["split_and_rotate"]}
     return model, {switch for switch, is_on in found.items() if is_on}
 
 

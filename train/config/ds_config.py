@@ -321,8 +321,7 @@ def _layers_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> s
         return ""
     classes = leaf.get("classes") or []
     named = [name.rpartition(".")[2] for name in (classes if isinstance(classes, list) else [classes])]
-    te_layer = "FusedTransformerLayer" if arguments.speed.fused_rope else "TransformerLayer"
-    layer = {"te_linear": "MistralDecoderLayer", "te_layer": te_layer}[variant]
+    layer = {"te_linear": "MistralDecoderLayer", "te_layer": "FusedTransformerLayer"}[variant]
     return "" if leaf.get("names") or leaf.get("name_suffixes") or layer in named else layer
 
 

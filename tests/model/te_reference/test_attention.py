@@ -37,12 +37,3 @@ def test_attention_and_its_gradients_are_those_of_the_dense_masked_softmax(group
     pairs = [(out, expected), *((t.grad, e.grad) for t, e in zip(inputs, exact, strict=True))]
     for actual, right in pairs:
         assert (actual.double() - right).norm() <= 1.5 * rounding * right.norm() + 1e-5
-
-
-def test_packed_sequences_begin_at_position_0():
-    freqs, t = te.RotaryPositionEmbedding(8)(6), torch.randn(9, 3, 8)
-    cu_seqlens = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-    out = te.apply_rotary_pos_emb(t, freqs, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens)
-    for first, end in ((0, 4), (4, 9)):
-        alone = te.apply_rotary_pos_emb(t[None, first:end], freqs, tensor_format="bshd", fused=True)
-        assert torch.equal(out[first:end], alone[0])

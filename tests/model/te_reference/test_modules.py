@@ -75,13 +75,11 @@ def test_shapes_that_fp8_gemms_take(shape, outputs, training, fits):
         lambda: te.Linear(16, 16, bias=False, biass=True),
         lambda: te.LayerNormLinear(16, 16, bias=False),
         lambda: te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm"),
-        lambda: te.TransformerLayer(16, 16, 1),
         lambda: te.DotProductAttention(1, 16),
         lambda: te.DotProductAttention(1, 16, qkv_format="bshd", attn_mask_type="padding"),
         lambda: te.DotProductAttention(1, 16, attention_dropout=0.1),
         lambda: te.DotProductAttention(1, 16, qkv_format="bshd", window_size=(3, 1)),
         lambda: te.apply_rotary_pos_emb(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)),
-        lambda: te.checkpoint(lambda x: x, torch.zeros(1)),
     ],
 )
 def test_arguments_without_an_implementation_are_refused(make):

@@ -247,18 +247,13 @@ def test_optimizer_states_that_are_refused_before_deepspeed(precision, changes, 
 
 
 @pytest.mark.parametrize(
-    ("variant", "fused_rope", "layer"),
-    [
-        ("te_linear", True, "MistralDecoderLayer"),
-        ("te_layer", True, "FusedTransformerLayer"),
-        ("te_layer", False, "TransformerLayer"),
-    ],
+    ("variant", "layer"), [("te_linear", "MistralDecoderLayer"), ("te_layer", "FusedTransformerLayer")]
 )
-def test_recomputation_at_zero_3_needs_the_layer_as_a_leaf(variant, fused_rope, layer):
+def test_recomputation_at_zero_3_needs_the_layer_as_a_leaf(variant, layer):
     """Without it the backward pass finds a weight of no elements (seen on two H200s)."""
     shipped = load_deepspeed("ds_config_zero3.json")
     zero = shipped["zero_optimization"]
-    changes = dict(model={"config": "tiny", "variant": variant}, speed={"fused_rope": fused_rope})
+    changes = dict(model={"config": "tiny", "variant": variant})
 
     def with_leaf(leaf):
         return shipped | {"zero_optimization": zero | {"leaf_module": leaf}}
