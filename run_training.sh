@@ -19,7 +19,6 @@
 # or `sbatch --nodes=4 ... run_training.sh CONFIG` from the repository's root. Without Slurm, run the command on each node:
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
-#   HOSTFILE=hosts ./run_training.sh CONFIG            DeepSpeed's format, lines "name slots=8"; the first host has rank 0
 #
 # Ctrl-C: the run finishes its step, saves and stops with status 75. A second Ctrl-C, or one outside training, ends it at
 # once with status 130. SIGTERM, SIGUSR1 and SIGHUP also save and stop it. The status is then 75; a Slurm job is requeued

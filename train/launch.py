@@ -37,13 +37,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from enum import Enum, auto
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -53,22 +49,19 @@ if __name__ == "__main__":
 
 from model import need
 
-need("starting ranks", "pydantic", "psutil")
-
-import psutil
+need("starting ranks", "pydantic")
 
 from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
-from train.checkpoint.resume import resume_option
 from train.config.arguments import TrainingArguments
-from train.config.load import load_arguments, resolve_arguments
-from train.files import again, may_pass, reason, remove_dead_buffers
+from train.config.load import load_arguments
+from train.files import may_pass, reason, remove_dead_buffers
 from train.launchers import first_host, port_of
 from train.monitor import signals
-from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
+from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
-from train.preflight.machine import cuda_devices, memory_kills
+from train.preflight.machine import cuda_devices
 from train.record.log import configure_logging
 from train.record.run_folder import RunFolder
 
@@ -79,10 +72,8 @@ CRASHED = 1
 POLL_S = 0.2
 # After one rank fails, the other ranks get this long to print their errors. Rank 0 prints first, the others after 2 s.
 FAILED_GRACE_S = 4.0
-INTERRUPTED_GRACE_S = 1.0
 # Ranks that stop on request end together, after they commit the checkpoint.
 STOPPED_GRACE_S = 60.0
-OTHER_NODES_S = 2.0
 # Pause before a restart without progress, so that a port, file system or node can recover.
 PAUSE_S = 30.0
 
@@ -91,9 +82,6 @@ TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
 # The name of the Python standard library's source text in train_args/ and prepare_data.py.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
-# Options that a hostfile replaces.
-NODES = ("nproc", "nnodes", "node_rank", "master_addr")
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class LaunchError(UserError, ValueError):
@@ -107,8 +95,7 @@ def main(argv: list[str]) -> int:
     try:
         if argv[:1] == ["--supervise"]:
             return Supervisor(argv[1:], Children()).run()
-        options = parse(argv)
-        return run_ranks(options, Children())
+        return run_ranks(parse(argv), Children())
     except (UserError, ValueError, OSError) as error:
         logger.error(reason(error))
         return CRASHED if may_pass(error) else NOT_AS_IT_IS
@@ -117,46 +104,25 @@ def main(argv: list[str]) -> int:
 # ---------------------------------------------------------------- decisions: pure functions
 
 
-class Action(Enum):
-    """What the supervisor does after a training attempt."""
-
-    END = auto()
-    REQUEUE = auto()
-    RESTART = auto()
-    PAUSE_AND_RESTART = auto()
-
-
-def next_action(
-    status: int,
-    stop_requested: bool,
-    made_progress: bool,
-    is_retry: bool,
-    restarts_left: int,
-    can_requeue: bool,
-) -> Action:
-    """Decide what to do after a training attempt.
+def should_restart(status: int, stop_requested: bool, made_progress: bool, is_retry: bool) -> bool:
+    """Decide whether to restart the training after an attempt.
 
     Args:
         status: exit status of the attempt.
         stop_requested: whether a signal asked this job to stop.
         made_progress: whether the attempt logged a new step or saved a new checkpoint.
         is_retry: whether the previous attempt made no progress either.
-        can_requeue: whether this is a Slurm job that may requeue itself.
     """
-    if status == STOPPED:
-        return Action.REQUEUE if can_requeue else Action.END
-    if status in (0, NOT_AS_IT_IS, INTERRUPTED) or stop_requested or not restarts_left:
-        return Action.END
-    if made_progress:
-        return Action.RESTART
-    return Action.END if is_retry else Action.PAUSE_AND_RESTART
+    if status in (0, STOPPED, NOT_AS_IT_IS, INTERRUPTED) or stop_requested:
+        return False
+    return made_progress or not is_retry
 
 
 def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool) -> tuple[int, int | None]:
-    """Return the exit status of the job and the rank to report as its cause, if any.
+    """Return the exit status of the job and the process to report as its cause, if any.
 
     Args:
-        failed: return code of each failed rank, in the order in which they ended; -n if signal n killed the rank.
+        failed: return code of each failed process, in the order in which they ended; -n if signal n killed it.
     """
     if not failed:
         return 0, None
@@ -165,22 +131,20 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
     if set(failed.values()) == {STOPPED}:
         return STOPPED, None
     # The first killed rank is the cause. Other ranks fail because they lose their connection to it.
-    rank = min(failed, key=lambda rank: (failed[rank] >= 0, failed[rank] == STOPPED))
-    status = failed[rank] if failed[rank] >= 0 else 128 - failed[rank]
+    cause = min(failed, key=lambda index: (failed[index] >= 0, failed[index] == STOPPED))
+    status = failed[cause] if failed[cause] >= 0 else 128 - failed[cause]
     if (
         stop_requested and status - 128 in SIGNALS
-    ):  # the signal came before the rank handled signals, so no step was done
+    ):  # it came before the rank handled signals, so no step was done
         return INTERRUPTED if interrupted else STOPPED, None
     # rank 0 has already printed the error
-    return status, None if (rank, status) == (0, NOT_AS_IT_IS) else rank
+    return status, None if (cause, status) == (0, NOT_AS_IT_IS) else cause
 
 
 def grace_s(failed: dict[int, int]) -> float:
     """Return how many seconds the other ranks have to end; `failed` is as in `exit_status`."""
-    if failed.get(0) == NOT_AS_IT_IS:
+    if failed.get(0) == NOT_AS_IT_IS:  # the others would print the same error
         return 0.0
-    if INTERRUPTED in failed.values():
-        return INTERRUPTED_GRACE_S
     return STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
 
 
@@ -192,7 +156,6 @@ class Children:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
-        self.first_rank = 0
         self.stop_requested = self.interrupted = self.ends_at_once = False
         self.are_training = True
         signals.install(self._handle)
@@ -217,39 +180,34 @@ class Children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def run(self, command: list[str], are_training: bool = False) -> int:
-        """Run one program, such as srun or data preparation, and return its exit status."""
-        self.processes, self.first_rank, self.are_training = [], 0, are_training
-        try:
-            # if this process is killed, the ranks that srun started save a checkpoint and stop
-            self._start(command, None, signal.SIGUSR1)
-        except OSError as error:
-            logger.error(f"{command[0]}: {error}")
-            return 127
-        failed = self.wait()
-        if self.ends_at_once:
-            self._send(signal.SIGINT)
-            self.processes[0].wait()
-            return INTERRUPTED
+    def run_program(self, command: list[str], are_training: bool = False) -> int:
+        """Run one program, such as srun or data preparation, and return its exit status.
+
+        If this process is killed, the program gets SIGUSR1: ranks that srun started then save and stop.
+        """
+        self.processes, self.are_training = [], are_training
+        self._start(command, None, signal.SIGUSR1)
+        failed = self._wait()
+        self._end(signal.SIGINT)
         return exit_status(failed, self.stop_requested, self.interrupted)[0]
 
-    def start_ranks(self, options: argparse.Namespace) -> None:
-        """Start the ranks of this node, with the environment variables of torch and DeepSpeed."""
+    def run_ranks(self, command: list[str], environments: list[dict[str, str]]) -> int:
+        """Run the ranks of this node and return their exit status. Log which rank failed first.
+
+        If this process is killed, the ranks get SIGKILL: none may stay behind and hold a GPU.
+        """
         self.processes, self.are_training = [], True
-        self.first_rank = options.node_rank * options.nproc
-        environment = dict(
-            os.environ,
-            WORLD_SIZE=str(options.nnodes * options.nproc),
-            LOCAL_WORLD_SIZE=str(options.nproc),
-            LOCAL_SIZE=str(options.nproc),  # DeepSpeed's name for it
-            MASTER_ADDR=options.master_addr,
-            MASTER_PORT=str(options.master_port or free_port()),
-        )
-        command = [sys.executable, "-u", options.script, *options.arguments]
-        for local in range(options.nproc):
-            mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
-            # if the launcher is killed, no rank may stay behind and hold a GPU
-            self._start(command, mine, signal.SIGKILL)
+        try:
+            for environment in environments:
+                self._start(command, environment, signal.SIGKILL)
+            failed = self._wait()
+        finally:
+            self._end(signal.SIGKILL)
+            remove_dead_buffers()
+        status, cause = exit_status(failed, self.stop_requested, self.interrupted)
+        if cause is not None:
+            report_failure(environments[cause]["RANK"], failed[cause])
+        return status
 
     def _start(self, command: list[str], environment: dict[str, str] | None, at_our_end: int) -> None:
         # The child inherits the blocked signal. Otherwise Ctrl-C during its imports would print a traceback.
@@ -261,32 +219,43 @@ class Children:
         if self.stop_requested:  # the request came before this process existed
             self._send(signal.SIGUSR1)
 
-    def wait(self) -> dict[int, int]:
+    def _wait(self) -> dict[int, int]:
         """Wait until all children have ended, or one failed and the grace period of the others is over.
 
-        Returns: the return code of each failed rank, in the order in which they ended."""
+        Returns: as in `exit_status`; after a second Ctrl-C, as if a rank had returned INTERRUPTED."""
         failed: dict[int, int] = {}
         deadline = math.inf
         while not self.ends_at_once:
-            for rank, process in enumerate(self.processes, self.first_rank):
-                if rank not in failed and process.poll() not in (None, 0):
-                    failed[rank] = process.returncode
+            for index, process in enumerate(self.processes):
+                if index not in failed and process.poll() not in (None, 0):
+                    failed[index] = process.returncode
                     deadline = min(deadline, time.monotonic() + grace_s(failed))
             if time.monotonic() > deadline or all(p.returncode is not None for p in self.processes):
                 break
             time.sleep(POLL_S)
-        return failed
+        return {0: INTERRUPTED} if self.ends_at_once else failed
 
-    def running(self) -> list[int]:
-        """Return the ranks that are still running."""
-        return [rank for rank, p in enumerate(self.processes, self.first_rank) if p.returncode is None]
-
-    def kill(self) -> None:
-        """Kill the children that are still running."""
-        self._send(signal.SIGKILL)
+    def _end(self, number: int) -> None:
+        """Send this signal to the children that are still running, and wait for their end."""
+        self._send(number)
         for process in self.processes:
             process.wait()
-        remove_dead_buffers()
+
+    def pause(self, seconds: float) -> None:
+        """Wait for this long, or until a stop request."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.stop_requested:
+            time.sleep(POLL_S)
+
+
+def report_failure(rank: str, code: int) -> None:
+    """Log which rank ended the job. After SIGKILL, which the rank itself cannot report, also log the likely reason."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    why = (
+        ". Host memory may have run out; check dmesg or Slurm's sacct. Use fewer ranks per node, or pass "
+        "--save_async false"
+    )
+    logger.error(f"rank {rank} {how}{why if code == -signal.SIGKILL else ''}")
 
 
 def free_port() -> int:
@@ -304,155 +273,56 @@ def free_port() -> int:
 # ---------------------------------------------------------------- the ranks of this node
 
 
-def run_ranks(options: argparse.Namespace, children: Children) -> int:
-    """Start the ranks of this node, wait for them and return the exit status.
-
-    Raises: UserError, ValueError: as `check_start`."""
-    check_start(options)
-    kills = memory_kills()
-    try:
-        children.start_ranks(options)
-        failed = children.wait()
-        if children.ends_at_once:
-            return INTERRUPTED
-        status, cause = exit_status(failed, children.stop_requested, children.interrupted)
-        if status == INTERRUPTED and INTERRUPTED not in failed.values():
-            logger.warning(WITHOUT_STEPS)  # no rank has printed it
-        if cause is not None:
-            report_failure(cause, failed[cause], children.running(), memory_kills() > kills)
-        return status
-    finally:
-        children.kill()
-
-
-def check_start(options: argparse.Namespace) -> None:
-    """Check a run of train.py before starting its ranks.
-
-    Raises: UserError, ValueError: the run cannot start."""
-    if Path(options.script).resolve() != TRAIN:
-        return
-    try:
-        arguments = load_arguments(options.arguments)
-        remarks = check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices())
-    except (ValueError, UserError):
-        if options.node_rank:
-            time.sleep(OTHER_NODES_S)  # the first node prints the same error and may end this one
-        raise
-    if options.node_rank == 0 and remarks:
-        logger.info("\n".join(remarks))
-    os.environ[CHECKED] = "1"
-
-
-def report_failure(rank: int, code: int, ended_with_it: list[int], out_of_memory: bool) -> None:
-    """Log which rank ended the job. After SIGKILL, which the rank itself cannot report, also log the likely reason."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    also = f"; stopping ranks {ended_with_it}" if ended_with_it else ""
-    why = ""
-    if code == -signal.SIGKILL:
-        why = (
-            "The system killed it because host memory ran out"
-            if out_of_memory
-            else "Host memory may have run out"
-        )
-        why = f". {why}; check dmesg or Slurm's sacct. Use fewer ranks per node, or pass --save_async false"
-    logger.error(f"rank {rank} {how}{also}{why}")
-
-
-# ---------------------------------------------------------------- command line
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--nproc", type=between(1), help="number of ranks on this node")
-    parser.add_argument("--nnodes", type=between(1), help="number of nodes (default: 1)")
+    parser.add_argument("--nproc", type=between(1), required=True, help="number of ranks on this node")
+    parser.add_argument("--nnodes", type=between(1), default=1, help="number of nodes (default: 1)")
     parser.add_argument(
         "--node_rank",
         type=between(0),
+        default=os.environ.get("SLURM_PROCID") or 0,
         help="rank of this node, 0 to nnodes - 1 (default: SLURM_PROCID, or 0)",
     )
     parser.add_argument("--master_addr", help="host of node 0 (default with one node: 127.0.0.1)")
     parser.add_argument(
         "--master_port", type=between(1, 65535), help="free port on node 0 (default with one node: any)"
     )
-    text = (
-        'DeepSpeed hostfile with lines "host slots=N"; replaces --nproc, --nnodes, --node_rank and --master_addr. Run '
-        "the same command on each host"
-    )
-    parser.add_argument("--hostfile", metavar="FILE", help=text)
-    parser.add_argument("script", help="Python script that each rank runs")
+    parser.add_argument("script", help="Python script that each rank runs, such as train/train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
-    if options.hostfile is not None:
-        if given := [name for name in NODES if getattr(options, name) is not None]:
-            parser.error(f"--hostfile and --{given[0]} exclude each other; pass one of them")
-        vars(options).update(read_hostfile(options.hostfile, names_of_this_host()))
-    elif options.nproc is None:
-        parser.error("pass --nproc, the number of ranks on this node, or --hostfile")
-    options.nnodes = options.nnodes or 1
-    if options.node_rank is None:
-        options.node_rank = int(os.environ.get("SLURM_PROCID") or 0)
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
         parser.error("with several nodes, pass --master_addr and --master_port, the same on each node")
-    options.master_addr = options.master_addr or "127.0.0.1"
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
-    if not Path(options.script).is_file():
-        parser.error(
-            f"{options.script}: no such script. Pass the script that each rank runs, such as train/train.py"
-        )
     return options
 
 
-def read_hostfile(hostfile: str | Path, here: Collection[str]) -> dict[str, Any]:
-    """Find this host in a DeepSpeed hostfile: lines of `host slots=N`, starting with the host of rank 0.
+def run_ranks(options: argparse.Namespace, children: Children) -> int:
+    """Check a run of train.py, start the ranks of this node, and return the exit status.
 
-    Args:
-        here: names and addresses of this host.
-
-    Returns: values of the options in NODES.
-
-    Raises: LaunchError: a line is invalid, the hosts have unequal slots, or this host is not listed."""
-    slots: dict[str, int] = {}
-    for line in Path(hostfile).read_text(encoding="utf-8").splitlines():
-        if text := line.partition("#")[0].strip():
-            match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
-            if not match or match[1] in slots:
-                raise LaunchError(
-                    f'hostfile {hostfile}: invalid line {text!r}. Write "host slots=N", and each host only once',
-                    code="hostfile_line",
-                    key=str(hostfile),
-                )
-            slots[match[1]] = int(match[2])
-    if len(set(slots.values())) > 1:
-        raise LaunchError(
-            f"hostfile {hostfile}: the hosts have unequal slots: {slots}. Give each host the smallest number",
-            code="hostfile_unequal_slots",
-            key=str(hostfile),
-        )
-    hosts = list(slots)
-    # every host is localhost, so that name is unambiguous only if it is the only one
-    index = next(
-        (n for n, host in enumerate(hosts) if host in here or hosts == [host] and host in LOOPBACK), None
+    Raises: UserError, ValueError: the run cannot start."""
+    world = options.nnodes * options.nproc
+    if Path(options.script).resolve() == TRAIN:
+        remarks = check(load_arguments(options.arguments), world, options.nproc, cuda_devices())
+        if options.node_rank == 0 and remarks:
+            logger.info("\n".join(remarks))
+        os.environ[CHECKED] = "1"
+    environment = dict(
+        os.environ,
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(options.nproc),
+        LOCAL_SIZE=str(options.nproc),  # DeepSpeed's name for it
+        MASTER_ADDR=options.master_addr or "127.0.0.1",
+        MASTER_PORT=str(options.master_port or free_port()),
     )
-    if index is None:
-        raise LaunchError(
-            f"hostfile {hostfile} lists {', '.join(hosts) or 'no host'}, but not this host. List it by one of "
-            f"its names: {', '.join(sorted(here))}",
-            code="hostfile_without_this_host",
-            key=str(hostfile),
-        )
-    return dict(zip(NODES, (slots[hosts[index]], len(hosts), index, hosts[0]), strict=True))
-
-
-def names_of_this_host() -> set[str]:
-    """Return the name of this host with and without its domain, and the addresses of its interfaces."""
-    name = socket.gethostname()
-    addresses = [a for interface in psutil.net_if_addrs().values() for a in interface]
-    names = {name, name.partition(".")[0], socket.getfqdn()}
-    names.update(a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6))
-    return {name for name in names if not name.startswith("127.") and name not in LOOPBACK}
+    first = options.node_rank * options.nproc
+    ranks = [
+        {**environment, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+        for local in range(options.nproc)
+    ]
+    return children.run_ranks([sys.executable, "-u", options.script, *options.arguments], ranks)
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -469,7 +339,7 @@ class Supervisor:
     Args:
         argv: command line of train.py; without CONFIG, TINY is the configuration.
 
-    Raises: UserError: the command line or a setting is invalid.
+    Raises: UserError, ValueError: the command line or a setting is invalid.
     """
 
     def __init__(self, argv: list[str], children: Children):
@@ -479,154 +349,35 @@ class Supervisor:
         self.arguments = load_arguments(self.argv)
         self.folder = RunFolder(self.arguments.output_dir)
         self.slurm_job = setting("SLURM_JOB_ID")
-        try:
-            self.max_restarts = int(between(0)(setting("MAX_RESTARTS", "3")))
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            raise LaunchError(f"MAX_RESTARTS={error}", key="MAX_RESTARTS") from error
+        self.max_restarts = int(setting("MAX_RESTARTS", "3"))
         self.srun = srun_command()
-        self.rank_options = rank_options(TINY_RANKS if is_tiny else None, by_srun=bool(self.srun))
-        self.options = parse([*self.rank_options, str(TRAIN), *self.argv])
-        self.is_first_node = self.options.node_rank == 0
+        self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
+        self.options = parse([*self.rank_options, str(TRAIN)])
 
     def run(self) -> int:
         """Run all phases and return the exit status."""
         set_environment(self.options.nproc)
-        nodes = f" on each of {self.options.nnodes} nodes" * (self.options.nnodes > 1)
-        logger.info(f"training: {self.options.nproc} ranks{nodes}")
-        if corpus := missing_corpus(self.arguments):
-            resolve_arguments(
-                self.arguments, self.options.nproc * self.options.nnodes
-            )  # reports an invalid batch size before the preparation
-            if status := self.prepare(corpus):
-                return self.end(status, self.decide(status))
-        if self.arguments.dry_run:
-            return self.attempt()
-        if self.slurm_job and self.is_first_node:
-            self.resume_after_requeue()
-        if status := self.train():
-            return status
-        has_sample = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
-        if self.is_first_node and has_sample and not self.children.stop_requested:
-            self.generate()
-        return 0
-
-    def attempt(self) -> int:
-        """Start all ranks of this job once and return the exit status."""
-        if self.srun:
-            python = setting("CONTAINER_PYTHON", "python3") if setting("CONTAINER_IMAGE") else sys.executable
-            launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options]
-            status = self.children.run([*self.srun, *launcher, str(TRAIN), *self.argv], are_training=True)
-        else:
-            options = parse([*self.rank_options, str(TRAIN), *self.argv])
-            status = run_ranks(options, self.children)
-        # srun merges the statuses of all nodes into one, but the file that rank 0 wrote is reliable
-        return STOPPED if self.folder.stopped.is_file() and not self.arguments.dry_run else status
-
-    def train(self) -> int:
-        """Train until the run is complete, stopped, or out of restarts. Return the exit status."""
-        first, restarts, is_retry = self.progress(), 0, False
-        while True:
-            before = self.progress()
-            self.folder.stopped.unlink(missing_ok=True)
-            status = self.attempt()
-            now = self.progress()
-            made_progress = now.identity != before.identity or now.step > before.step
-            action = self.decide(status, made_progress, is_retry, self.max_restarts - restarts)
-            if action in (Action.END, Action.REQUEUE):
-                return self.end(status, action)
-            restarts, is_retry = restarts + 1, action is Action.PAUSE_AND_RESTART
-            pause = f" after {PAUSE_S:g} s, because no step was done" * is_retry
-            how = f"restart {restarts} of {self.max_restarts} from {now.checkpoint}{pause}"
-            logger.warning(f"training: status {status}; {how}")
-            if is_retry and not self.wait(PAUSE_S):
-                status = self.stopped_status()
-                return self.end(status, self.decide(status))
-            if now.identity not in ("", first.identity):
-                self.resume_own_checkpoint()
-
-    def decide(
-        self, status: int, made_progress: bool = False, is_retry: bool = False, restarts_left: int = 0
-    ) -> Action:
+        logger.info(f"training: {self.options.nproc} ranks on each of {self.options.nnodes} nodes")
+        status = self.prepare() or (self.attempt(self.argv) if self.arguments.dry_run else self.train())
+        is_first_node = self.options.node_rank == 0
         # after Ctrl-C the user decides when to start again
-        may_requeue = self.is_first_node and not self.children.interrupted and setting("REQUEUE", "1") != "0"
-        return next_action(
-            status,
-            stop_requested=self.children.stop_requested,
-            made_progress=made_progress,
-            is_retry=is_retry,
-            restarts_left=restarts_left,
-            can_requeue=bool(self.slurm_job) and may_requeue,
-        )
-
-    def end(self, status: int, action: Action) -> int:
-        """Log how to continue, requeue the Slurm job if `action` says so, and return the exit status."""
-        if status == STOPPED:
-            what = f"the same command{resume_option(self.arguments)} continues"
-            if action is Action.REQUEUE:
-                requeued = requeue(self.slurm_job)
-                what = (
-                    f"Slurm job {self.slurm_job} is requeued"
-                    if requeued
-                    else f"Slurm did not requeue it; {what}"
-                )
-            logger.info(f"training: stopped on request at {self.progress().checkpoint}; {what}")
-        elif status not in (0, NOT_AS_IT_IS, INTERRUPTED) and not self.children.stop_requested:
-            logger.error(f"training: status {status}; not restarted (MAX_RESTARTS={self.max_restarts})")
+        may_requeue = self.slurm_job and setting("REQUEUE", "1") != "0" and not self.children.interrupted
+        if status == STOPPED and may_requeue and is_first_node:
+            logger.info(f"training: requeueing Slurm job {self.slurm_job}")
+            subprocess.call(["bash", "-c", f"scontrol requeue {self.slurm_job}"])
+        has_sample = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
+        is_wanted = not (status or self.arguments.dry_run or self.children.stop_requested)
+        if is_wanted and has_sample and is_first_node:
+            self.generate()
         return status
 
-    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for `seconds`, or until the condition `until` holds. Return False if the job is asked to stop first."""
-        deadline = time.monotonic() + seconds
-        while not self.children.stop_requested:
-            if until() or time.monotonic() >= deadline:
-                return True
-            time.sleep(0.5)
-        return False
-
-    def stopped_status(self) -> int:
-        """Return the exit status for a stop request that came while no rank was running."""
-        return INTERRUPTED if self.children.interrupted else STOPPED
-
-    # ------------------------------------------------------------ progress and resume
-
-    def progress(self) -> Progress:
-        return again(partial(read_progress, self.folder))
-
-    def resume_own_checkpoint(self) -> None:
-        """Resume from the run's own checkpoint, even if the command line says "never" or names another checkpoint.
-
-        A restart must not start over or from the other checkpoint a second time.
-        """
-        self.argv += ["--resume_from_checkpoint", "auto"]
-        self.arguments = load_arguments(self.argv)
-
-    def resume_after_requeue(self) -> None:
-        """Resume from the run's own checkpoint if this Slurm job was requeued and has saved a checkpoint.
-
-        A requeued job has the command line of its first start. A checkpoint from before that start does not count: the
-        first start may have ended before it could move it away.
-        """
-        note, now = self.folder.slurm_job, self.progress()
-        mine = f"{self.slurm_job} {now.identity}".strip()
-        lines = note.read_text().splitlines() if note.is_file() else []
-        # keep the lines of other jobs, which may still be running
-        others = [line for line in lines if line.split()[:1] != [self.slurm_job]]
-        if setting("SLURM_RESTART_COUNT", "0") != "0" and len(others) < len(lines):
-            if now.identity and mine not in lines:
-                self.resume_own_checkpoint()
-        else:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            note.write_text("\n".join([*others, mine]))
-
-    # ------------------------------------------------------------ before and after the training
-
-    def prepare(self, corpus: Path) -> int:
-        """Prepare the embedded corpus on the first node, while the other nodes wait for it.
+    def prepare(self) -> int:
+        """Prepare the embedded corpus on the first node if the run uses it.
 
         Returns: the exit status of the first program that fails, or 0."""
-        if not self.is_first_node:
-            is_there = self.wait(math.inf, until=(corpus / "manifest.json").is_file)
-            return 0 if is_there else self.stopped_status()
+        corpus = missing_corpus(self.arguments)
+        if corpus is None or self.options.node_rank:
+            return 0
         logger.info(
             f"data: preparing the embedded corpus (source code of the Python standard library) in {corpus}"
         )
@@ -639,27 +390,70 @@ class Supervisor:
         options = ["--tokenizer", str(tokenizer), "--output", str(corpus), "--eval_fraction", "0.05"]
         programs.append(python("train/prepare_data.py", *source, *options))
         os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # for setup_env.sh
-        return next(filter(None, map(self.children.run, programs)), 0)
+        return next(filter(None, map(self.children.run_program, programs)), 0)
+
+    def train(self) -> int:
+        """Train until the run is complete, stopped, or out of restarts. Return the exit status."""
+        first, restarts, is_retry = self.identity_at_first_start(), 0, False
+        while True:
+            before = read_progress(self.folder)
+            # a restart must not start over, or from another checkpoint, a second time
+            resume = [] if before.identity in ("", first) else ["--resume_from_checkpoint", "auto"]
+            self.folder.stopped.unlink(missing_ok=True)
+            status = self.attempt([*self.argv, *resume])
+            if self.folder.stopped.is_file():  # srun merges the statuses of all nodes into one
+                status = STOPPED
+            now = read_progress(self.folder)
+            made_progress = now.identity != before.identity or now.step > before.step
+            if restarts >= self.max_restarts or not should_restart(
+                status, self.children.stop_requested, made_progress, is_retry
+            ):
+                return status
+            restarts, is_retry = restarts + 1, not made_progress
+            pause = f" after {PAUSE_S:g} s, because no step was done" * is_retry
+            logger.warning(f"training: status {status}; restart {restarts} of {self.max_restarts}{pause}")
+            self.children.pause(PAUSE_S * is_retry)
+
+    def identity_at_first_start(self) -> str:
+        """Return the identity of the newest checkpoint at the first start of this job, or "" if there was none.
+
+        A requeued Slurm job has the command line of its first start. It resumes only from checkpoints of its own: the
+        first start may have ended before it could move older checkpoints away.
+        """
+        now, note = read_progress(self.folder).identity, self.folder.slurm_job
+        if not self.slurm_job:
+            return now
+        job, _, first = note.read_text().partition(" ") if note.is_file() else ("", "", "")
+        if setting("SLURM_RESTART_COUNT", "0") != "0" and job == self.slurm_job:
+            return first
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(f"{self.slurm_job} {now}")
+        return now
+
+    def attempt(self, argv: list[str]) -> int:
+        """Start all ranks of this job once and return the exit status."""
+        if self.children.stop_requested:  # while no rank was running
+            return INTERRUPTED if self.children.interrupted else STOPPED
+        if not self.srun:
+            self.options.arguments = argv
+            return run_ranks(self.options, self.children)
+        python = setting("CONTAINER_PYTHON", "python3") if setting("CONTAINER_IMAGE") else sys.executable
+        launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options, str(TRAIN), *argv]
+        return self.children.run_program([*self.srun, *launcher], are_training=True)
 
     def generate(self) -> None:
         """Replace this process with the inference demo, which then handles signals and sets the exit status."""
-        folder, compute = str(self.folder.path), self.arguments.precision.compute
-        how = f"--precision {compute if compute in ('fp32', 'fp8') else 'bf16'}"
-        how += " --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
-        prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "))
-        program = "fp8_inference_demo/fp8_inference.py"
-        demo = python(program, "--model", folder, *how.split(), "--ignore_eos", *prompt)
-        logger.info(
-            f"\ndemo: {shlex.join(['python', os.path.relpath(ROOT / program), '--model', folder, *prompt])}"
-        )
-        os.execv(demo[0], demo)
+        compute = self.arguments.precision.compute
+        how = "--max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1 --ignore_eos --precision".split()
+        asked = ["--model", str(self.folder.path), "--prompt", setting("DEMO_PROMPT", "def __init__(self, ")]
+        demo = python("fp8_inference_demo/fp8_inference.py", *asked)
+        logger.info(f"\ndemo: {shlex.join(['python', os.path.relpath(demo[1]), *asked])}")
+        os.execv(demo[0], [*demo, *how, compute if compute in ("fp32", "fp8") else "bf16"])
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run: name and identity of its newest checkpoint, and the last step in its metrics."""
+class Progress(NamedTuple):
+    """The identity of the newest checkpoint of a run, or "", and the last step in its metrics."""
 
-    checkpoint: str
     identity: str
     step: int
 
@@ -668,9 +462,7 @@ def read_progress(folder: RunFolder) -> Progress:
     newest = next(reversed(committed(folder.checkpoints)), None)
     lines = folder.metrics.read_bytes() if folder.metrics.is_file() else b""
     step = max(map(int, re.findall(rb'^.*?"step": *(\d+)', lines, re.MULTILINE)), default=0)
-    return Progress(
-        newest.name if newest else "the beginning", f"{newest} {identity(newest)}" if newest else "", step
-    )
+    return Progress(f"{newest} {identity(newest)}" if newest else "", step)
 
 
 def missing_corpus(arguments: TrainingArguments) -> Path | None:
@@ -682,57 +474,40 @@ def missing_corpus(arguments: TrainingArguments) -> Path | None:
     return next((folder for folder in found if not (folder / "manifest.json").is_file()), None)
 
 
-def rank_options(most: int | None, by_srun: bool) -> list[str]:
+def rank_options(most: float, by_srun: bool) -> list[str]:
     """Return the command-line options of this launcher that the environment variables request.
 
     Args:
         most: largest number of ranks if NPROC is not set.
         by_srun: whether srun starts one launcher per node of a Slurm job.
     """
-    job, nodes = setting("SLURM_JOB_ID"), setting("SLURM_NNODES", "1")
     names = {"NPROC": "--nproc", "MASTER_PORT": "--master_port"}
     found: dict[str, str] = {}
     if by_srun:
-        if not (host := first_host(setting("SLURM_JOB_NODELIST"))):
-            raise LaunchError(
-                f"SLURM_JOB_NODELIST is not set, so the nodes of Slurm job {job} are unknown. Pass the job's "
-                "environment on with --export=ALL",
-                key="SLURM_JOB_NODELIST",
-            )
-        found = {"--nnodes": nodes, "--master_addr": host, "--master_port": port_of(job)}
-    elif setting("NNODES") or setting("HOSTFILE"):
-        names |= {"HOSTFILE": "--hostfile", "NNODES": "--nnodes"}
-        names |= {"NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
+        found = {
+            "--nnodes": setting("SLURM_NNODES", "1"),
+            "--master_addr": first_host(setting("SLURM_JOB_NODELIST")),
+            "--master_port": port_of(setting("SLURM_JOB_ID")),
+        }
+    elif setting("NNODES"):
+        names |= {"NNODES": "--nnodes", "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
         found = {"--master_port": "29500"}
-        if setting("NNODES", "1") != "1" and not setting("NODE_RANK"):
-            raise LaunchError(
-                "NNODES is set, but NODE_RANK is not. Set it to 0 ... NNODES - 1", key="NODE_RANK"
-            )
     found |= {option: setting(name) for name, option in names.items() if setting(name)}
-    if "--nproc" not in found and "--hostfile" not in found:
-        found["--nproc"] = str(count_devices() if most is None else min(count_devices(), most))
+    if "--nproc" not in found:
+        found["--nproc"] = str(min(count_devices(), most))
     return [word for pair in found.items() for word in pair]
 
 
 def count_devices() -> int:
     """Return the number of CUDA devices of this node, or 2 on a machine without a GPU."""
-    if setting("HAS_GPU") != "1":
-        return 2
-    if not (devices := cuda_devices()):
+    devices = cuda_devices()
+    if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise LaunchError(
             f"this machine has a GPU, but CUDA finds no device (CUDA_VISIBLE_DEVICES={visible})",
             key="CUDA_VISIBLE_DEVICES",
         )
-    return len(devices)
-
-
-def requeue(job: str) -> bool:
-    """Ask Slurm to requeue the job. Return whether that succeeded."""
-    try:
-        return subprocess.call(["scontrol", "requeue", job]) == 0
-    except OSError:
-        return False
+    return len(devices) if devices else 2
 
 
 def srun_command() -> list[str]:
@@ -741,8 +516,8 @@ def srun_command() -> list[str]:
     CONTAINER_IMAGE is passed to Pyxis. This repository and the working folder are mounted under the same paths.
 
     Raises: LaunchError: CONTAINER_IMAGE is set without a Slurm job."""
-    job, nodes, image = setting("SLURM_JOB_ID"), setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE")
-    by_hand = setting("NNODES") or setting("HOSTFILE") or not job
+    nodes, image, here = setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE"), os.getcwd()
+    by_hand = setting("NNODES") or not setting("SLURM_JOB_ID")
     if image and by_hand:
         raise LaunchError(
             "CONTAINER_IMAGE works only in Slurm jobs with Pyxis. Elsewhere, run this command inside the container",
@@ -755,10 +530,9 @@ def srun_command() -> list[str]:
     if cpus := setting("SLURM_CPUS_PER_TASK"):
         srun.append(f"--cpus-per-task={cpus}")
     if image:
-        own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(ROOT), os.getcwd()))]
-        mounts = ",".join(filter(None, [*own, setting("CONTAINER_MOUNTS")]))
-        srun += [f"--container-image={image}", f"--container-mounts={mounts}"]
-        srun.append(f"--container-workdir={os.getcwd()}")
+        mounts = [*(f"{folder}:{folder}" for folder in {str(ROOT): 0, here: 0}), setting("CONTAINER_MOUNTS")]
+        srun.append(f"--container-mounts={','.join(filter(None, mounts))}")
+        srun += [f"--container-image={image}", f"--container-workdir={here}"]
     return srun
 
 

@@ -101,12 +101,13 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         return
     environment.update(found)
     if not environment.get("MASTER_ADDR"):
-        is_one_host = found["LOCAL_WORLD_SIZE"] == found["WORLD_SIZE"]
-        environment["MASTER_ADDR"] = "127.0.0.1" if is_one_host else _first_of(launcher, environment)
+        environment["MASTER_ADDR"] = _first_of(launcher, environment)
     if not environment.get("MASTER_PORT"):
-        job = environment.get("SLURM_JOB_ID", "")
-        has_own_port = launcher.name == "srun" and job.isdecimal()
-        environment["MASTER_PORT"] = port_of(job, environment["SLURM_STEP_ID"]) if has_own_port else PORT
+        environment["MASTER_PORT"] = (
+            port_of(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])
+            if launcher.name == "srun"
+            else PORT
+        )
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -158,12 +159,6 @@ def _check_described(environment: Mapping[str, str]) -> None:
             code="rank_described_in_part",
             key=wrong[0],
         )
-    if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        raise LauncherError(
-            f"RANK={given['RANK']} must be below WORLD_SIZE={given['WORLD_SIZE']}: {HOW}both",
-            code="rank_out_of_range",
-            key="RANK",
-        )
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
@@ -177,15 +172,14 @@ def _check_alone(environment: Mapping[str, str]) -> None:
 
 
 def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+    names = (launcher.rank, launcher.local_rank, launcher.size, launcher.local_size)
     values = {name: environment.get(name, "") for name in names}
-    if launcher.name == "srun":
-        # older versions of Slurm set only these names
-        values[launcher.size] = values[launcher.size] or environment.get("SLURM_NTASKS", "")
-        tasks = values[launcher.local_size] or environment.get("SLURM_TASKS_PER_NODE", "")
-        values[launcher.local_size] = _tasks_here(tasks, environment.get("SLURM_NODEID", ""))
     if values[launcher.size] == "1":
         return {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    if launcher.name == "srun":
+        values[launcher.local_size] = _tasks_here(
+            values[launcher.local_size], environment.get("SLURM_NODEID", "")
+        )
     if wrong := [name for name, text in values.items() if not text.isdecimal()]:
         raise LauncherError(
             f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} is not set or not "
@@ -193,21 +187,10 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
             code="launcher_described_in_part",
             key=wrong[0],
         )
-    number, size, local, here = map(int, values.values())
-    if number >= size or local >= here or here > size:
-        raise LauncherError(
-            f"{launcher.name} started this process as rank {number} of {size}, {local} of {here} on its node "
-            f"({', '.join(names)}), which is impossible. Start it from a clean shell",
-            code="rank_out_of_range",
-            key=launcher.rank,
-        )
-    return {
-        "RANK": str(number),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(here),
-        "LOCAL_SIZE": str(here),
-    }
+    described = dict(
+        zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), values.values(), strict=True)
+    )
+    return described | {"LOCAL_SIZE": described["LOCAL_WORLD_SIZE"]}
 
 
 def _tasks_here(tasks: str, node: str) -> str:
@@ -219,7 +202,9 @@ def _tasks_here(tasks: str, node: str) -> str:
 
 
 def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 in a run on several hosts. Raises LauncherError: it is unknown."""
+    """Return the host of rank 0. Raises LauncherError: it is unknown in a run on several hosts."""
+    if environment["LOCAL_WORLD_SIZE"] == environment["WORLD_SIZE"]:
+        return "127.0.0.1"
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if launcher.name == "srun" and nodes:
         return first_host(nodes)

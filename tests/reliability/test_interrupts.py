@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,7 @@ import pytest
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
-from train.checkpoint.files import committed
-from train.launch import read_progress
 from train.monitor import signals
-from train.record.run_folder import RunFolder
 
 
 class Ended(Exception):
@@ -124,32 +120,3 @@ def test_a_terminal_sends_it_to_launcher_and_ranks(
                 os.killpg(process.pid, signal.SIGINT)
             assert process.wait(timeout=200) == status
     assert "Traceback" not in log.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_whole_job_at_a_terminal(settings: dict, tmp_path: Path) -> None:
-    """The supervisor and two ranks: before the first step, then within the steps."""
-    settings |= {"max_steps": 10**6, "gradient_accumulation_steps": 1, "logging_steps": 1}
-    config, log, folder = tmp_path / "config.json", tmp_path / "log.txt", RunFolder(settings["output_dir"])
-    config.write_text(json.dumps(settings))
-    command = [sys.executable, str(ROOT / "train/launch.py"), "--supervise", str(config)]
-    for is_reached, status in (folder.lock.exists, 130), (lambda: read_progress(folder).step >= 3, 75):
-        with log.open("a") as out:
-            process = programs.Popen(
-                command,
-                cwd=tmp_path,
-                env=clean_environment(NPROC="2"),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            with process:
-                while not is_reached():
-                    assert process.poll() is None, log.read_text()
-                    time.sleep(0.01)
-                os.killpg(process.pid, signal.SIGINT)
-                assert process.wait(timeout=200) == status, log.read_text()
-    assert "Traceback" not in log.read_text()
-    [saved] = committed(folder.checkpoints)
-    assert json.loads(folder.stopped.read_text())["checkpoint"] == saved.name

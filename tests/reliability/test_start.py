@@ -72,7 +72,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     )
     done = launch(2, str(tmp_path / "start.py"), hasty=True)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
-    assert re.search(r"rank 1 .*SIGKILL.*\[0\]", done.stdout, re.M), done.stdout
+    assert re.search(r"rank 1 .*SIGKILL", done.stdout), done.stdout
     port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
     assert count == "2", "DeepSpeed names or places its buffers differently"
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []

@@ -175,7 +175,5 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_p
     assert job.run(0, kill) == 0
     said = (tmp_path / "job-0.txt").read_text()
     assert job.requeued() == 0
-    assert re.search("rank 2 .*SIGKILL", said, re.M) and re.search(
-        "status 137; restart 1 of 3 from step-", said
-    )
+    assert re.search("rank 2 .*SIGKILL", said) and "status 137; restart 1 of 3" in said
     assert_equal_runs(Path(settings["output_dir"]), whole, 30)

@@ -69,7 +69,7 @@ def world(tmp_path: Path, data: Path, small_model: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("train.engine.distributed.init_distributed", goes_on)
     monkeypatch.setattr(launch.signals, "install", lambda *_: None)  # of this process
-    monkeypatch.setattr(launch.Children, "start_ranks", goes_on)
+    monkeypatch.setattr(launch.Children, "run_ranks", goes_on)
     found = World(tmp_path, data, small_model, monkeypatch)
     found.devices()
     return found

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,16 +266,6 @@ def test_the_launcher_checks_before_it_starts_ranks(world: World, capsys: pytest
     with pytest.raises(AssertionError, match="was not seen"):  # it goes on to start them
         launched(world, "--nproc", "2")
     assert os.environ.pop(check.CHECKED)  # so that rank 0 does not look again
-    with pytest.raises(SystemExit) as end:
-        launch.main(["--nproc", "1", str(ROOT / "train/trian.py"), world.config()])
-    assert end.value.code == 2
-
-
-def test_processes_that_were_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "COUNTERS", tmp_path / "vmstat")
-    assert machine.memory_kills() == 0  # no Linux
-    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 7\n")
-    assert machine.memory_kills() == 7
 
 
 @pytest.mark.interpreter

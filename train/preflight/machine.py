@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from pathlib import Path
 
 # Runs in a separate process: a process that initializes the driver cannot use CUDA in its forks.
 QUERY = """
@@ -17,7 +16,6 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
         assert cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0
         print(size.value)
 """
-COUNTERS = Path("/proc/vmstat")
 QUERY_TIMEOUT_S = 120  # the first GPU program after a boot loads the driver, which takes half a minute
 
 
@@ -45,12 +43,3 @@ def out_of_memory(error: BaseException) -> str:
         line = text.splitlines()[0] if text else "no memory left"
         return ". ".join(line.split(". ")[:3])  # without torch's advice
     return ""
-
-
-def memory_kills() -> int:
-    """Return the number of processes that the system has killed since boot for lack of memory; 0 if unknown."""
-    try:
-        counters = dict(line.split() for line in COUNTERS.read_text().splitlines())
-        return int(counters.get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0
