@@ -56,8 +56,8 @@ from train.config.schedule import (
 from train.data.order import next_position
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream, unigram_loss_of
-from train.engine.distributed import from_rank_0, make_deterministic
-from train.engine.step import MicroStep, build_engine, without_prints
+from train.engine.distributed import from_rank_0, make_deterministic, without_prints
+from train.engine.step import MicroStep, build_engine
 from train.files import bytes_of, discarded_name
 from train.monitor.watchdog import Watchdog
 from train.planning.autotune import resolve_auto

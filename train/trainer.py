@@ -392,11 +392,6 @@ class Trainer:
             "skipped_steps": self.engine.skipped_steps,
             "spikes": self.health.spikes,
         }
-        if bad := self.skip_decision.count_removed_amaxes():
-            logger.info(
-                f"step {self.state.step}: removed {bad} amaxes that were not finite from the histories of delayed "
-                "scaling, since they block updates of their scales"
-            )
         self._start_clock()
 
     def _log_phase(self, record: dict[str, Any]) -> None:

@@ -50,7 +50,8 @@ from train.checkpoint.save import SaveError
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.step import MicroStep, build_engine, without_prints
+from train.engine.distributed import without_prints
+from train.engine.step import MicroStep, build_engine
 from train.monitor import watchdog as watchdog_module
 
 RANKS = 2

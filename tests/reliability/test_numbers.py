@@ -138,11 +138,10 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
     state[name][-1, 0] = float("inf")
     scale[0] = 12345.0
     step(9)
-    assert scale[0] == 12345.0 and decision.count_removed_amaxes() == 0  # stuck
+    assert scale[0] == 12345.0  # stuck
     step(10)
     step(11)
     assert scale[0] != 12345.0 and state[name].isfinite().all()
-    assert [decision.count_removed_amaxes(), decision.count_removed_amaxes()] == [1, 0]
     histories = [tensor for key, tensor in state.items() if key.endswith("amax_history")]
     for history in histories:
         history[-1] = float("inf")

@@ -20,8 +20,9 @@ from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
+from train.engine.distributed import without_prints
 from train.engine.states import PackedAdamW
-from train.engine.step import MicroStep, without_prints
+from train.engine.step import MicroStep
 from train.engine.zero import masters
 from train.monitor.replicas import optimizer_tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -11,12 +12,14 @@ from torch import nn
 
 from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
-from train.engine.zero import name_of, shape_of, step_parts_apart
+from train.engine.zero import muon_matrices, name_of, shape_of
 
 # DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
 # for each shape. It is disabled here; its gain on a GPU is not measured.
 with mock.patch.object(torch, "compile", lambda function, **_: function):
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+
+MUON_UPDATE = original_muon.muon_update
 
 # Root mean square of the elements of Muon's update. For AdamW it is 0.2 to 0.4.
 MUON_RMS = 0.2
@@ -85,20 +88,29 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
         of_adamw = {key: adamw[key] for key in ("betas", "eps")}
         own = {"momentum": arguments.muon_momentum} if group["use_muon"] else of_adamw
         group.update(own, lr=arguments.learning_rate * group.get("lr_scale", 1.0))
-    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=adamw)
+    # until orthogonalize_each_matrix, for the initial step of DeepSpeed (zero.undo_initial_step)
+    original_muon.muon_update = muon_optimizer.muon_update = MUON_UPDATE
+    return muon_optimizer.MuonWithAuxAdam(
+        groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=adamw
+    )
 
 
 def orthogonalize_each_matrix(engine: Any) -> None:
-    """Make Muon of a new engine orthogonalize each matrix of a fused parameter separately.
+    """Make Muon of a new engine orthogonalize q, k and v, and gate and up, separately where one parameter fuses them.
 
-    Some variants fuse q, k and v, or gate and up, into one parameter. Without Muon this does nothing.
+    DeepSpeed calls `muon_update` with whole parameters, without their names, in the same order in each step.
+    Checkpoints store whole parameters.
     """
     config = engine.module.config
+    found = [hf_parts(name_of(engine, p), shape_of(p), config) for p in muon_matrices(engine)]
+    calls = itertools.cycle([rows for _, rows in parts] for parts in found)
 
-    def rows(parameter: nn.Parameter) -> list[int]:
-        return [n for _, n in hf_parts(name_of(engine, parameter), shape_of(parameter), config)]
+    def update_parts(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows = next(calls)
+        pairs = zip(gradient.split(rows), momentum.split(rows), strict=True)
+        return torch.cat([MUON_UPDATE(part, own, **options) for part, own in pairs])
 
-    step_parts_apart(engine, rows)
+    original_muon.muon_update = muon_optimizer.muon_update = update_parts
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, why_no_graphs
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.distributed import set_group_timeouts
+from train.engine.distributed import without_prints
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.zero import (
     GradientBuffer,
@@ -46,13 +45,6 @@ from train.engine.zero import (
 MEND_STEPS = 10
 
 
-@contextlib.contextmanager
-def without_prints() -> Iterator[None]:
-    """Suppress the memory statistics that DeepSpeed prints when it builds or destroys an engine."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
     """Build a DeepSpeed engine with AdamW or Muon, before its first step.
 
@@ -63,7 +55,6 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
-        set_group_timeouts()  # for the process groups that DeepSpeed has created
         undo_initial_step(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
@@ -115,7 +106,6 @@ class MicroStep:
         self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
         no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
         self.capture = speed.cuda_graphs and no_graphs is None
-        self.health = precision.health_steps > 0
         self.plain = not (self.capture or self.main_grads and self.main_grads.buffers)
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
@@ -137,8 +127,15 @@ class MicroStep:
         """
         engine, (input_ids, labels, documents) = self.engine, batch
         if self.capture:
-            of_run = self.precision, input_ids, labels, self.cache_weights, documents, self.health
-            use_cuda_graphs(engine.module, *of_run)
+            use_cuda_graphs(
+                engine.module,
+                self.precision,
+                input_ids,
+                labels,
+                self.cache_weights,
+                documents,
+                self.precision.health_steps > 0,
+            )
             if self.main_grads:
                 self.main_grads.zero()
             self.capture = False
@@ -183,57 +180,36 @@ class SkipDecision:
 
     def __init__(self, engine: Any, precision: Precision):
         self.engine, self.precision = engine, precision
-        self._count_before = 0
-        self._live: list[torch.Tensor] = []  # FP8 scales and histories
+        self._live: dict[str, torch.Tensor] = {}  # FP8 scales and histories
         self._kept: list[torch.Tensor] = []  # their values before the step
-        self._histories: list[torch.Tensor] = []
-        self._removed = torch.zeros((), dtype=torch.int64, device=precision.device)
 
     def keep_fp8_state(self) -> None:
-        """Copy the FP8 state before a step.
-
-        An amax of inf would freeze its scale as long as it is in the history (16 passes by default). A finite but huge
-        amax would make all values underflow for as long.
-        """
+        """Copy the FP8 state before a step."""
         self._count_before = self.engine.skipped_steps
         if not self._live:  # the modules allocate it in their first forward and never move it
-            state = fp8_state(self.engine.module, self.precision)
-            self._live = list(state.values())
-            self._kept = [torch.empty_like(t) for t in self._live]
-            self._histories = [t for key, t in state.items() if key.endswith(".amax_history")]
+            self._live = fp8_state(self.engine.module, self.precision)
+            self._kept = [torch.empty_like(tensor) for tensor in self._live.values()]
         if self._live:
-            torch._foreach_copy_(self._kept, self._live)
+            torch._foreach_copy_(self._kept, list(self._live.values()))
 
     @torch.no_grad()
     def is_skipped(self, step: int) -> bool:
-        """Return whether step number `step` of the run was skipped. If so, restore the FP8 state."""
+        """Return whether step number `step` of the run was skipped. If so, restore the FP8 state.
+
+        Every MEND_STEPS steps, replace amaxes in the histories that are not finite with 0. FP8 casts saturate, so an
+        inf may leave the gradients finite, and the step is then not skipped. But it would freeze its scale as long as
+        it is in the history (16 passes by default).
+        """
         skipped = self.engine.skipped_steps > self._count_before
         if skipped and self._live:
-            torch._foreach_copy_(self._live, self._kept)
+            torch._foreach_copy_(list(self._live.values()), self._kept)
         elif skipped:
             reset_fp8_state(self.engine.module, self.precision)
-        if step % MEND_STEPS == 0 and self._histories:
-            self._remove_bad_amaxes()
+        if step % MEND_STEPS == 0:
+            for key, tensor in self._live.items():
+                if key.endswith(".amax_history"):
+                    tensor.nan_to_num_(0.0, 0.0, 0.0)
         return skipped
-
-    def _remove_bad_amaxes(self) -> None:
-        """Replace non-finite amaxes in the histories with 0.
-
-        FP8 casts saturate, so an inf may leave the gradients finite, and the step is then not skipped.
-        """
-        amaxes = torch.cat([history.flatten() for history in self._histories])
-        bad = ~amaxes.isfinite()
-        self._removed += bad.sum()
-        right = amaxes.masked_fill(bad, 0.0).split([history.numel() for history in self._histories])
-        torch._foreach_copy_(
-            self._histories, [r.view_as(h) for r, h in zip(right, self._histories, strict=True)]
-        )
-
-    def count_removed_amaxes(self) -> int:
-        """Return the number of amaxes removed since the last call. Waits for the GPU."""
-        count = int(self._removed)
-        self._removed.zero_()
-        return count
 
 
 class MainGrads:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,8 @@ def masters(engine: Any) -> Iterator[Master]:
         weights = getattr(optimizer, "fp16_groups", None) or [g["params"] for g in optimizer.param_groups]
         groups = [[weight] for weight in itertools.chain(*weights)]
         tensors = list(itertools.chain(*getattr(optimizer, "fp32_groups", weights)))
-    muons = {id(tensor) for group in muon_groups(engine) for tensor in group["params"]}
+    muon_groups = [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
+    muons = {id(tensor) for group in muon_groups for tensor in group["params"]}
     for index, (group, tensor) in enumerate(zip(groups, tensors, strict=True)):
         padding = paddings[index] if paddings else [0] * len(group)
         yield Master(tensor, list(group), padding, MOMENTUM if id(tensor) in muons else MOMENTS)
@@ -223,9 +225,16 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 MOMENTS_LINKED = ("_hp_optimizer_states_linked",)
 
 
-def muon_groups(engine: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups that Muon updates."""
-    return [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
+def muon_matrices(engine: Any) -> list[nn.Parameter]:
+    """Return the parameters for which this rank calls DeepSpeed's `muon_update` in a step, in the order of the calls.
+
+    BF16_Optimizer calls it for the matrices of which this rank has a part. Without ZeRO, Muon calls it for all.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "bf16_groups"):
+        return [master.parameters[0] for master in masters(engine) if master.moments == MOMENTUM]
+    layouts = zip(optimizer.bf16_groups, optimizer._muon_exchange_layouts, strict=True)
+    return [group[index] for group, layout in layouts if layout for index, *_ in layout["local_matrices"]]
 
 
 @contextlib.contextmanager
@@ -235,131 +244,35 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
     Weights, moments and counters stay unchanged.
 
     Args:
-        take: called with each tensor that the optimizer would update and its reduced and clipped gradient, which Muon
+        take: Called with each tensor that the optimizer would update and its reduced and clipped gradient, which Muon
             has not orthogonalized yet.
     """
     wrapper, optimizer = engine.optimizer, base_optimizer(engine)
-    by_id = {id(master.tensor): master for master in masters(engine)}
-    has_muon = bool(muon_groups(engine))
+    updated = list(masters(engine))
     holders = [(engine, COUNTERS), (wrapper, MOMENTS_LINKED)]
-    for name in ("loss_scaler", "loss_scale_config"):
-        holders.append((getattr(wrapper, name, None), LOSS_SCALE))
+    holders += [(getattr(wrapper, name, None), LOSS_SCALE) for name in ("loss_scaler", "loss_scale_config")]
     counters = [(h, name, getattr(h, name)) for h, names in holders for name in names if hasattr(h, name)]
 
-    def take_gradients(*_: Any) -> None:
-        # Muon updates all tensors in one step. AdamW updates the groups that DeepSpeed passes, sometimes one at a time.
-        groups = [] if has_muon else optimizer.param_groups
-        stepped = [by_id[id(tensor)] for group in groups for tensor in group["params"]]
-        for master in by_id.values() if has_muon else stepped:
+    def take_gradients(
+        *_: Any,
+    ) -> None:  # DeepSpeed may step one group at a time, and sets only its gradients
+        for master in updated:
             packed = isinstance(optimizer, PackedAdamW)
             gradient = optimizer.gradients[master.tensor] if packed else master.tensor.grad
             if gradient is not None:
                 take(master, gradient)
 
-    # skip_steps_that_are_not_finite keeps the original step in step_if_finite; replace it inside that check
-    replaced: list[tuple[Any, str, Any]] = [
-        (optimizer, "step_if_finite" if hasattr(optimizer, "step_if_finite") else "step", take_gradients)
-    ]
-    if hasattr(wrapper, "_prepare_muon_updates"):
-        replaced.append((wrapper, "_prepare_muon_updates", lambda: None))
-    originals = [getattr(holder, name) for holder, name, _ in replaced]
-    for holder, name, function in replaced:
-        setattr(holder, name, function)
-    try:
+    with contextlib.ExitStack() as replaced:
+        # skip_steps_that_are_not_finite keeps the original step in step_if_finite; replace it inside that check
+        step = "step_if_finite" if hasattr(optimizer, "step_if_finite") else "step"
+        replaced.enter_context(mock.patch.object(optimizer, step, take_gradients))
+        if hasattr(wrapper, "_prepare_muon_updates"):
+            replaced.enter_context(mock.patch.object(wrapper, "_prepare_muon_updates"))
         yield
-    finally:
-        for (holder, name, _), original in zip(replaced, originals, strict=True):
-            setattr(holder, name, original)
-        for holder, name, value in counters:
-            setattr(holder, name, value)
-        for tensor in [tensor for tensor, state in optimizer.state.items() if not state]:
-            del optimizer.state[tensor]  # DeepSpeed's reads have created empty states
-
-
-def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Make Muon orthogonalize parts of each matrix separately, as views. Checkpoints still store whole parameters.
-
-    Args:
-        rows: returns the number of rows of each part of a parameter; the parts are consecutive in memory.
-    """
-    if not muon_groups(engine):
-        return
-    if hasattr(engine.optimizer, "bf16_groups"):
-        _orthogonalize_parts(engine.optimizer, rows)
-    else:
-        _step_parts(engine, rows)
-
-
-def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Make BF16_Optimizer, which orthogonalizes before the step, process parts of matrices.
-
-    This replaces its lists of parameters, of float32 gradients, and of exchange layouts for matrices that are split
-    between two ranks.
-    """
-    names = "bf16_groups", "fp32_groups_gradients", "_muon_exchange_layouts"
-    whole = [getattr(optimizer, name) for name in names]
-    apart = [list(each) for each in whole]
-    parameters, gradients, layouts = apart
-    for index, group in enumerate(optimizer.param_groups):
-        if not group.get("use_muon"):
-            continue
-        pairs = [
-            (parameter.detach().split(rows(parameter)), gradient.view(parameter.shape).split(rows(parameter)))
-            for parameter, gradient in zip(parameters[index], gradients[index], strict=True)
-        ]
-        parameters[index] = [part for of_parameter, _ in pairs for part in of_parameter]
-        gradients[index] = [part for _, of_gradient in pairs for part in of_gradient]
-        process_group = optimizer.real_dp_process_group[index]
-        layouts[index] = optimizer._build_muon_exchange_layout(
-            [part.numel() for part in parameters[index]],
-            optimizer.fp32_groups_flat_partition[index].numel(),
-            dist.get_world_size(process_group),
-            dist.get_rank(process_group),
-        )
-    prepare = optimizer._prepare_muon_updates
-
-    def prepare_apart() -> None:
-        for name, lists in zip(names, apart, strict=True):
-            setattr(optimizer, name, lists)
-        try:
-            prepare()
-        finally:
-            for name, lists in zip(names, whole, strict=True):
-                setattr(optimizer, name, lists)
-
-    optimizer._prepare_muon_updates = prepare_apart
-
-
-def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
-    """Make Muon process parts of matrices without ZeRO, where its step orthogonalizes whole parameters."""
-    optimizer = base_optimizer(engine)
-    step = optimizer.step
-    of_each = {id(master.tensor): rows(master.parameters[0]) for master in masters(engine)}
-
-    def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        parts, own = of_each[id(tensor)], optimizer.state[tensor]
-        if MOMENTUM[0] not in own:
-            own[MOMENTUM[0]] = torch.zeros_like(tensor.data)
-        pieces = (each.split(parts) for each in (tensor.detach(), tensor.grad, own[MOMENTUM[0]]))
-        for part, gradient, momentum in zip(*pieces, strict=True):
-            part.grad = gradient
-            optimizer.state[part] = {MOMENTUM[0]: momentum}
-            yield part
-
-    def step_apart(closure: Any = None) -> None:
-        groups = muon_groups(engine)  # loading a checkpoint replaces the groups
-        whole = [group["params"] for group in groups]
-        for group, tensors in zip(groups, whole, strict=True):
-            group["params"] = [part for tensor in tensors for part in parts_of(tensor)]
-        try:
-            step(closure)
-        finally:
-            for group, tensors in zip(groups, whole, strict=True):
-                for part in group["params"]:
-                    del optimizer.state[part]
-                group["params"] = tensors
-
-    optimizer.step = step_apart
+    for holder, name, value in counters:
+        setattr(holder, name, value)
+    for tensor in [tensor for tensor, state in optimizer.state.items() if not state]:
+        del optimizer.state[tensor]  # DeepSpeed's reads have created empty states
 
 
 def skip_steps_that_are_not_finite(engine: Any) -> None:
@@ -369,29 +282,23 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
     the norm and set `overflow`, and the engine then counts the step in `skipped_steps`. With ZeRO 0 in float32,
     DeepSpeed calls torch's AdamW without this check.
     """
-    optimizer = engine.optimizer
+    optimizer, clip = engine.optimizer, engine.clip_fp32_gradients
     if hasattr(optimizer, "overflow"):
         return
-    optimizer.step_if_finite, clip = optimizer.step, engine.clip_fp32_gradients
-
-    def measure() -> None:
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
-
-    def measured_clip() -> None:
-        measure()
-        clip()
 
     def checked_step(closure: Any = None) -> None:
-        if not engine.gradient_clipping():
-            measure()
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
         # waits for the GPU, as DeepSpeed's other optimizers do
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if not optimizer.overflow:
+            if engine.gradient_clipping():
+                clip()
             optimizer.step_if_finite(closure)
 
-    optimizer.overflow = False
-    engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step
+    # the norm is that of before the clipping
+    engine.clip_fp32_gradients = lambda: None
+    optimizer.overflow, optimizer.step_if_finite, optimizer.step = False, optimizer.step, checked_step
 
 
 @dataclass(frozen=True)
@@ -424,43 +331,31 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
 # ---------------------------------------------------------------- saving
 
 
-class _Capture:
-    """A replacement for DeepSpeed's checkpoint engine that passes the content of files to `take`."""
-
-    def __init__(self, writer: Any, take: Callable[[str, Any], None]):
-        self.writer, self.take = writer, take
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.writer, name)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        pass
-
-    def save(self, state_dict: Any, path: str) -> None:
-        if self.error is None:  # otherwise the save has already failed
-            try:
-                self.take(Path(path).name, state_dict)
-            except Exception as error:
-                self.error = error
-
-
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
     """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing it.
 
     DeepSpeed's conversion scripts are not copied to the checkpoint folder; use train/export.py instead.
 
     Args:
-        take: called with the name and the content of each file.
+        take: Called with the name and the content of each file.
 
-    Returns: the first error of `take`, or None. Raising it would leave the other ranks in DeepSpeed's barriers.
+    Returns:
+        The first error of `take`, or None. Raising it would leave the other ranks in DeepSpeed's barriers.
     """
+    errors: list[Exception] = []
+
+    def save(state_dict: Any, path: str) -> None:
+        if not errors:  # otherwise the save has already failed
+            try:
+                take(Path(path).name, state_dict)
+            except Exception as error:
+                errors.append(error)
+
     writer = engine.checkpoint_engine
-    engine.checkpoint_engine = capture = _Capture(writer, take)
-    engine._copy_recovery_script = lambda save_path: None
-    try:
+    with (
+        mock.patch.object(writer, "save", save),
+        mock.patch.object(writer, "makedirs"),
+        mock.patch.object(engine, "_copy_recovery_script"),
+    ):
         engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
-    finally:
-        engine.checkpoint_engine = writer
-        del engine._copy_recovery_script
-    return capture.error
+    return errors[0] if errors else None

@@ -28,8 +28,8 @@ from train.checkpoint.save import Saver
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed
-from train.engine.step import MicroStep, build_engine, without_prints
+from train.engine.distributed import init_distributed, without_prints
+from train.engine.step import MicroStep, build_engine
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/stored_checkpoint"
 SAVED_STEP, NEXT_STEPS = 5, 20

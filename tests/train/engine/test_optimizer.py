@@ -15,8 +15,8 @@ from tests.train.engine.test_states import FLOAT32, INT8, Trained
 from train.checkpoint.load import load_checkpoint
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments
+from train.engine.distributed import without_prints
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
-from train.engine.step import without_prints
 from train.engine.zero import base_optimizer, own_settings, skip_steps_that_are_not_finite
 
 

@@ -16,8 +16,9 @@ from train.config.ds_config import load_deepspeed, resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import states, zero
+from train.engine.distributed import without_prints
 from train.engine.states import MOMENTS, PackedAdamW, decoded, joined, split
-from train.engine.step import MicroStep, build_engine, without_prints
+from train.engine.step import MicroStep, build_engine
 from train.setup import build_model_and_precision
 
 FLOAT32 = {"compute": "bf16"}
