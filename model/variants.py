@@ -70,19 +70,19 @@ class SpeedConfig:
         True,
     )
     fused_swiglu: bool = option(
-        "te_layer with delayed scaling: compute SwiGLU and its gradient and cast them to FP8 in kernels of "
-        "this project. te_linear: compute SwiGLU in one kernel and its gradients in another.",
+        "te_layer with delayed scaling: compute SwiGLU, its gradient and their casts to FP8 in kernels of "
+        "this project. te_linear: one kernel for SwiGLU, another for its gradients.",
         True,
     )
     fused_embedding: bool = option(
-        "te_*: accumulate the embedding gradient in float32 in a kernel of this project, and round it once.",
+        "te_*: accumulate the embedding gradient in float32 and round it once.",
         True,
     )
     fused_cross_entropy: bool = option(
         "te_*: compute the loss in one kernel that overwrites the bf16 logits with their gradient.", True
     )
     main_grad: bool = option(
-        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer. This needs ZeRO 1 with "
+        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer. Needs ZeRO 1 with "
         "data_types.grad_accum_dtype fp32; otherwise it has no effect.",
         True,
     )

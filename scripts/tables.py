@@ -17,9 +17,8 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
-from train.config.arguments import TrainingArguments
-from train.config.schema import Node, all_keys, describe
-from train.planning.memory import checkpoint_bytes, weight_bytes
+from train.config.schema import Node, all_keys, options
+from train.planning.memory import checkpoint_bytes
 
 BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
 SEQ_LENGTH = 2048
@@ -40,12 +39,9 @@ PARTS = {
     "precision": "`precision`: bf16 or FP8, and its recipe",
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
-# Short forms of a key's `resume` rule (model/keys.py) for the table.
-ON_A_RESUME = {
-    "free": "free",
-    "allowed": "if allowed",
-    "structural": "no",
-}
+# Short forms of a key's `resume` rule (model/keys.py) and of JSON schema limits for the table.
+ON_A_RESUME = {"free": "free", "allowed": "flag", "structural": "no"}
+SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, at the micro-batch of the training.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
@@ -69,7 +65,7 @@ def configuration() -> str:
         title = PARTS.get(key.partition(".")[0], title)
         parts.setdefault(title, []).append(_described(key, node))
     sections = [title for title in parts if title.startswith("`")]
-    titles = ("key", "values", "default", "on a resume", "description")
+    titles = ("key", "values", "default", "resume", "description")
     return "\n".join(
         f"### {title}\n\n{table(titles, parts[title])}"
         for title in (*sections, *(t for t in parts if t not in sections))
@@ -83,71 +79,43 @@ def _described(key: str, node: Node) -> list[str]:
         return text
 
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
-    why = f": {node['why']}" if "why" in node else ""
-    resume = ON_A_RESUME[node["resume"]] + plain(why)
-    return [f"`{key}`", plain(describe(node)), default, resume, plain(node["description"])]
+    resume = ON_A_RESUME[node["resume"]]
+    return [f"`{key}`", plain(_values(node)), default, resume, plain(node["description"])]
+
+
+def _values(node: Node) -> str:
+    """Return the allowed values in a few words, such as "integer ≥ 0"; --help has the full text."""
+    shown = []
+    for choice in options(node):
+        limits = [f"{sign} {choice[limit]:.12g}" for limit, sign in SIGNS.items() if limit in choice]
+        if choice.get("type") != "null":
+            shown.append(", ".join(choice.get("enum", [" ".join([choice["type"], *limits])])))
+    return " or ".join(shown)
 
 
 def hardware() -> str:
-    """Return the GPU memory, disk and work of each model in model/configs, and the time of the measured ones."""
+    """Return the memory, disk space and work of each model in model/configs, and the speed of the measured ones."""
     models = {path.stem: load_sizes(path.stem) for path in CONFIGS.glob("*.json")}
     models = dict(sorted(models.items(), key=lambda item: num_parameters(item[1])))
 
-    def rows(*cells: Callable[[Any], str]) -> list[list[str]]:
-        return [[f"`{name}`", *(cell(sizes) for cell in cells)] for name, sizes in models.items()]
-
-    def state(stage: int, ranks: int) -> Callable[[Any], str]:
+    def gib(stage: int, ranks: int) -> Callable[[Any], str]:
         return lambda sizes: f"{state_memory_gib(sizes, stage, ranks):,.1f}"
 
-    def gigabytes(count: Callable[[Any], int]) -> Callable[[Any], str]:
-        return lambda sizes: f"{count(sizes) / GB:,.1f}"
-
-    def saved(sizes: Any) -> int:
-        return checkpoint_bytes(sizes, 1, "fp8")
-
-    def exported(sizes: Any) -> int:
-        return num_parameters(sizes) * weight_bytes("fp8")
-
-    memory = [(1, 1), (1, 2), (1, 8), (2, 8), (3, 8)]
-    titles = [f"ZeRO {stage}, {ranks} GPU{'s' if ranks > 1 else ''}" for stage, ranks in memory]
-    millions, gflop = (
-        lambda sizes: f"{num_parameters(sizes) / 1e6:,.0f}",
-        lambda sizes: f"{flops_per_token(sizes, SEQ_LENGTH) / 1e9:,.2f}",
-    )
-    keep = TrainingArguments.save_total_limit
+    layouts = [(1, 1), (1, 2), (1, 8), (2, 8), (3, 8)]
+    columns: dict[str, Callable[[Any], str]] = {
+        "M parameters": lambda sizes: f"{num_parameters(sizes) / 1e6:,.0f}",
+        "GFLOP per token": lambda sizes: f"{flops_per_token(sizes, SEQ_LENGTH) / 1e9:,.2f}",
+        "checkpoint, GB": lambda sizes: f"{checkpoint_bytes(sizes, 1, 'fp8') / GB:,.1f}",
+        **{f"ZeRO {stage}, {ranks} GPU{'s' * (ranks > 1)}": gib(stage, ranks) for stage, ranks in layouts},
+    }
+    rows = [[f"`{name}`", *(cell(sizes) for cell in columns.values())] for name, sizes in models.items()]
+    titles = ("model", "`te_layer`", "micro-batch", "peak GiB", "tokens/s", "TFLOP/s", "hours for 1 B tokens")
     return "\n".join(
         [
-            "### GPU memory of weights, gradients and optimizer (GiB per GPU)\n",
-            table(("model", "M parameters", *titles), rows(millions, *(state(*where) for where in memory))),
-            "### Disk space (GB)\n",
-            table(
-                (
-                    "model",
-                    "one checkpoint",
-                    f"{keep + 1} checkpoints (save_total_limit {keep}) and hf/",
-                    "hf/ alone",
-                ),
-                rows(
-                    gigabytes(saved),
-                    gigabytes(lambda sizes: saved(sizes) * (keep + 1) + exported(sizes)),
-                    gigabytes(exported),
-                ),
-            ),
-            f"### Work per token, forward and backward (GFLOP, sequence length {SEQ_LENGTH})\n",
-            table(("model", "GFLOP per token"), rows(gflop)),
+            "### Memory, disk and work\n",
+            table(("model", *columns), rows),
             "### Measured whole steps on one H200\n",
-            table(
-                (
-                    "model",
-                    "precision of te_layer",
-                    "micro-batch",
-                    "peak GiB",
-                    "tokens/s",
-                    "TFLOP/s",
-                    "hours for 1 B tokens",
-                ),
-                _measured(),
-            ),
+            table(titles, _measured()),
         ]
     )
 

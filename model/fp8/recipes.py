@@ -123,27 +123,24 @@ class PrecisionSettings:
 
     compute: Compute = option("Arithmetic of the matrix products.", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
-        "FP8 scaling recipe. tensorwise and rowwise are for the variant torchao, the others for te_linear and "
-        "te_layer.",
+        "FP8 scaling recipe. tensorwise and rowwise are for the variant torchao, the others for te_*.",
         "delayed",
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
-        "FP8 format. hybrid stores gradients in e5m2, which has more range and half the precision.", "e4m3"
+        "hybrid stores gradients in e5m2, which has more range and half the precision.", "e4m3"
     )
     margin: int = option("delayed: divide each scale by 2^margin.", 0, ge=0)
     amax_history_len: int = option(
-        "delayed: length of the amax history of a scale, in micro-batches. For weights, in FP8 copies of the "
-        "weight.",
+        "delayed: length of the amax history, in micro-batches (for weights: in FP8 copies of the weight).",
         16,
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "delayed: how the scale is derived from the amax history.", "max"
+        "delayed: how the amax history gives the scale.", "max"
     )
-    reduce_amax: bool = option("delayed: share amax between all ranks.", True)
+    reduce_amax: bool = option("delayed: share amax between ranks.", True)
     calibration_passes: int = option(
-        "delayed: number of passes over the first micro-batch that set the scales before the first step. 0: "
-        "all scales start at 1.",
+        "delayed: passes over the first micro-batch that set the initial scales. 0: all scales start at 1.",
         4,
         ge=0,
     )
@@ -152,31 +149,28 @@ class PrecisionSettings:
     )
     amax_epsilon: float = option("current and block: lower bound of amax.", 0.0, ge=0)
     fast_accumulation_wgrad: bool = option(
-        "delayed and current: compute weight gradients with the fast accumulation of the tensor cores, which "
-        "is less exact.",
+        "delayed and current: compute weight gradients with the tensor cores' fast accumulation, which is "
+        "less exact.",
         False,
     )
     bf16_modules: list[str] = option(
-        "Patterns (* and ?) of module names. Matching modules and everything in them stay in bf16.",
+        "Name patterns (* and ?) of modules that stay in bf16, with everything in them.",
         ["lm_head"],
     )
     fp8_head_gradients: bool = option(
-        "te_*: compute both gradients of an lm_head that bf16_modules keeps in bf16 as FP8 products with "
-        "block scaling.",
+        "te_*: compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling.",
         True,
         before=False,
     )
     health_steps: int = option(
-        "te_*: steps between FP8 health checks, which record statistics of the operands of each GEMM in "
-        "metrics.jsonl and health.png. 0: no checks.",
+        "te_*: steps between FP8 health checks, which record statistics of GEMM operands. 0: no checks.",
         100,
         ge=0,
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
         "escalate: a module that fails two of four health checks falls back permanently to a safer recipe "
-        "(current, block, block with bf16 gradients, bf16). At each fallback the run saves a checkpoint and "
-        "continues from it.",
+        "(current, block, block with bf16 gradients, bf16). The run saves a checkpoint and continues from it.",
         "warn",
         resume="free",
     )
@@ -228,35 +222,33 @@ class PrecisionConfig(PrecisionSettings):
     """The "precision" section. Keys that the chosen recipe does not read must keep their default."""
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "FP8 implementation. auto uses the reference only without CUDA.", "auto"
+        "FP8 implementation. auto: the reference only without CUDA.", "auto"
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "Storage of AdamW's states. fp32: a float32 weight and two float32 moments. The others store a "
-        "float32 weight as its bf16 copy plus 16 bits. Their moments have the type optimizer_moments "
-        "(bf16_remainder) or torchao's 8 bits (int8, fp8). They need ZeRO 1 with data_types.grad_accum_dtype "
-        "fp32.",
+        "Storage of AdamW's states. fp32: float32 weight and moments. The others store the weight as its bf16 "
+        "copy plus 16 bits, and moments in optimizer_moments (bf16_remainder) or in torchao's 8 bits (int8, "
+        "fp8). They need ZeRO 1 with data_types.grad_accum_dtype fp32.",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option(
         "bf16_remainder: type of AdamW's two moments.", "bf16"
     )
     gradient_communication: Literal["fp32", "bf16"] | None = option(
-        "Type in which ranks reduce gradients. null: the type of the weights, even if each rank accumulates "
-        "in float32.",
+        "Type in which ranks reduce gradients. null: the type of the weights, even with float32 accumulation.",
         None,
     )
     schedule: list[PrecisionStage] | None = option(
-        "List of phases with different precision. Each phase has the keys of this section that it changes. "
-        "Each phase but the last has its end: until_step, until_tokens or until_share. Between phases the run "
-        "saves a checkpoint and continues from it.",
+        "List of phases. A phase has the keys of this section that it changes and, except the last, its end: "
+        "until_step, until_tokens or until_share. Between phases the run saves a checkpoint and continues "
+        "from it.",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
-        "te_linear and te_layer with compute fp8: at startup, measure FP8 and bf16, CUDA graphs and attention "
-        "backends for about a minute, and use the fastest. A resumed run keeps the choice of its checkpoint.",
+        "te_* with compute fp8: at startup, measure FP8 and bf16, CUDA graphs and attention backends for "
+        "about a minute, and use the fastest. A resumed run keeps the choice.",
         False,
         resume="free",
     )

@@ -70,14 +70,13 @@ class ModelArguments:
 
     # config and init_from are free: a resume compares the content of config, and the checkpoint holds the weights
     config: str = option(
-        "Name in model/configs, path of a MistralConfig JSON file, or model on the Hugging Face Hub "
-        "(ORG/NAME).",
+        "Name in model/configs, path of a MistralConfig JSON file, or ORG/NAME on the Hugging Face Hub.",
         resume="free",
         example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
         "Model implementation. te_linear and te_layer use Transformer Engine modules; hf is the transformers "
-        "model, a baseline; torchao is the transformers model with torchao's FP8.",
+        "model, a baseline; torchao is hf with torchao's FP8.",
         "te_layer",
         resume="structural",
         why="weights and optimizer state are stored under its module names; start a new run from an export "
@@ -94,9 +93,8 @@ class ModelArguments:
         min_length=1,
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
-        "te_linear and te_layer: attention backend. fused is cuDNN. auto selects flash if FlashAttention-4 is "
-        "installed on a Hopper GPU and the head dimension is 64, 128 or 256; otherwise Transformer Engine "
-        "chooses.",
+        "te_*: attention backend. fused is cuDNN. auto selects flash if FlashAttention-4 is installed on a "
+        "Hopper GPU and the head dimension is 64, 128 or 256; otherwise Transformer Engine chooses.",
         "auto",
     )
 
@@ -106,20 +104,19 @@ class DataArguments:
     """The "data" section of the configuration."""
 
     sources: dict[str, str] = option(
-        "Object that maps a source name to a folder written by prepare_data.py. A relative path is looked up "
-        "in the current folder, then in the repository.",
+        "Maps source names to folders written by prepare_data.py. Relative paths are looked up in the current "
+        "folder, then in the repository.",
         min_length=1,
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixturePhase] | None = option(
-        'Object that maps a source name to its share of the samples, or a list of phases: [{"until_tokens": '
-        'N, "weights": {...}}, ..., {"weights": {...}}]. null: in proportion to the number of tokens.',
+        'Maps source names to shares of the samples, or a list of phases: [{"until_tokens": N, "weights": '
+        '{...}}, ..., {"weights": {...}}]. null: in proportion to tokens.',
         None,
         example={"NAME": 0.7, "OTHER": 0.3},
     )
     eval_sources: dict[str, str] | None = option(
-        "Object that maps a name to a folder whose eval split is also evaluated. Its loss is logged as "
-        "eval_loss/NAME.",
+        "Maps names to folders whose eval split is also evaluated, as eval_loss/NAME.",
         None,
         resume="free",
         example={"NAME": "data/held_out"},
@@ -143,15 +140,15 @@ class TrainingArguments:
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
 
-    max_steps: int = option("Total number of optimizer steps.", gt=0, resume="allowed", example=1000)
+    max_steps: int = option("Total optimizer steps.", gt=0, resume="allowed", example=1000)
     max_seq_length: int = option("Sample length in tokens.", 2048, gt=0)
     per_device_train_batch_size: int = option("Micro-batch size per rank, in samples.", 8, gt=0)
     per_device_eval_batch_size: int | None = option(
-        "Evaluation batch size per rank, in samples. null: same as for training.", None, gt=0, resume="free"
+        "Evaluation batch size per rank, in samples. null: as for training.", None, gt=0, resume="free"
     )
     # free: it is determined by train_batch_size_tokens, which is not free, and the number of ranks
     gradient_accumulation_steps: int | None = option(
-        "Number of micro-batches per step. null: computed from train_batch_size_tokens, otherwise 1.",
+        "Micro-batches per step. null: computed from train_batch_size_tokens, otherwise 1.",
         None,
         gt=0,
         resume="free",
@@ -161,68 +158,61 @@ class TrainingArguments:
     )
 
     optim: Literal["adamw", "muon"] = option(
-        "Optimizer. muon uses Muon for the matrices of the layers and AdamW for the rest, both with the same "
-        "learning rate and weight decay. It needs ZeRO 0 or 1.",
+        "muon: Muon for the matrices of the layers and AdamW for the rest, with the same learning rate and "
+        "weight decay. Needs ZeRO 0 or 1.",
         "adamw",
         resume="structural",
         why="the two optimizers have different states; start a new run from an export (model.init_from)",
     )
     # le: a step is computed in float32, which overflows at learning rates of about 1e37
-    learning_rate: float = option("Peak learning rate of the schedule.", 3e-4, gt=0, le=100)
+    learning_rate: float = option("Peak learning rate.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        "Shape of the learning rate schedule after the warmup.", "cosine"
+        "Learning rate schedule after the warmup.", "cosine"
     )
-    warmup_steps: int = option("Number of linear warmup steps.", 0, ge=0)
-    decay_steps: int | None = option("warmup_stable_decay: number of steps of the final decay.", None, gt=0)
-    min_lr_ratio: float = option(
-        "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
-    )
+    warmup_steps: int = option("Linear warmup steps.", 0, ge=0)
+    decay_steps: int | None = option("warmup_stable_decay: steps of the final decay.", None, gt=0)
+    min_lr_ratio: float = option("Final learning rate, as a fraction of learning_rate.", 0.1, ge=0, le=1)
     weight_decay: float = option("Weight decay of matrices. Norms and biases have none.", 0.1, ge=0)
-    muon_momentum: float = option("Momentum coefficient of Muon (decay per step).", 0.95, ge=0, lt=1)
-    adam_beta1: float = option("Decay per step of AdamW's first moment.", 0.9, ge=0, lt=1)
-    adam_beta2: float = option("Decay per step of AdamW's second moment.", 0.95, ge=0, lt=1)
+    muon_momentum: float = option("Momentum coefficient of Muon.", 0.95, ge=0, lt=1)
+    adam_beta1: float = option("Decay of AdamW's first moment.", 0.9, ge=0, lt=1)
+    adam_beta2: float = option("Decay of AdamW's second moment.", 0.95, ge=0, lt=1)
     adam_epsilon: float = option("Epsilon of AdamW.", 1e-8, gt=0)
-    max_grad_norm: float = option(
-        "Maximum global gradient norm; larger gradients are clipped. 0: no clipping.", 1.0, ge=0
-    )
+    max_grad_norm: float = option("Clip the global gradient norm to this value. 0: no clipping.", 1.0, ge=0)
     # le: numpy's largest seed
-    seed: int = option("Random seed for the initial weights and the sample order.", 42, ge=0, le=2**32 - 1)
+    seed: int = option("Random seed of the initial weights and the sample order.", 42, ge=0, le=2**32 - 1)
     full_determinism: bool = option(
-        "Produce bit-equal numbers in every run and after a resume. Uses deterministic kernels on a GPU.",
+        "Produce the same bits in every run and after a resume, with deterministic GPU kernels.",
         True,
     )
 
     max_skipped_steps: int = option(
-        "Stop the run after this many skipped steps in a row. A step is skipped if its loss or a gradient is "
-        "not finite.",
+        "Stop after this many skipped steps in a row. A step is skipped if its loss or a gradient is not "
+        "finite.",
         10,
         gt=0,
         resume="free",
     )
     spike_threshold: float = option(
         "A loss or gradient norm this many robust standard deviations above the median is a spike. 0: no "
-        "spike detection.",
+        "detection.",
         10.0,
         ge=0,
         resume="free",
     )
     on_spike: Literal["warn", "rollback"] = option(
-        "What to do at a spike. rollback returns to the last checkpoint and continues without the samples "
-        "that led to the spike.",
+        "rollback: return to the last checkpoint and continue without the samples that led to the spike.",
         "warn",
         resume="free",
     )
     spike_window: int = option(
-        "Number of previous steps for the median and spread of spike detection. It starts once this many "
-        "steps are available.",
+        "Previous steps from which spike detection computes median and spread. It starts once they exist.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
         resume="free",
     )
     replica_check_steps: int = option(
-        "Steps between checks that all ranks have the same weights. Each compares checksums and reads the "
-        "weights once. 0: no checks.",
+        "Steps between comparisons of the ranks' weights by checksum. 0: none.",
         100,
         ge=0,
         resume="free",
@@ -246,53 +236,49 @@ class TrainingArguments:
     )
     dry_run: bool = option(
         "Do everything up to the first step (data, model, startup checks, engine, loading the checkpoint), "
-        "then exit with status 0. Leaves output_dir unchanged.",
+        "then exit with status 0. output_dir stays unchanged.",
         False,
         resume="free",
     )
     preflight: bool | None = option(
-        "Before the first step, check that all ranks have the same software and see the same folders, measure GPUs and "
-        "links, and compare reduced gradients. null: only if the ranks are on several nodes.",
+        "Before the first step, check software and folders of all ranks, measure GPUs and links, and compare "
+        "reduced gradients. null: only if the ranks are on several nodes.",
         None,
         resume="free",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "Minimum level of console messages. train.log and logs/ contain all messages.", "info", resume="free"
+        "Minimum level on the console. train.log and logs/ have all messages.", "info", resume="free"
     )
     logging_steps: int = option("Steps between log lines.", 10, gt=0, resume="free")
-    eval_steps: int = option(
-        "Steps between evaluations. 0: evaluate only at the end.", 0, ge=0, resume="free"
-    )
+    eval_steps: int = option("Steps between evaluations. 0: only at the end.", 0, ge=0, resume="free")
     max_eval_samples: int = option(
-        "Number of evenly spaced samples to evaluate from each evaluation set, over all ranks.",
+        "Samples of each evaluation set to evaluate, evenly spaced, over all ranks.",
         256,
         gt=0,
         resume="free",
     )
-    save_steps: int = option("Steps between checkpoints. 0: do not save by steps.", 0, ge=0, resume="free")
+    save_steps: int = option("Steps between checkpoints. 0: not by steps.", 0, ge=0, resume="free")
     save_minutes: float = option(
-        "Save a checkpoint this many minutes after the last save, by the clock of rank 0. 0: do not save by "
-        "time.",
+        "Minutes between checkpoints, by the clock of rank 0. 0: not by time.",
         30.0,
         ge=0,
         resume="free",
     )
     save_strategy: Literal["steps", "no"] = option(
-        "steps: save at save_steps, at save_minutes and at the end. no: write neither checkpoints nor hf/, "
+        "steps: save by save_steps, by save_minutes and at the end. no: write neither checkpoints nor hf/, "
         "for measurements.",
         "steps",
         resume="free",
     )
-    save_total_limit: int = option("Number of checkpoints to keep.", 3, gt=0, resume="free")
+    save_total_limit: int = option("Checkpoints to keep.", 3, gt=0, resume="free")
     save_async: bool = option(
-        "Continue training while a checkpoint is written from a copy in host memory. false: wait until the "
-        "save is complete.",
+        "Train while a checkpoint is written from a copy in host memory. false: wait for the save.",
         True,
         resume="free",
     )
     on_save_failure: Literal["stop", "continue"] = option(
-        "What to do if a save fails, for example because the disk is full. stop: stop the run. continue: "
-        "train until the next save. A failure of the last save always stops the run.",
+        "What to do if a save fails, such as on a full disk. continue: train until the next save. A failure "
+        "of the last save always stops the run.",
         "stop",
         resume="free",
     )
@@ -303,23 +289,21 @@ class TrainingArguments:
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys that change the computation of a step and may differ from the checkpoint. true: all keys that "
-        "can change. Each change is logged and recorded in metrics.jsonl and in later checkpoints.",
+        "Keys that affect the computation and may differ from the checkpoint. true: all that can change. "
+        "Changes are recorded in metrics.jsonl and in later checkpoints.",
         False,
         resume="free",
         example=["learning_rate"],
     )
     report_to: Literal["none", "wandb", "tensorboard"] | list[Literal["wandb", "tensorboard"]] = option(
-        "Experiment tracker that receives the metrics in addition to metrics.jsonl, or a list of trackers.",
+        "Experiment trackers that receive the metrics in addition to metrics.jsonl.",
         "none",
         resume="free",
     )
-    run_name: str | None = option(
-        "Name of the run in wandb. null: wandb chooses a name.", None, resume="free"
-    )
-    wandb_project: str = option("Name of the wandb project.", "fp8-pretraining", resume="free")
+    run_name: str | None = option("Name of the run in wandb. null: wandb chooses.", None, resume="free")
+    wandb_project: str = option("wandb project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool = option(
-        "Recompute activations in the backward pass. This needs less memory and is slower.",
+        "Recompute activations in the backward pass, which saves memory and is slower.",
         False,
         resume="free",
     )
