@@ -360,9 +360,7 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
     assert isinstance(args.deepspeed, dict)
     if described := describe_msamp(args.deepspeed):
         lines.append(described)
-    variant, most = args.model.variant, args.max_steps
-    fallbacks = (own.described_levels(variant, most) for own in precisions_of(args.precision))
-    return lines + list(dict.fromkeys(filter(None, fallbacks)))
+    return lines
 
 
 def predict(args: TrainingArguments, state: RunState) -> Prediction | None:

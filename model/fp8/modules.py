@@ -121,7 +121,8 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
             if name == "lm_head" and precision.config.head_gradients:
-                reason = f"{reason}; {_describe_head_gradients(module, precision)}"
+                how = "run FP8" if getattr(module, "fp8_gradients", False) else "do not run FP8"
+                reason = f"{reason}; its two gradient GEMMs {how}"
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:
@@ -129,15 +130,6 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
         else:
             report.kept[name] = reason
     return report
-
-
-def _describe_head_gradients(head: nn.Module, precision: Precision) -> str:
-    if getattr(head, "fp8_gradients", False):
-        return "its two gradient GEMMs run FP8 (precision.fp8_head_gradients)"
-    if not precision.head_gradients:
-        return "precision.on_trouble moved its gradients to bf16"
-    (weight,) = matrices(head)
-    return f"nor its gradients: FP8 needs multiples of {FP8_FEATURE_MULTIPLE}, and its shape is {tuple(weight.shape)}"
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:

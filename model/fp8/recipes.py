@@ -287,38 +287,6 @@ class PrecisionConfig(PrecisionSettings):
             self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in left_out}
         )
 
-    def described_states(self) -> str | None:
-        """Return a line for the log about optimizer states and gradient communication, or None for the defaults."""
-        parts = []
-        if self.optimizer_states != "fp32":
-            parts.append(
-                f"optimizer states: float32 weights stored as bf16 plus 16 bits, moments in {self.moment_type}; "
-                f"{self.optimizer_bytes:.3g} bytes per parameter instead of {FULL_STATES}"
-            )
-        if self.gradient_communication:
-            parts.append(f"gradients are reduced in {self.gradient_communication}")
-        return "; ".join(parts) or None
-
-    def described_levels(self, variant: str, max_steps: int) -> str | None:
-        """Return a line for the log about the fallbacks of on_trouble, or None if no module can fall back."""
-        if self.compute != "fp8" or self.on_trouble != "escalate":
-            return None
-        if self.health_steps > max_steps:
-            return (
-                f"warning: precision.on_trouble escalate has no effect: the first FP8 health check would be at step "
-                f"{self.health_steps} (precision.health_steps), but max_steps is {max_steps}"
-            )
-        above = ", ".join(LEVELS[LEVELS.index(self.recipe) + 1 :])
-        without = (
-            " (Transformer Engine does not support bf16_backward for layernorm_mlp)"
-            if variant == "te_layer"
-            else ""
-        )
-        return (
-            "precision.on_trouble escalate: a module that fails two of four FP8 health checks falls back to "
-            f"{above}{without}. The run then saves a checkpoint and continues from it"
-        )
-
     def problems(self) -> list[str]:
         """Return a message for each contradiction in this section."""
         problems: list[str] = []

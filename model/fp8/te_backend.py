@@ -66,7 +66,6 @@ def load(name: str = "auto") -> SimpleNamespace:
 @lru_cache
 def _load_reference() -> SimpleNamespace:
     reference: Any = importlib.import_module("model.te_reference")
-    reference.keep_freed_memory()
     return SimpleNamespace(
         name="reference",
         version=f"CPU reference of {reference.REFERENCE_OF}",
@@ -252,16 +251,7 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
     Args:
         instead: advice for the case that block scaling is not available.
     """
-    if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
-        raise BackendError(
-            f"the environment variable NVTE_BACKWARD_OVERRIDE is set ({override}), so Transformer Engine would compute "
-            "gradients without FP8; unset it",
-            code="environment",
-            key="NVTE_BACKWARD_OVERRIDE",
-        )
-    if te.name == "reference":
-        return
-    if recipe == "block":
+    if te.name != "reference" and recipe == "block":
         quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
         available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
         if not available:

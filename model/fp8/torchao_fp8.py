@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version as installed_version
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,10 +26,6 @@ from model.fp8.machine import leave_out
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
-# The torch version that the wheels of torchao 0.17 are built for (torchao/__init__.py).
-MIN_TORCH = (2, 11)
-
-
 # transformers imports torchao if it is installed. torchao then warns about each of its CUDA libraries that cannot be
 # loaded (float8 training uses none of them), and torch warns about how torchao registers two enums.
 leave_out("torchao", "Failed to load")
@@ -38,21 +33,16 @@ leave_out("torch.utils._pytree", "<enum ")
 
 
 @lru_cache
-def _torchao() -> SimpleNamespace:
-    """Return the parts of torchao used here. Raises BackendError: torchao cannot be imported."""
+def _torchao(module: str = "float8") -> Any:
+    """Return a module of torchao. Raises BackendError: it cannot be imported."""
     try:
-        float8: Any = importlib.import_module("torchao.float8")
+        return importlib.import_module(f"torchao.{module}")
     except (ImportError, OSError) as error:
         raise BackendError(
             f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or choose another "
-            "model.variant",
+            "model.variant or precision.optimizer_states",
             code="not_installed",
         ) from error
-    return SimpleNamespace(
-        config=float8.Float8LinearConfig,
-        convert=float8.convert_to_float8_training,
-        tensor=float8.Float8TrainingTensor,
-    )
 
 
 def version(emulated: bool) -> str:
@@ -61,24 +51,20 @@ def version(emulated: bool) -> str:
 
 
 def require() -> None:
-    """Raise BackendError if torchao is not installed or torch is too old for it."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
-        raise BackendError(
-            f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, but torch is {torch.__version__}; update "
-            "torch, or set precision.compute to bf16 and model.variant to hf",
-            code="old_torch",
-        )
+    """Raise BackendError if torchao is not installed."""
     _torchao()
 
 
 def linear_config(recipe: str, emulated: bool) -> Any:
     """Return torchao's Float8LinearConfig for `recipe`."""
-    return dataclasses.replace(_torchao().config.from_recipe_name(recipe), emulate=emulated)
+    return dataclasses.replace(_torchao().Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
 
 
 def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
     """Replace the nn.Linear modules `names` of `model` by FP8 modules with the same parameters."""
-    _torchao().convert(model, module_filter_fn=lambda _, name: name in names, config=config)
+    _torchao().convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in names, config=config
+    )
 
 
 class _NotedGemms(TorchDispatchMode):
@@ -92,7 +78,7 @@ class _NotedGemms(TorchDispatchMode):
         self.emulated, self.note = emulated, note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fp8_operands = any(issubclass(t, _torchao().tensor) for t in types)
+        fp8_operands = any(issubclass(t, _torchao().Float8TrainingTensor) for t in types)
         mm, scaled_mm = torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
         if func is scaled_mm or (self.emulated and fp8_operands and func is mm):
             self.note()
@@ -113,27 +99,8 @@ def noted_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
 
 # ---------------------------------------------------------------- moments in 8 bits
 
+QUANTIZATION = "optim.quant_utils"
 STATE_DTYPES = {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}
-
-
-@lru_cache
-def _quantization() -> SimpleNamespace:
-    """Return the quantization functions of torchao's low-bit optimizers. Raises BackendError: no such package."""
-    try:
-        of_int8: Any = importlib.import_module("torchao.optim.quant_utils")
-        of_fp8: Any = importlib.import_module("torchao.optim.subclass_fp8")
-    except (ImportError, OSError) as error:
-        raise BackendError(
-            f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or set "
-            "precision.optimizer_states to bf16_remainder",
-            code="not_installed",
-        ) from error
-    return SimpleNamespace(
-        numbers=of_int8.create_dynamic_map,
-        scaled=of_int8.scale_tensor,
-        dequantized=of_int8.dequant_with_qmap,
-        fp8=of_fp8.quantize_fp8,
-    )
 
 
 @lru_cache
@@ -141,7 +108,7 @@ def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Te
     """Return the 256 values of a byte relative to the block's largest (Dettmers et al., arXiv:2110.02861), and
     midpoints.
     """
-    numbers = torch.tensor(_quantization().numbers(signed=signed), dtype=torch.float32)
+    numbers = torch.tensor(_torchao(QUANTIZATION).create_dynamic_map(signed=signed), dtype=torch.float32)
     return numbers.to(device), ((numbers[1:] + numbers[:-1]) / 2).to(device)
 
 
@@ -157,20 +124,20 @@ def quantize_state(
         values: float32, 1-D, with a length that is a multiple of STATE_BLOCK.
         dtype: dtype of the codes, from STATE_DTYPES.
     """
-    ao = _quantization()
     if dtype == torch.uint8:
-        scaled, scale = ao.scaled(values, STATE_BLOCK)
+        scaled, scale = _torchao(QUANTIZATION).scale_tensor(values, STATE_BLOCK)
         codes = torch.bucketize(scaled, _numbers(signed, values.device)[1], out_int32=True, right=True)
         return (codes if signed else codes.clamp_(min=1)).to(dtype), scale
     if not signed:
         info, blocks = torch.finfo(dtype), values.view(-1, STATE_BLOCK)
         least = info.smallest_normal * info.eps / info.max  # relative to the largest value of a block
         values = blocks.clamp(min=blocks.amax(1, keepdim=True) * least).view(-1)
-    return ao.fp8(values, STATE_BLOCK)
+    return _torchao("optim.subclass_fp8").quantize_fp8(values, STATE_BLOCK)
 
 
 def dequantize_state(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
     """Return the float32 values for the result of `quantize_state`."""
     if codes.dtype == torch.uint8:
-        return _quantization().dequantized(codes, _numbers(signed, codes.device)[0], scale)
+        numbers = _numbers(signed, codes.device)[0]
+        return _torchao(QUANTIZATION).dequant_with_qmap(codes, numbers, scale)
     return (codes.float().view(-1, STATE_BLOCK) * scale.view(-1, 1)).view(-1)

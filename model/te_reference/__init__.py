@@ -17,7 +17,6 @@ from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention
 from model.te_reference.gemm import fp8_gradients, linear_in_float32
 from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
-from model.te_reference.memory import keep_freed_memory
 from model.te_reference.norm import RMSNorm
 from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.state import autocast
@@ -35,7 +34,6 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "fp8_gradients",
-    "keep_freed_memory",
     "linear_in_float32",
     "recipe",
 ]

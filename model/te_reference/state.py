@@ -12,8 +12,9 @@ sees the larger of the two.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -76,10 +77,12 @@ running = _Running()
 _registry: dict[tuple[bool, str], weakref.WeakKeyDictionary[DelayedScalingState, None]] = {}
 
 
-class autocast:  # noqa: N801 (Transformer Engine's name)
+@contextmanager
+def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[None]:
     """Context in which FP8 modules quantize with `recipe` (default: DelayedScaling()).
 
     Contexts nest: an inner one replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8 inside.
+
     Wrap only the forward. When the outermost enabled context exits, delayed scaling updates the forward scales, which
     reduces amaxes over all ranks: every rank must exit equally often.
 
@@ -87,30 +90,18 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
     is not FP8, the next module's backward updates the backward scales. If both are FP8, the second update finds no new
     amax.
     """
-
-    def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None):
-        self.enabled = enabled
-        self.recipe = recipe
-        self._outer: tuple[bool, Recipe | None, bool] | None = None
-
-    def __enter__(self) -> autocast:
-        self._outer = (running.enabled, running.recipe, running.first_module)
-        running.enabled = self.enabled
-        running.recipe = (self.recipe or DelayedScaling()) if self.enabled else None
-        if running.depth == 0:
-            running.first_module = True
-        running.depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._outer is not None
-        running.enabled, running.recipe, running.first_module = self._outer
-        self._outer = None
+    outer = running.enabled, running.recipe, running.first_module
+    running.enabled = enabled
+    running.recipe = (recipe or DelayedScaling()) if enabled else None
+    running.first_module = running.first_module or running.depth == 0
+    running.depth += 1
+    try:
+        yield
+    finally:
+        running.enabled, running.recipe, running.first_module = outer
         running.depth -= 1
-        if running.depth == 0 and self.enabled and torch.is_grad_enabled() and error is None:
-            update_scales(forward=True)
+    if running.depth == 0 and enabled and torch.is_grad_enabled():
+        update_scales(forward=True)
 
 
 def take_first_module() -> bool:

@@ -112,7 +112,6 @@ class MicroStep:
             if self.main_grads and self.main_grads.buffers
             else "weight gradients: in the dtype of the parameters, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
-            *filter(None, [arguments.precision.described_states()]),
         ]
 
     def __call__(self, batch: Batch, index: int) -> torch.Tensor:

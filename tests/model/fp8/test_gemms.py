@@ -7,7 +7,7 @@ import torch
 
 from model.build import build_model
 from model.fp8.gemms import count_gemms, count_replay
-from model.fp8.precision import Precision, PrecisionError
+from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import StartupCheckError, check_startup
 from model.te_reference import gemm, quantize
@@ -112,13 +112,3 @@ def test_an_inner_count_is_its_own_and_a_replay_counts_again() -> None:
     assert not outer.problem(passes=2) and not inner.problem()
     count_replay(inner.forward)  # nobody counts
     assert not outer.problem(passes=2)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_that_the_environment_takes_out_of_fp8_are_refused(
-    monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
-    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
-    with refused(PrecisionError, code="environment", key="NVTE_BACKWARD_OVERRIDE"):
-        model_of(recipe=recipe)
-    assert model_of(compute="bf16")

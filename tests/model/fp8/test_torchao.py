@@ -92,16 +92,6 @@ def test_the_startup_check_finds_a_backward_without_fp8(monkeypatch: pytest.Monk
     assert numbers(error.value) == [14, 26, 28]
 
 
-@pytest.mark.parametrize("version,right", [("2.10.1", False), ("2.11.0a0+cu130", True), ("3.0.0", True)])
-def test_the_version_of_torch_is_checked(monkeypatch: pytest.MonkeyPatch, version: str, right: bool) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    if right:
-        precision_of()
-    else:
-        with refused(PrecisionError, code="old_torch"):
-            precision_of()
-
-
 @pytest.mark.parametrize("variant,keys", [("torchao", {}), ("hf", dict(compute="bf16"))])
 def test_transformer_engine_is_not_needed(monkeypatch: pytest.MonkeyPatch, variant: str, keys: dict) -> None:
     def missing(name: str) -> None:
