@@ -36,7 +36,7 @@ leave_out("torch.utils._pytree", "<enum ")
 def _torchao(module: str = "float8") -> Any:
     """Return a module of torchao. Raises BackendError: it cannot be imported."""
     try:
-        return importlib.import_module(f"torchao.{module}")
+        return importlib.import_module(f".{module}", "torchao")
     except (ImportError, OSError) as error:
         raise BackendError(
             f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or choose another "
