@@ -137,7 +137,14 @@ def _measured() -> list[list[str]]:
                     form.format(figure)
                     for form, figure in zip(("{:.0f}", "{:,.0f}", "{:,.0f}", "{:.2f}"), figures, strict=True)
                 ]
-                rows.append([f"`{report['model']}`", ROWS[r["row"]], str(r["micro_batch"]), *shown])
+                rows.append(
+                    [
+                        f"[{report['model']}](../test_fp8/results/{name}.json)",
+                        ROWS[r["row"]],
+                        str(r["micro_batch"]),
+                        *shown,
+                    ]
+                )
     return rows
 
 

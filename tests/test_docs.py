@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from model.config import load_sizes, num_parameters, weight_shapes
+from model.config import load_sizes, weight_shapes
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
 from scripts.architecture import ROOT, sources
@@ -153,13 +153,12 @@ def blocks() -> list[dict[str, object]]:
 def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
     models = [block for block in blocks() if "model_type" in block]
     runs = [block for block in blocks() if "max_steps" in block]
-    assert (len(models), len(runs)) == (2, 3)
+    assert (len(models), len(runs)) == (1, 3)
     for model in models:
         (tmp_path / "model.json").write_text(json.dumps(model))
         sizes = load_sizes(str(tmp_path / "model.json"))
         shapes = [shape for shape in weight_shapes(sizes).values() if len(shape) == 2]
         assert not [shape for shape in shapes if any(size % FP8_FEATURE_MULTIPLE for size in shape)]
-    assert round(num_parameters(sizes) / 1e6) == 100
     for run in runs:
         resolve_arguments(build_arguments(run), 1)
     assert resolve_arguments(build_arguments(runs[0]), 2)
