@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -21,27 +20,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-AGAIN_S = 30.0
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Errors of a file system that persist until somebody fixes the cause.
-LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
-
-
-def again(action: Callable[[], T]) -> T:
-    """Run `action`, and run it again after AGAIN_S seconds if it fails with an error that may pass.
-
-    A short outage of a network file system must not hide a checkpoint.
-
-    Raises: OSError: the second attempt failed, or the error of the first one persists."""
-    try:
-        return action()
-    except OSError as error:
-        if not may_pass(error):
-            raise
-    time.sleep(AGAIN_S)
-    return action()
 
 
 def discarded_name(path: Path) -> Path:
@@ -52,27 +34,12 @@ def discarded_name(path: Path) -> Path:
 def write_durably(path: Path, text: str) -> None:
     """Write `text` to `path` atomically: write a temporary file, flush it to the disk and rename it."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file name `path` to a full-disk error in the block; the system reports that error without a name."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_ROOM and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
@@ -86,20 +53,17 @@ def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 def reason(error: BaseException) -> str:
     """Return the message of an error, with a remedy if a disk is full or not writable."""
-    number = getattr(error, "errno", None)
-    if number in NO_ROOM or FULL in str(error):
-        return f"{error}. Free disk space there, or choose a folder on another disk"
-    if number in LASTING:
-        return f"{error}. Change the permissions, or choose another folder"
-    return str(error)
+    if not lasts(error):
+        return str(error)
+    return f"{error}. Free disk space, change the permissions, or choose another folder"
 
 
-def lasts(error: OSError) -> bool:
-    """Return whether the error persists: a full disk, a read-only disk or missing permissions.
+def lasts(error: BaseException) -> bool:
+    """Return whether this is a file system error that persists: a full or read-only disk, or missing permissions.
 
     Errors of a network file system or a bus, such as EIO, ESTALE or a timeout, may pass.
     """
-    return error.errno in LASTING or FULL in str(error)
+    return getattr(error, "errno", None) in LASTING or FULL in str(error)
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -121,13 +85,13 @@ def size_text(number: int) -> str:
 
 def bytes_of(*places: Path) -> int:
     """Return the total size of all files in these folders, in bytes; missing files and folders count as 0."""
-    total = 0
-    for place in places:
-        for folder, _, names in os.walk(place, followlinks=True):
-            for name in names:
-                with suppress(OSError):
-                    total += os.stat(os.path.join(folder, name)).st_size
-    return total
+    paths = (
+        os.path.join(folder, name)
+        for place in places
+        for folder, _, names in os.walk(place, followlinks=True)
+        for name in names
+    )
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
 
 
 def sync_folder(folder: Path) -> None:
@@ -139,20 +103,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def blocking(folder: Path) -> Path | None:
-    """Return the path that prevents creating `folder`: itself or a parent that exists and is not a folder, or None."""
-    for place in (folder, *folder.parents):
-        if os.path.isdir(place):
-            return None
-        if os.path.lexists(place):  # also true for a broken link
-            return place
-    return None
-
-
-def existing(folder: Path) -> Path:
-    """Return `folder`, or its nearest parent that exists."""
-    place = folder.resolve()
-    while not place.is_dir():
+def existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent that exists, which may be a file or a broken link."""
+    place = path.absolute()
+    while not os.path.lexists(place):
         place = place.parent
     return place
 
@@ -167,37 +121,26 @@ def data_folder(name: str) -> str:
 def without_patterns(folder: Path) -> Iterator[Path]:
     """Yield a path to `folder` that has no glob patterns, for libraries that do not escape them.
 
-    For a name such as "run[lr=3e-4]" it is a link in a temporary folder, otherwise `folder` itself.
+    It is a link in a temporary folder, because the name may be something like "run[lr=3e-4]".
     """
-    if not glob.has_magic(str(folder)):
-        yield folder
-        return
     with tempfile.TemporaryDirectory() as temporary:
         link = Path(temporary) / "folder"
         link.symlink_to(folder.resolve())
         yield link
 
 
-# Errors of flock on a file system without locks, such as Lustre mounted without them.
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-
-
 def locks(file: IO) -> bool:
     """Lock the file for this process until it is closed. Return False if another process has the lock.
 
-    On a file system without locks, log a warning and return True.
-
-    Raises: OSError: any other error of the system."""
+    On a file system without locks, such as Lustre mounted without them, log a warning and return True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
         logger.warning(
-            f"the file system of {file.name} has no locks ({error.strerror}). Do not start a second process that "
-            "writes there at the same time"
+            f"{file.name} cannot be locked ({error.strerror}). Do not start a second process that writes there at the "
+            "same time"
         )
     return True
 
@@ -234,7 +177,7 @@ def unfinished(path: Path, pid: int) -> Path:
 
 
 @contextmanager
-def drawing(path: str | Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
+def drawing(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a matplotlib figure and its axes, array [rows, columns], and save it as the PNG `path` after the block.
 
     Needs no display. The file is written atomically, and its folder is created.
@@ -248,15 +191,9 @@ def drawing(path: str | Path, rows: int = 1, columns: int = 1, **options: Any) -
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
-    try:
-        yield figure, axes
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = unfinished(path, os.getpid())
-        try:
-            figure.savefig(temporary, format="png", dpi=120)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    finally:
-        pyplot.close(figure)
+    yield figure, axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = unfinished(path, os.getpid())
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)
+    pyplot.close(figure)

@@ -47,7 +47,7 @@ from train.config.schema import (
     value_schema,
 )
 from train.data.order import weight_problems
-from train.files import blocking, data_folder, shown
+from train.files import data_folder, existing, shown
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 USAGE = """\
@@ -352,9 +352,9 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         not rollback or args.spike_threshold > 0,
         "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
     )
-    if args.output_dir and (blocked := blocking(Path(args.output_dir))):
+    if args.output_dir and not (place := existing(Path(args.output_dir))).is_dir():
         problems.append(
-            f"output_dir {shown(args.output_dir)}: {blocked} is not a folder; choose another folder"
+            f"output_dir {shown(args.output_dir)}: {place} is not a folder; choose another folder"
         )
     if args.data.weights is not None:
         problems += weight_problems(args.data.weights, list(args.data.sources))

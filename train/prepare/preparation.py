@@ -15,7 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 from model.hub import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import MANIFEST_NAME, TOKENIZER_FOLDER, DataError, Manifest
-from train.files import naming, write_durably
+from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_results
 from train.prepare.corpus import SLURM_NAME, WORK_NAME, Source, list_sources
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
@@ -237,7 +237,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
     preparation = Preparation.of(args)
     if _is_on_its_way(preparation):
         return None
-    with naming(preparation.output), preparation.take_output(args.overwrite) as output:
+    with preparation.take_output(args.overwrite) as output:
         preparation.begin(output)
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)

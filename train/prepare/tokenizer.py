@@ -30,7 +30,6 @@ from train.data.encoder import (
     load_exported,
 )
 from train.data.format import DataError
-from train.files import naming
 from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Text
 from train.prepare.tally import Tally
@@ -360,20 +359,19 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         f"training on {len(texts):,} of {documents.n:,} documents, {size / 1e6:,.1f} MB (--max_bytes)",
         flush=True,
     )
-    with naming(output):
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
-            work = Path(name)
-            data = train_model(texts, args.vocab_size, args.character_coverage)
-            (work / MODEL_NAME).write_bytes(data)
-            write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
-            some = [text[:10_000] for text in texts[:: max(1, len(texts) // SAMPLE_TEXTS)]]
-            report = check_tokenizer(TextEncoder(work), some)
-            for old in TOKENIZER_FILES:
-                (output / old).unlink(missing_ok=True)
-            # the model last, so that an interruption leaves no tokenizer rather than a mix of two
-            for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
-                path.replace(output / path.name)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
+        work = Path(name)
+        data = train_model(texts, args.vocab_size, args.character_coverage)
+        (work / MODEL_NAME).write_bytes(data)
+        write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
+        some = [text[:10_000] for text in texts[:: max(1, len(texts) // SAMPLE_TEXTS)]]
+        report = check_tokenizer(TextEncoder(work), some)
+        for old in TOKENIZER_FILES:
+            (output / old).unlink(missing_ok=True)
+        # the model last, so that an interruption leaves no tokenizer rather than a mix of two
+        for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
+            path.replace(output / path.name)
     print(
         f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers and sentencepiece "
         f"give the same ids for {report['texts']} texts",
