@@ -27,12 +27,9 @@ GB = 1e9
 # First key of each part of docs/configuration.md, in the order of the configuration's fields.
 PARTS = {
     "max_steps": "Length and batch",
-    "optim": "Learning rate and optimizer",
-    "seed": "Reproducibility",
+    "optim": "Learning rate, optimizer and seed",
     "max_skipped_steps": "Failures",
-    "output_dir": "Logs, checkpoints and evaluation",
-    "resume_from_checkpoint": "Resuming",
-    "report_to": "Trackers",
+    "output_dir": "Logs, evaluation, checkpoints and resuming",
     "gradient_checkpointing": "Memory and DeepSpeed",
     "model": "`model`: the model to train",
     "data": "`data`: the training data",
@@ -54,7 +51,8 @@ ROWS = {
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
+    head, *lines = (f"| {' | '.join(row)} |\n" for row in (titles, *rows))
+    return "".join([head, "|---" * len(titles) + "|\n", *lines])
 
 
 def configuration() -> str:
@@ -89,7 +87,8 @@ def _values(node: Node) -> str:
     for choice in options(node):
         limits = [f"{sign} {choice[limit]:.12g}" for limit, sign in SIGNS.items() if limit in choice]
         if choice.get("type") != "null":
-            shown.append(", ".join(choice.get("enum", [" ".join([choice["type"], *limits])])))
+            kind = "list" if choice["type"] == "array" else choice["type"]
+            shown.append(", ".join(choice.get("enum", [" ".join([kind, *limits])])))
     return " or ".join(shown)
 
 
