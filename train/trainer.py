@@ -41,7 +41,7 @@ from train.engine.optimizer import learning_rate_at
 from train.engine.step import SkipDecision, free_memory, release
 from train.monitor.fp8_alarms import find_fallbacks
 from train.monitor.health import Health, ranks_without_finite_loss, samples_record, samples_text
-from train.monitor.replicas import check_replicas, scope
+from train.monitor.replicas import check_replicas, replicated_tensors
 from train.monitor.signals import Stopped, StopVote
 from train.monitor.slow_ranks import SlowRanks
 from train.monitor.watchdog import Watchdog
@@ -182,8 +182,8 @@ class Trainer:
             self.precision.health_steps and modules_with_operands(self.model, self.precision)
         )
         if args.replica_check_steps:
-            tensors = scope(engine, self.precision)
-            logger.info(f"replica check, every {args.replica_check_steps} steps: {tensors}")
+            count = len(replicated_tensors(engine, self.precision)) if self.world > 1 else 0
+            logger.info(f"replica check, every {args.replica_check_steps} steps: {count} tensors with copies")
         engine.train()
         self.flops = flops_per_token(self.model.config, args.max_seq_length)
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
@@ -211,7 +211,7 @@ class Trainer:
         judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
         waits = log or save or evaluate or stop or judge  # wait for the GPU
 
-        if (waits or self.health.is_full()) and self._roll_back(record):
+        if waits and self._roll_back(record):
             return
         if waits:
             loss = self._mean_loss(step)
@@ -415,7 +415,7 @@ class Trainer:
         record[FP8_HEALTH] = found
         if step.skipped:  # the statistics contain the inf or NaN that caused the skip
             return False
-        record |= alarms.judge(number, found, step.health_check.not_fp8, step.health_check.blocks)
+        record |= alarms.judge(number, found)
         fallbacks = find_fallbacks(number, found, alarms, self.model, self.precision)
         if fallbacks:
             self.state.escalations += fallbacks  # in place: run.json refers to this list

@@ -26,7 +26,6 @@ from torch import nn
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
-from model.fp8.recipes import recipe_of
 from model.te_reference.quantize import FP8_MAX, dequantize
 
 OPERANDS = ("input", "weight", "gradient")
@@ -52,22 +51,14 @@ class HealthCheck:
     Attributes:
         gemms: names of the GEMMs; a LayerNormMLP has <module>.fc1 and <module>.fc2. Includes an lm_head with FP8 GEMMs
             only for its gradients (model/head.py).
-        not_fp8: the operands in high precision, (GEMM, operand).
-        blocks: the GEMMs with block scaling.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
         self.precision = precision
         self._modules: list[tuple[nn.Module, list[str]]] = []
-        self.not_fp8: set[tuple[str, str]] = set()
-        self.blocks: set[str] = set()
         for name, module in modules_with_operands(model, precision).items():
             parts = [name] if len(matrices(module)) == 1 else [f"{name}.fc1", f"{name}.fc2"]
             self._modules.append((module, parts))
-            if (level := precision.level(name)) == "bf16_backward":
-                self.not_fp8.update((part, "gradient") for part in parts)
-            if recipe_of(level) == "block":
-                self.blocks.update(parts)
         self.gemms = [name for _, names in self._modules for name in names]
         self._rows = {name: 3 * index for index, name in enumerate(self.gemms)}
         self._seen: dict[int, torch.Tensor] = {}  # by the row in the table

@@ -204,7 +204,7 @@ def test_a_save_that_hangs_ends_the_run_when_it_is_waited_for(tmp_path: Path) ->
     report = ranks("hang", tmp_path)
     assert all(marks.startswith("SW") for marks in report["marks"]), "they did not come to wait for the save"
     assert "the other ranks wait for rank 1 of 2" in report["log"], report["log"]
-    assert "thread save:" in report["log"]
+    assert "checkpoint/save.py" in report["log"]
 
 
 @pytest.fixture

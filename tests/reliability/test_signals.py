@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,39 +30,34 @@ from train.preflight import check
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGHUP))],
+    ("owner", "method", "count", "number"),
+    [
+        (trainer.MicroBatches, "get", 6, signal.SIGTERM),  # the second micro-batch of step 3
+        (save.Saver, "begin", 1, signal.SIGUSR1),  # the save of step 2; noticed after step 3
+        pytest.param(trainer.MicroBatches, "get", 6, signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
-    trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
+    trained: Path,
+    settings: dict,
+    handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    count: int,
+    number: int,
 ) -> None:
+    settings["save_steps"] = 2
     with monkeypatch.context() as patch:
-        stop_when(patch, trainer.MicroBatches, "get", 6, number)  # the second micro-batch of step 3
-        with pytest.raises(
-            signals.Stopped,
-        ):
+        stop_when(patch, owner, method, count, number)
+        with pytest.raises(signals.Stopped):
             run(settings)
     folder = Path(settings["output_dir"])
     assert json.loads((folder / "stopped.json").read_text()) == {"step": 3, "checkpoint": "step-00000003"}
-    assert problems(folder / "checkpoints/step-00000003") == []
+    assert [problems(path) for path in committed(folder / "checkpoints")] == [[], []]
     signals.received.clear()
     run(settings)
     assert not (folder / "stopped.json").exists()
-    assert_equal_runs(folder, trained)
-
-
-def test_signals_while_it_saves_change_nothing(
-    trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        stop_when(patch, save.Saver, "begin", 1, signal.SIGUSR1)  # that of step 2; noticed after step 3
-        with pytest.raises(signals.Stopped) as stopped:
-            run(settings, save_steps=2)
-    assert stopped.value.step == 3
-    folder = Path(settings["output_dir"])
-    assert [problems(path) for path in committed(folder / "checkpoints")] == [[], []]
-    signals.received.clear()
-    run(settings, save_steps=2)
     assert_equal_runs(folder, trained)
 
 
@@ -87,38 +81,11 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert sorted(saved) == [("0", "7"), ("1", "7"), ("2", "7")], "rank 0 alone finds it due"
 
 
-def test_a_signal_when_nothing_is_noted_on_a_full_disk(
-    handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.received == ["SIGTERM"]
-
-
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals.install()
     os.kill(os.getpid(), signal.SIGHUP)
     assert signals.received == []
-
-
-@pytest.mark.process
-def test_a_signal_does_not_change_why_a_rank_ends() -> None:
-    """While it lets rank 0 speak first, which is as long as the signal takes here."""
-    code = "from train.monitor import signals; signals.install(); from train import train; import time; "
-    code += "train.time.sleep = lambda s, sleep=time.sleep: (print('waits', flush=True), sleep(250)); "
-    code += "train.fail('it cannot be done', 2)"
-    environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", code]
-    with programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while process.stdout.readline() != "waits\n":
-            assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=200) == 2
 
 
 # Rank 1 goes on until the launcher has seen rank 0 end, and then says so.

@@ -23,8 +23,7 @@ from train.data.stream import Batch
 from train.engine.distributed import without_prints
 from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep
-from train.engine.zero import masters
-from train.monitor.replicas import optimizer_tensors
+from train.engine.zero import base_optimizer, masters, name_of
 
 
 @torch.no_grad()
@@ -35,7 +34,15 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
             found[f"weight {name}"] = parameter.data.clone()
     if engine.zero_optimization_stage() == 0:
-        found |= {key: tensor.clone() for key, tensor in optimizer_tensors(engine).items()}
+        for master in masters(engine):
+            (weight,), state = master.parameters, base_optimizer(engine).state.get(master.tensor, {})
+            found |= {
+                f"optimizer {name_of(engine, weight)} {moment}": state[moment].clone()
+                for moment in master.moments
+                if moment in state
+            }
+            if master.tensor is not weight:
+                found[f"optimizer {name_of(engine, weight)}"] = master.tensor.data.clone()
     else:
         if hasattr(optimizer, "_hp_optimizer_states_linked"):
             optimizer._hp_optimizer_states_linked = False

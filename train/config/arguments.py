@@ -212,7 +212,7 @@ class TrainingArguments:
         resume="free",
     )
     replica_check_steps: int = option(
-        "Steps between comparisons of the ranks' weights by checksum. 0: none.",
+        "Steps between comparisons of the ranks' weights. 0: none.",
         100,
         ge=0,
         resume="free",

@@ -33,7 +33,7 @@ to 5.3 times what their scales allow (an error of 0.53). No other range exceeds 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -62,14 +62,13 @@ LIMITS = {
 OVER = 0.5  # an alarm is over when all statistics are below this fraction of their limits
 RECENT = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
 NAMED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
+# Statistic -> its text in the log, with the likely cause of a large value.
 WORDS = {
-    "underflow": "{:.1%} of its elements became 0",
-    "saturated": "{:.1%} of its elements were clamped",
-    "range": "its largest value is {:.3g} times what its scale allows",
+    "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale",
+    "saturated": "{:.1%} of its elements were clamped, because the scale is outdated",
+    "range": "its largest value is {:.3g} times what its scale allows, because the scale is outdated",
     "error": "its relative error is {:.3g}",
 }
-# Outside of these values of `range`, the scale is probably that of larger or smaller values.
-SCALE_TOO_SMALL, SCALE_TOO_LARGE = 0.25, 1.1
 
 
 class FP8Alarms:
@@ -106,20 +105,12 @@ class FP8Alarms:
         # whether an operand was above a limit at the last check only, so that the next step is checked too
         self.check_again: bool = saved.get("look_again", False)
 
-    def judge(
-        self,
-        step: int,
-        health: dict[str, Any],
-        not_fp8: Collection[Operand] = (),
-        blocks: Collection[str] = (),
-    ) -> dict[str, Any]:
+    def judge(self, step: int, health: dict[str, Any]) -> dict[str, Any]:
         """Judge one FP8 health check, and log the alarms that begin and end.
 
         Args:
             step: step of the check.
-            health: statistics from health_record; {} ends all alarms.
-            not_fp8: operands in high precision.
-            blocks: GEMMs with one scale per 128 elements.
+            health: statistics from health_record. The alarm of an operand without statistics ends.
 
         Returns:
             The entry "fp8_alarms" for metrics.jsonl: alarms that began and ended, the number of active alarms, and the
@@ -131,31 +122,22 @@ class FP8Alarms:
             for key, found in operands.items()
         }
         self._compare_with_recent_checks({key for key, ratio in excess.items() if ratio > 1})
-        began: dict[Operand, dict[str, float]] = {}
-        for key, ratio in excess.items():
-            if ratio > 1 and key not in self.active:
-                began[key] = {w: value for w, value in operands[key].items() if value > limit_of(w, key[1])}
-        # A GEMM without statistics is in bf16 now, which ends its alarms. If only one of its operands is missing, that
-        # operand is not finite, and its alarm continues.
-        gemms = {gemm for gemm, _ in operands}
-        ended = {
-            key: since
-            for key, since in self.active.items()
-            if key[0] not in gemms or key in not_fp8 or excess.get(key, 1.0) < OVER
+        began = {
+            key: {what: value for what, value in operands[key].items() if value > limit_of(what, key[1])}
+            for key, ratio in excess.items()
+            if ratio > 1 and key not in self.active
         }
+        ended = {key: since for key, since in self.active.items() if excess.get(key, 0.0) < OVER}
         self.active = {key: since for key, since in self.active.items() if key not in ended}
         self.active |= dict.fromkeys(began, step)
         self.count += len(began)
-        for gemm, operand in sorted(began, key=lambda key: -excess[key])[:NAMED]:
-            cause = _likely_cause(gemm, operands[gemm, operand].get("range"), gemm in blocks)
-            what = ", ".join(WORDS[w].format(value) for w, value in began[gemm, operand].items())
-            logger.info(f"step {step}: FP8 alarm: {gemm}, {operand}: {what}. Likely cause: {cause}")
-        if len(began) > NAMED:
-            logger.info(f"step {step}: FP8 alarms of {len(began) - NAMED} more operands, see metrics.jsonl")
-        if ended:
-            names = ", ".join(f"{gemm} ({operand})" for gemm, operand in [*ended][:NAMED])
-            more = f", ... ({len(ended)} in all)" if len(ended) > NAMED else ""
-            logger.info(f"step {step}: FP8 alarm over: {names}{more}")
+        _log_first(
+            f"step {step}: FP8 alarm: {key[0]}, {key[1]}: "
+            + ", ".join(WORDS[what].format(value) for what, value in began[key].items())
+            + f". {_advice(key[0], began[key])}"
+            for key in sorted(began, key=lambda key: -excess[key])
+        )
+        _log_first(f"step {step}: FP8 alarm over: {gemm}, {operand}" for gemm, operand in ended)
         if not (had_alarms or began):
             return {}
         record = {
@@ -191,10 +173,6 @@ def find_fallbacks(
     """
     if precision.config.on_trouble != "escalate":
         return []
-    if alarms.check_again:
-        logger.info(
-            f"step {step}: precision.on_trouble: modules that fail the next FP8 health check too will fall back"
-        )
     modules, worst = gemm_modules(model, precision), dict[str, tuple[float, dict[str, Any]]]()
     operands = by_operand(health)
     for gemm, operand in [key for key in operands if key in alarms.repeated]:
@@ -208,16 +186,12 @@ def find_fallbacks(
     for name, (_, found) in sorted(worst.items(), key=lambda item: -item[1][0]):
         level, following = precision.one_up(name, modules[name])
         fallbacks.append({"step": step, "module": name, "from": level, "to": following, **found})
-    for change in fallbacks[:NAMED]:
-        logger.info(
-            f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to "
-            f"{change['to']}: {change['statistic']} of the {change['operand']} of {change['gemm']} is "
-            f"{change['value']:.3g}, the limit is {change['threshold']:g}"
-        )
-    if len(fallbacks) > NAMED:
-        logger.info(
-            f"step {step}: precision.on_trouble: {len(fallbacks) - NAMED} more modules, see metrics.jsonl"
-        )
+    _log_first(
+        f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to {change['to']}: "
+        f"{change['statistic']} of the {change['operand']} of {change['gemm']} is {change['value']:.3g}, the limit is "
+        f"{change['threshold']:g}"
+        for change in fallbacks
+    )
     return fallbacks
 
 
@@ -236,24 +210,20 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
     return found
 
 
-def _likely_cause(gemm: str, fraction: float | None, block: bool) -> str:
-    """Return the likely cause of an alarm and the key to change.
-
-    Args:
-        fraction: `range`, the largest value relative to what its scale allows.
-        block: whether the GEMM has one scale per 128 elements.
-    """
-    if fraction is not None and not SCALE_TOO_SMALL <= fraction <= SCALE_TOO_LARGE:
-        age = "is outdated" if fraction > 1 else "is still that of larger values"
-        return f"the scale {age}; set precision.recipe current, which computes it from the tensor itself"
+def _advice(gemm: str, found: Collection[str]) -> str:
+    """Return the keys that help against the statistics `found` above their limits."""
+    if not {"saturated", "range"}.isdisjoint(found):
+        return "Set precision.recipe current, which computes the scale from the tensor itself"
     if gemm == "lm_head":
-        return "a few large values determine the scale; set fp8_head_gradients false with lm_head in bf16_modules"
+        return "Set fp8_head_gradients false with lm_head in bf16_modules"
     module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # GEMMs of a LayerNormMLP
-    if block:
-        return (
-            f"a few large values determine the scales of their blocks; add {module} to precision.bf16_modules"
-        )
-    return (
-        "a few large values determine the scale; set precision.recipe block, which has one scale per 128 values, or "
-        f"add {module} to precision.bf16_modules"
-    )
+    return f"Set precision.recipe block, which has one scale per 128 values, or add {module} to precision.bf16_modules"
+
+
+def _log_first(lines: Iterable[str]) -> None:
+    """Log the first NAMED lines."""
+    lines = list(lines)
+    for line in lines[:NAMED]:
+        logger.info(line)
+    if len(lines) > NAMED:
+        logger.info(f"... and {len(lines) - NAMED} more, see metrics.jsonl")

@@ -25,8 +25,7 @@ from train.monitor.fp8_alarms import FP8Alarms
 # gradient norm and 5 in the loss (tests/reliability/test_numbers.py). The threshold is then a loss 20% over its median.
 SPREAD_OF_MAD = 1.4826  # ratio of standard deviation and median absolute deviation of a normal distribution
 SMALLEST_SPREAD = 0.02  # of the median, so that noise after a flat stretch is no spike
-LONGEST_WAIT = 1000  # most steps that wait on the device to be judged
-NAMED_WINDOWS = 8  # most windows of each source named in a message; metrics.jsonl has all
+NAMED_WINDOWS = 8  # windows of each source named in a message; metrics.jsonl has all
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,6 @@ class Health:
         norm = torch.as_tensor(math.nan if grad_norm is None else grad_norm, dtype=torch.float32).clone()
         self._steps.append((step, first_sample, data_weights, of_rank, norm))
 
-    def is_full(self) -> bool:
-        """Return whether the waiting steps should be judged now instead of at the next log line."""
-        return len(self._steps) >= LONGEST_WAIT
-
     def find_spikes(self, tokens: int) -> list[Spike]:
         """Return the spikes among the steps since the last call. Collective, with the same result on all ranks.
 
@@ -209,10 +204,10 @@ def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, An
 
 
 def samples_text(record: dict[str, Any]) -> str:
-    """Return a `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, ... (8 in all))"."""
+    """Return a `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, 3)"."""
     first, last = record["first_sample"], record["first_sample"] + record["samples"] - 1
-    sources = []
-    for name, windows in record["windows"].items():
-        more = f", ... ({len(windows)} in all)" if len(windows) > NAMED_WINDOWS else ""
-        sources.append(f"{name}: windows {', '.join(map(str, windows[:NAMED_WINDOWS]))}{more}")
+    sources = (
+        f"{name}: windows {', '.join(map(str, windows[:NAMED_WINDOWS]))}"
+        for name, windows in record["windows"].items()
+    )
     return f"samples {first} to {last} ({'; '.join(sources)})"

@@ -3,7 +3,8 @@
 The file names the run that holds the lock. That run rewrites the file every BEAT_S seconds. A second run on the same
 machine checks the process of the holder: it is refused while the process exists, and otherwise takes the lock over at
 once. A second run on another machine watches the file: it is refused if the file changes, and takes the lock over after
-LEASE_S seconds without a change. A run that was suspended so long that it lost its lock ends at its next write.
+LEASE_S seconds without a change. A run that lost its lock, because it was suspended or two runs took the lock over at
+once, ends at its next write.
 
 Locks of the operating system are not used: a network file system may not support them, or may not share them between
 machines. The file is written in place, so that no machine reads an older file.
@@ -31,9 +32,6 @@ from train.record.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 BEAT_S, LOOK_S = 5.0, 1.0
 LEASE_S = 60.0  # much longer than a write takes on a busy file system or under a busy GIL
-# If two runs take the lock over at once, the run whose content is in the file after this time holds it.
-SETTLE_S = 1.0
-LENGTH = 1024  # constant size of the file in bytes, so that a write replaces the whole content
 
 
 class LockError(UserError):
@@ -50,17 +48,10 @@ def held(folder: RunFolder) -> Iterator[None]:
         LockError: another run holds the lock.
         OSError: the folder cannot be written.
     """
-    import torch.distributed as dist
+    from train.engine.distributed import from_rank_0
 
-    lock, problem = Lock(folder.lock), list[Any]([None])
-    if dist.get_rank() == 0:
-        try:
-            lock.acquire()
-        except (LockError, OSError) as error:
-            problem = [error]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
+    lock = Lock(folder.lock)
+    from_rank_0(lock.acquire)
     try:
         yield
     finally:
@@ -90,13 +81,11 @@ class Lock:
 
         Raises: LockError: another run holds it. OSError: the file cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            holder = self.read()
-            if holder is not None and self._has_ended(holder):
-                self._write()
-                time.sleep(SETTLE_S)
-                if self._is_mine():
-                    break
+        try:
+            self._write("xb")
+        except FileExistsError:
+            self._wait_for_end_of_holder()
+            self._write()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._thread.start()
 
@@ -107,7 +96,7 @@ class Lock:
         self._released.set()
         self._thread.join()
         with contextlib.suppress(OSError):  # the next run finds that this process has ended
-            if self._is_mine():
+            if self.read().get("token") == self.owner["token"]:
                 self.path.unlink()
 
     def refuse_if_in_use(self) -> None:
@@ -115,49 +104,33 @@ class Lock:
 
         Raises: LockError: it does."""
         holder = self.read()
-        if holder and is_here(holder) and is_alive(holder):
+        if is_here(holder) and process_started(holder["pid"]) == holder["process_started"]:
             raise self._refusal(holder)
 
-    def read(self) -> dict[str, Any] | None:
-        """Return the owner in the file; {} if the file is damaged or being written, None if it does not exist."""
+    def read(self) -> dict[str, Any]:
+        """Return the owner in the file; {} if the file is missing, damaged or being written."""
         try:
-            content = json.loads(self.path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError:
+            return dict(json.loads(self.path.read_bytes()))
+        except (FileNotFoundError, ValueError, TypeError):
             return {}
-        return content if isinstance(content, dict) else {}
 
-    def _create(self) -> bool:
-        """Create the lock file. Return False if it exists."""
-        with contextlib.suppress(FileExistsError):
-            self._write("xb")
-            return True
-        return False
-
-    def _write(self, mode: str = "r+b") -> None:
+    def _write(self, mode: str = "wb") -> None:
         with open(self.path, mode, buffering=0) as file:
-            file.write(json.dumps(self.owner).encode().ljust(LENGTH))
+            file.write(json.dumps(self.owner).encode())
 
-    def _is_mine(self) -> bool:
-        return (self.read() or {}).get("token") == self.owner["token"]
-
-    def _has_ended(self, holder: dict[str, Any]) -> bool:
-        """Wait until it is known whether the holder has ended. Return False if the file was removed meanwhile.
+    def _wait_for_end_of_holder(self) -> None:
+        """Return when the holder has certainly ended.
 
         Raises: LockError: the holder is running."""
-        if is_here(holder):
-            if is_alive(holder):
-                raise self._refusal(holder)
-            return True
-        deadline = time.monotonic() + LEASE_S
-        while (found := self.read()) == holder:
-            if time.monotonic() > deadline:
-                return True
+        self.refuse_if_in_use()
+        holder = self.read()
+        left_s = 0.0 if is_here(holder) else LEASE_S
+        while left_s > 0 and self.path.exists():
             time.sleep(LOOK_S)
-        if found is None:
-            return False
-        raise self._refusal(found)
+            left_s -= LOOK_S
+            found = self.read()
+            if found and found != holder:
+                raise self._refusal(found)
 
     def _refusal(self, holder: dict[str, Any]) -> LockError:
         job = f", Slurm job {holder['job']}" if holder.get("job") else ""
@@ -175,18 +148,13 @@ class Lock:
                 if holder and holder.get("token") != self.owner["token"]:
                     logger.error(f"{self._refusal(holder)}. That run has taken the lock over; this run ends")
                     os._exit(NOT_AS_IT_IS)
-                else:
-                    self.owner["beats"] += 1
-                    self._write("r+b" if holder is not None else "xb")  # the user has deleted the file
+                self.owner["beats"] += 1
+                self._write()
 
 
 def is_here(holder: dict[str, Any]) -> bool:
     """Return whether the holder is on this machine, where its process is visible."""
     return bool(machine()) and holder.get("machine") == machine()
-
-
-def is_alive(holder: dict[str, Any]) -> bool:
-    return process_started(holder.get("pid", 0)) == holder.get("process_started")
 
 
 def machine() -> str:

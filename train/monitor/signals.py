@@ -33,7 +33,6 @@ STOPPED = 75
 NOT_AS_IT_IS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
-WITHOUT_STEPS = "Ctrl-C: ended before training; saved files are unchanged"
 PR_SET_PDEATHSIG = 1
 
 received: list[str] = []  # names of the received signals, in order
@@ -83,43 +82,30 @@ def _print(text: str) -> None:
 
 
 def _record(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGINT:
-        return _interrupt()
+    """Record a stop request. A second Ctrl-C ends the rank at once.
+
+    Raises: Interrupted: Ctrl-C outside of training."""
     name = signal.Signals(number).name
-    received.append(name)
-    if len(received) == 1:
-        _print(
-            f"rank {launchers.rank()}: {name}: stop requested; the run finishes the current step and saves"
-        )
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-def _interrupt() -> None:
-    """Handle a Ctrl-C. Every rank receives it; only rank 0 prints.
-
-    Raises: Interrupted: the rank is not training."""
-    prints = _print if launchers.rank() == 0 else lambda text: None
     is_passed_on = (
         "TORCHELASTIC_RUN_ID" in os.environ
     )  # torchrun sends each SIGINT to its ranks a second time
-    if not _is_training:
+    if number == signal.SIGINT and not _is_training:
         # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
-        for number in SIGNALS:
-            signal.signal(number, _ignore)
-        signal.signal(signal.SIGINT, _ignore if is_passed_on else signal.SIG_DFL)
-        prints(WITHOUT_STEPS)
+        for other in SIGNALS:
+            signal.signal(other, lambda *_: None)
+        signal.signal(signal.SIGINT, (lambda *_: None) if is_passed_on else signal.SIG_DFL)
         raise Interrupted
-    if "SIGINT" not in received:
-        received.append("SIGINT")
-        prints(
-            "Ctrl-C: the run finishes the current step and saves; press Ctrl-C again to end it at once without a save"
+    if name == "SIGINT" and name in received:
+        if not is_passed_on:
+            os._exit(INTERRUPTED)
+        return
+    if not received and name != "SIGINT":
+        _print(f"rank {launchers.rank()}: {name}: the run finishes the current step and saves")
+    elif not received and launchers.rank() == 0:  # every rank receives a Ctrl-C
+        _print(
+            "Ctrl-C: the run finishes the current step and saves; press Ctrl-C again to end it without a save"
         )
-    elif not is_passed_on:
-        prints("Ctrl-C again: ended without a save")
-        os._exit(INTERRUPTED)
+    received.append(name)
 
 
 def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:

@@ -25,29 +25,20 @@ WINDOW_STEPS = 10
 # A rank that is 50% slower is reported after 30 to 40 steps. The ranks of a healthy run differ by a few percent.
 SLOW_FACTOR = 1.25
 PATIENCE = 3
-FIRST_STEPS = 5  # ignored after each start, because they compile, capture and allocate
 
 
-class SlowRankDetector:
-    """Finds ranks that were slow for PATIENCE windows in a row, from given times; the same on every rank."""
+def count_slow_windows(before: list[int], times_s: list[float]) -> list[int]:
+    """Return the number of slow windows in a row of each rank.
 
-    def __init__(self, world: int):
-        self.in_a_row = [0] * world
-
-    def window(self, times_s: list[float]) -> dict[int, float]:
-        """Return the slowdown factor of each rank that has just become slow.
-
-        Args:
-            times_s: time of each rank in this window, in seconds.
-        """
-        found = {}
-        for rank, own in enumerate(times_s):
-            others = statistics.median(times_s[:rank] + times_s[rank + 1 :])
-            slow = own > SLOW_FACTOR * others > 0
-            self.in_a_row[rank] = self.in_a_row[rank] + 1 if slow else 0
-            if self.in_a_row[rank] == PATIENCE:
-                found[rank] = own / others
-        return found
+    Args:
+        before: these numbers before the last window.
+        times_s: time of each rank in the last window, in seconds.
+    """
+    counts = []
+    for rank, own in enumerate(times_s):
+        others = statistics.median(times_s[:rank] + times_s[rank + 1 :])
+        counts.append(before[rank] + 1 if own > SLOW_FACTOR * others else 0)
+    return counts
 
 
 class SlowRanks:
@@ -66,7 +57,7 @@ class SlowRanks:
         self._pairs: list[tuple[Any, Any]] = []
         self._steps = 0
         if self.on:
-            self._detector = SlowRankDetector(dist.get_world_size(group))
+            self._slow_windows = [0] * dist.get_world_size(group)
             engine.module.model.norm.register_forward_pre_hook(self._layers_done)
 
     def begin(self) -> None:
@@ -91,19 +82,20 @@ class SlowRanks:
         if not self.on:
             return
         self._steps += 1
-        if self._steps <= FIRST_STEPS:
-            self._pairs.clear()
-        elif (self._steps - FIRST_STEPS) % WINDOW_STEPS == 0:
-            times: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(times, self._median_s(), group=self.group)
-            if None in times:
-                return  # a GPU has not finished any micro-batch yet
-            for rank, factor in self._detector.window(times).items():
+        if self._steps % WINDOW_STEPS:
+            return
+        times: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(times, self._median_s(), group=self.group)
+        if None in times:
+            return  # a GPU has not finished any micro-batch yet
+        self._slow_windows = count_slow_windows(self._slow_windows, times)
+        for rank, count in enumerate(self._slow_windows):
+            if count == PATIENCE:
                 logger.warning(
-                    f"rank {rank} is slow: the forward of a micro-batch takes {times[rank] * 1e3:.1f} ms, {factor:.2f} "
-                    f"times the {times[rank] / factor * 1e3:.1f} ms of the other ranks, over the last "
-                    f"{PATIENCE * WINDOW_STEPS} steps to step {step}. All ranks wait for it. Check the clocks and the "
-                    "temperature of its GPU, and other processes on its node"
+                    f"rank {rank} is slow: the forward of a micro-batch takes {times[rank] * 1e3:.1f} ms, the median "
+                    f"of all ranks is {statistics.median(times) * 1e3:.1f} ms, in the {WINDOW_STEPS} steps to step "
+                    f"{step} and in those before. All ranks wait for it. Check the clocks and the temperature of its "
+                    "GPU, and other processes on its node"
                 )
 
     def _median_s(self) -> float | None:
