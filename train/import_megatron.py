@@ -72,12 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        from train.prepare.output import is_being_exchanged
-
-        how = "--output was not changed"
-        if is_being_exchanged(Path(args.output)):
-            how = "the new data had begun to replace the old data; run the same command again to finish"
-        print(f"stopped; {how}", file=sys.stderr)
+        print("stopped; run the same command again", file=sys.stderr)
         return 130
     counts = manifest.documents
     for name in ("bos", "eos"):

@@ -61,8 +61,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     text += "position (default: hash; position for a single text file)"
     add("--eval_by", choices=("hash", "position"), help=text)
     add_loss_limits(parser)
-    text = "read at most this many bytes of text; each task reads an equal share (default: no limit)"
-    add("--max_bytes", type=between(1), help=text)
     text = "maximum number of tokens per shard (default: 2^28)"
     add("--shard_tokens", type=between(1), default=1 << 28, help=text)
     text = "shuffle the documents within each shard; each task derives its own seed (default: no shuffling)"
@@ -84,6 +82,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.executor == "slurm" and not args.slurm_partition:
         parser.error("--executor slurm needs --slurm_partition (sinfo lists them)")
+    if args.language_model and not args.languages:
+        parser.error("--language_model has no effect without --languages")
     return args
 
 
@@ -108,12 +108,7 @@ def main(argv: list[str] | None = None) -> int:
 
         manifest = prepare(args)
     except (UserError, ValueError, RuntimeError, OSError) as error:
-        from train.prepare.corpus import WORK_NAME
-        from train.prepare.output import IDENTITY_NAME
-
-        kept = isinstance(error, OSError) and (Path(args.output) / WORK_NAME / IDENTITY_NAME).exists()
-        goes_on = f". Completed tasks in {args.output} are kept; run the same command again to resume" * kept
-        print(f"error: {reason(error)}{goes_on}", file=sys.stderr)
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped. Completed tasks are kept; run the same command again to resume", file=sys.stderr)

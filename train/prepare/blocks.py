@@ -33,8 +33,7 @@ encoder_of = lru_cache(1)(TextEncoder)  # loaded once per process, for all its t
 class ReadDocuments(PipelineStep):
     """Reader of a task's share of the sources, as datatrove documents whose `id` is their origin.
 
-    With eval_by "position", each document becomes two, with the split in their metadata. With `max_bytes`, each task
-    stops before the document that would exceed its share.
+    With eval_by "position", each document becomes two, with the split in their metadata.
     """
 
     type, name = "READER", "strict"
@@ -45,27 +44,20 @@ class ReadDocuments(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         self.tally.reset()
-        left, most = None, self.preparation.max_bytes
-        if most is not None:
-            left = most * (rank + 1) // world_size - most * rank // world_size
         what = self.preparation
         for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on):
             if isinstance(item, Dropped):
                 self.tally.drop(item)
-                continue
-            if isinstance(item, Damaged):
+            elif isinstance(item, Damaged):
                 self.tally.damage(item)
-                continue
-            if left is not None and (left := left - len(item.text.encode())) < 0:
-                break
-            if what.eval_by is None:
+            elif what.eval_by is None:
                 self.tally.read += 1
                 yield Document(text=item.text, id=item.where)
-                continue
-            for split, text in zip(SPLITS, cut_for_eval(item.text, what.eval_fraction), strict=True):
-                if text:
-                    self.tally.read += 1
-                    yield Document(text=text, id=item.where, metadata={"split": split})
+            else:
+                for split, text in zip(SPLITS, cut_for_eval(item.text, what.eval_fraction), strict=True):
+                    if text:
+                        self.tally.read += 1
+                        yield Document(text=text, id=item.where, metadata={"split": split})
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:

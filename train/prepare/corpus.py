@@ -46,8 +46,7 @@ TEXT_SUFFIXES = frozenset(
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
-# Folders in --output: an unfinished preparation, and the ids and logs of the Slurm jobs. They are never read as input.
-WORK_NAME, SLURM_NAME = "prepare_data.unfinished", "prepare_data.slurm"
+WORK_NAME = "prepare_data.unfinished"  # folder of an unfinished preparation in --output, never read as input
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by datasets' save_to_disk
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
@@ -361,9 +360,7 @@ def _walk(folder: Path) -> list[Path]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in (WORK_NAME, SLURM_NAME)
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != WORK_NAME)
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files):
         # a broken link without a suffix may have been a folder; files with unknown suffixes are skipped anyway

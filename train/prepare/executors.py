@@ -5,36 +5,29 @@ Each stage has a folder with datatrove's logs and completion markers. Completed 
 
 import multiprocessing
 import os
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import dill
-from datatrove.executor import base
-from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from tqdm import tqdm
 
-from model import install_command
+from model import need
 from model.errors import UserError
 from train.data.format import DataError
 from train.prepare.tally import Stage
 
-TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # characters that the shell interprets
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRESS_S = 5.0
 
@@ -46,47 +39,7 @@ class PreparationError(UserError, RuntimeError):
     may_pass = True
 
 
-_executor: LocalPipelineExecutor
-
-
-def _log_to_file(folder: Any, rank: int, *others: Any, **named: Any) -> Any:
-    """Replace datatrove's `add_task_logger`, and log to the task's file only.
-
-    datatrove's function also prints the traceback of a failed task to the terminal, and another one if the disk of the
-    log is full. The command reports the error itself.
-    """
-    logger.remove()
-    file = folder.open(f"logs/task_{rank:05d}.log", "w")
-
-    def write(line: str) -> None:
-        with suppress(OSError):
-            file.write(line)
-            file.flush()
-
-    logger.add(write, level="DEBUG")
-    return file
-
-
-def _run_task(executor: LocalPipelineExecutor, rank: int) -> None:
-    base.add_task_logger = _log_to_file
-    deepcopy(executor)._run_for_rank(rank)
-
-
-def _start_worker(pickled: bytes) -> None:
-    global _executor
-    _executor = dill.loads(pickled)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:  # or the workers of a killed parent would keep writing its files
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _run_rank(rank: int) -> None:
-    _run_task(_executor, rank)
+_job: tuple[Stage, Path]  # of this worker process
 
 
 def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
@@ -100,84 +53,105 @@ def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
         Exception: the exception of a failed task, after the tasks already running have completed.
     """
     for stage in stages:
-        executor = LocalPipelineExecutor(
-            stage.pipeline, stage.tasks, workers, logging_dir=str(folder / stage.name)
-        )
-        ranks = executor.get_incomplete_ranks()
-        if not ranks:
-            continue
+        ranks = incomplete_tasks(stage, folder)
+        tasks = _in_pool(stage, folder, ranks, workers) if workers > 1 else _in_turn(stage, folder, ranks)
         done = stage.tasks - len(ranks)
-        with tqdm(
-            total=stage.tasks, initial=done, desc=stage.name, unit="task", mininterval=PROGRESS_S
-        ) as progress:
-            try:
-                for _ in (
-                    map(partial(_run_task, executor), ranks) if workers == 1 else _in_pool(executor, ranks)
-                ):
-                    progress.update()
-            except BrokenProcessPool as error:
-                left = len(executor.get_incomplete_ranks())
-                raise PreparationError(
-                    f"a worker process died in stage {stage.name} (it was killed or ran out of memory). "
-                    f"{stage.tasks - left} of {stage.tasks} tasks are complete and kept. Run the same command again to "
-                    "resume; if memory ran out, use fewer --workers",
-                    code="worker_died",
-                ) from error
+        try:
+            for _ in tqdm(tasks, stage.name, stage.tasks, initial=done, unit="task", mininterval=PROGRESS_S):
+                pass
+        except BrokenProcessPool as error:
+            raise PreparationError(
+                f"a worker process died in stage {stage.name} (it was killed or ran out of memory). "
+                f"{len(incomplete_tasks(stage, folder))} of {stage.tasks} tasks are left. Run the same command again "
+                "to resume; if memory ran out, use fewer --workers",
+                code="worker_died",
+            ) from error
 
 
-def _in_pool(executor: LocalPipelineExecutor, ranks: list[int]) -> Iterator[None]:
+def incomplete_tasks(stage: Stage, folder: Path) -> list[int]:
+    """Return the tasks without a completion marker, which all executors write to the same place."""
+    return [rank for rank in range(stage.tasks) if not _marker(stage, folder, rank).exists()]
+
+
+def _marker(stage: Stage, folder: Path, rank: int) -> Path:
+    return folder / stage.name / "completions" / f"{rank:05d}"
+
+
+def _run_task(stage: Stage, folder: Path, rank: int) -> None:
+    """Run a task and mark it as completed, like datatrove's executors, but without their messages on the terminal."""
+    logger.remove()
+    data = None
+    for block in deepcopy(stage.pipeline):
+        data = block(data, rank, stage.tasks)
+    deque(data or (), maxlen=0)
+    marker = _marker(stage, folder, rank)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _in_turn(stage: Stage, folder: Path, ranks: list[int]) -> Iterator[None]:
+    for rank in ranks:
+        _run_task(stage, folder, rank)
+        yield
+
+
+def _in_pool(stage: Stage, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
     """Run the tasks in a process pool and yield after each one.
 
     datatrove's own pool would wait forever for a worker that died. Ctrl-C kills the workers at once; their incomplete
     tasks start again on the next run.
     """
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe with the threads of tokenizers
-    workers = min(executor.workers, len(ranks))
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps(executor),))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((stage, folder)),))
     # the workers inherit this mask: the terminal sends Ctrl-C to them as well, and each would print a traceback
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    tasks = [pool.submit(_run_rank, rank) for rank in ranks]
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        tasks = [pool.submit(_run_rank, rank) for rank in ranks]
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for task in as_completed(tasks):
-            task.result()
-            yield
+            yield task.result()
     except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C between two tasks
         for worker in multiprocessing.active_children():
             worker.kill()
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(pickled: bytes) -> None:
+    global _job
+    _job = dill.loads(pickled)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def exit_with_parent() -> None:  # or the workers of a killed parent would keep writing its files
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _run_rank(rank: int) -> None:
+    _run_task(*_job, rank)
 
 
 def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
     """Run the stages on the Ray cluster at RAY_ADDRESS, or start a local one if it is not set.
 
     Raises:
-        DataError: ray is not installed.
+        SystemExit: ray is not installed.
         PreparationError: tasks failed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise DataError(
-            "--executor ray needs the package ray, which is not installed. Install it with "
-            + install_command("ray", requirements="requirements-prep.txt"),
-            code="package_missing",
-            key="ray",
-        ) from error
+    need("--executor ray", "ray", requirements="requirements-prep.txt")
+    import ray
+
     logger.remove()  # datatrove's lines about itself
-    started = not ray.is_initialized()
-    if started:
-        ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False)
-    try:
+    with ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False):
         for stage in stages:
-            executor = RayPipelineExecutor(
+            RayPipelineExecutor(
                 stage.pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(folder / stage.name)
-            )
-            executor.run()
-            if left := executor.get_incomplete_ranks():
+            ).run()
+            if left := incomplete_tasks(stage, folder):
                 raise PreparationError(
                     f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first one is task "
                     f"{left[0]}. See its log in {folder / stage.name / 'logs'}, or Ray's log. Run the same command "
@@ -185,36 +159,11 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
                     code="tasks_failed",
                     key=stage.name,
                 )
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def need_slurm(output: Path) -> None:
-    """Check that Slurm's commands are available and that job scripts can use the path `output`.
-
-    Raises:
-        DataError: sbatch or squeue is missing, or the path has characters that the shell interprets, which datatrove
-            does not quote.
-    """
-    if found := TAKEN_APART.search(str(output)):
-        raise DataError(
-            f"--executor slurm cannot use --output {output}: the path contains {found[0]!r}, and datatrove's job "
-            "scripts do not quote paths. Choose an --output without this character",
-            code="shell_characters",
-            key="--output",
-        )
-    for command in ("sbatch", "squeue"):
-        if shutil.which(command) is None:
-            raise DataError(
-                f"--executor slurm needs {command}, which is not on the PATH; run this on a login node of the cluster",
-                code="command_missing",
-                key=command,
-            )
 
 
 def submit_slurm(
-    stages: list[tuple[Stage, Path]],
+    stages: list[Stage],
+    folder: Path,
     workers: int,
     partition: str,
     time: str,
@@ -226,7 +175,7 @@ def submit_slurm(
     The script of a stage is launch_script.slurm in its folder; Slurm's output is in slurm_logs there.
 
     Args:
-        stages: each stage with its folder.
+        folder: the folder with the folders of all stages.
         workers: the number of tasks to run at a time, or -1 for all.
         sbatch: additional sbatch options.
         ids: a file to which each job id is appended at once, so that the jobs are known if a later one is refused.
@@ -235,13 +184,20 @@ def submit_slurm(
         The job ids.
 
     Raises:
-        DataError: sbatch refused a job.
+        DataError: the path of the folder has characters that the shell interprets, or sbatch refused a job.
     """
+    if shlex.quote(str(folder)) != str(folder):
+        raise DataError(
+            f"--executor slurm cannot use {folder}: datatrove's job scripts do not quote paths. Choose an --output "
+            "without spaces and characters that the shell interprets",
+            code="shell_characters",
+            key="--output",
+        )
     logger.remove()  # datatrove's lines about itself
     python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
     environment = f"export PYTHONPATH={python_path}\nexport PATH={programs}:$PATH"
     jobs: list[str] = []
-    for stage, folder in stages:
+    for stage in stages:
         executor = SlurmPipelineExecutor(
             stage.pipeline,
             tasks=stage.tasks,
@@ -254,45 +210,45 @@ def submit_slurm(
             # otherwise a job whose predecessor failed would stay in the queue forever
             sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
             depends_job_id=jobs[-1] if jobs else None,
-            logging_dir=str(folder),
+            logging_dir=str(folder / stage.name),
             with_srun=False,  # a task is one process
         )
         try:
             executor.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
-                f"sbatch refused stage {stage.name} ({error}). Its script is {folder / 'launch_script.slurm'}. Check "
+                f"sbatch refused stage {stage.name} ({error}). Its script is "
+                f"{folder / stage.name / 'launch_script.slurm'}. Check that this is a login node of the cluster, and "
                 f"--slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs already in the queue: cancel "
                 "them (scancel) or let them finish, then run the same command again",
                 code="sbatch_refused",
                 key=stage.name,
             ) from error
         finally:  # the array may be queued even if datatrove's statistics job after it was refused
-            if executor.job_id not in (None, -1):
-                with open(ids, "a", encoding="utf-8") as file:
-                    file.write(f"{executor.job_id}\n")
-        if executor.job_id != -1:  # -1: all tasks are complete
-            jobs.append(str(executor.job_id))
+            if executor.job_id not in (None, -1):  # -1: all tasks are complete
+                jobs.append(str(executor.job_id))
+                ids.write_text("\n".join(jobs), encoding="utf-8")
     return jobs
 
 
-def running_slurm(jobs: list[str]) -> list[str]:
-    """Return the jobs that are still pending or running. Jobs that Slurm no longer knows count as ended.
+def running_slurm(ids: Path) -> list[str]:
+    """Return the jobs in the file `ids` that are still pending or running. Jobs that Slurm forgot count as ended.
 
     Raises:
         PreparationError: squeue failed, so the state is unknown.
     """
-    if not jobs or shutil.which("squeue") is None:
+    jobs = ids.read_text(encoding="utf-8").split() if ids.exists() else []
+    if not jobs:
         return []
     listed = subprocess.run(
         ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
     )
     # squeue calls the id of a job that ended long ago invalid
     if listed.returncode and "Invalid job id" not in listed.stderr:
-        said = listed.stderr.strip() or f"it ended with status {listed.returncode}"
         raise PreparationError(
-            f"squeue failed, so it is unknown whether the earlier jobs {', '.join(jobs)} are still running: {said}. "
-            "Nothing was changed or submitted; try again when Slurm responds",
+            f"squeue failed with status {listed.returncode}, so it is unknown whether the earlier jobs "
+            f"{', '.join(jobs)} are still running: {listed.stderr.strip()}. Nothing was changed or submitted; try "
+            "again when Slurm responds",
             code="squeue_failed",
         )
     return sorted(set(listed.stdout.split()) & set(jobs))

@@ -1,10 +1,12 @@
 """Build datatrove's language and quality filters, check that they can run offline, and count what they remove."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
 from datatrove.io import cached_asset_path_or_download
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.filters import (
     C4QualityFilter,
     FineWebQualityFilter,
@@ -18,10 +20,54 @@ from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 from model import install_command
 from train.data.format import DataError
+from train.files import sha256_file
+from train.prepare.corpus import list_sources
+from train.prepare.ngrams import EvaluationFilter
+from train.prepare.steps import StepOptions
 from train.prepare.tally import Tally
 
 ENGLISH = ("en", "eng")
 LABEL = "__label__"
+
+
+def find_step_options(args: argparse.Namespace) -> StepOptions:
+    """Build the step options from the command line, and find or download the files that the steps need.
+
+    Raises:
+        DataError: a file is missing, a package is not installed, or the language model is not available.
+    """
+    model = language_model(args.languages, args.language_model) if args.languages else None
+    if args.quality:
+        check_splitter(args.quality_language)
+    evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
+    return StepOptions(
+        languages=tuple(args.languages),
+        language_model=model,
+        quality=tuple(args.quality),
+        quality_language=args.quality_language,
+        dedup=args.dedup,
+        decontaminate=tuple(args.decontaminate),
+        decontaminate_key=args.decontaminate_key,
+        decontaminate_ngram=args.decontaminate_ngram,
+        sha256=tuple((file, sha256_file(file)) for file in filter(None, [model, *evaluation])),
+    )
+
+
+def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[PipelineStep]:
+    """Return the blocks that judge each document on its own, and count in `tally`.
+
+    Args:
+        index: the folder with the index of the evaluation texts.
+    """
+    found: dict[str, BaseFilter] = {}
+    if options.language_model:
+        languages = list(options.languages)
+        found["language"] = language_filter(languages, options.language_threshold, options.language_model)
+    for name in options.quality:
+        found[f"quality {name}"] = quality_filter(name, options.quality_language)
+    if options.decontaminate:
+        found["evaluation text"] = EvaluationFilter(index, options.decontaminate_ngram)
+    return [Counted(block, step, tally) for step, block in found.items()]
 
 
 class Counted(BaseFilter):
@@ -88,17 +134,11 @@ def language_model(languages: list[str], given: str | None) -> str:
             code="download_failed",
             key="--language_model",
         ) from error
-    if not Path(file).is_file():
-        raise DataError(
-            f"--language_model {file} does not exist; you can download {url}",
-            code="file_missing",
-            key="--language_model",
-        )
     try:
         model = FileLanguages([], str(file)).model
     except ValueError as error:
         raise DataError(
-            f"--language_model {file} is not a fastText model: {error}",
+            f"--language_model {file} is missing or not a fastText model: {error}; you can download {url}",
             code="not_a_language_model",
             key="--language_model",
         ) from error

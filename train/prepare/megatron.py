@@ -353,7 +353,8 @@ def import_datasets(args: argparse.Namespace) -> Manifest:
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
     datasets = open_all(args.input)
     total = sum(dataset.tokens for dataset in datasets)
-    with OutputFolder(args.output, encoder, args.overwrite) as folder:
+    folder = OutputFolder(args.output, encoder, args.overwrite)
+    with folder.open():
         writer = SplitWriter(folder.new, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
         with tqdm(
             total=total, desc="imported", unit="token", unit_scale=True, mininterval=PROGRESS_S

@@ -12,7 +12,6 @@ sorted file that all workers of a machine share in its page cache.
 
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import xxhash
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.utils.text import TextNormConfig, simplify_text
-from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 from train.data.format import DataError
 from train.files import write_durably
@@ -52,13 +50,6 @@ def split_words(normalised: str) -> list[str]:
     if not normalised.isascii():
         normalised = UNSPACED.sub(r" \g<0> ", normalised)
     return normalised.split()
-
-
-class PlainWords(WhitespaceTokenizer):
-    """Adapter of `split_words` to datatrove's word tokenizers. The text must already be normalised."""
-
-    def word_tokenize(self, text: str) -> list[str]:
-        return split_words(text)
 
 
 def ngram_hashes(text: str, n: int) -> np.ndarray:
@@ -133,21 +124,14 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
     # an n-gram belongs to the first file that contains it
     table, first = np.unique(np.concatenate(hashes), return_index=True)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, array in ((HASHES, table), (OWNERS, np.concatenate(owners)[first])):
-        _save(folder / name, array)
+    np.save(folder / HASHES, table)
+    np.save(folder / OWNERS, np.concatenate(owners)[first])
     write_durably(folder / REPORT, json.dumps(report, indent=1) + "\n")
 
 
 def read_report(folder: Path) -> list[dict[str, Any]]:
     """Read the report of `build_index`, as JSON values."""
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    """Replace the file atomically, because tasks of an earlier command may still read it."""
-    temporary = path.with_name("new." + path.name)
-    np.save(temporary, array)
-    os.replace(temporary, path)
 
 
 class EvaluationFilter(BaseFilter):

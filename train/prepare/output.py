@@ -1,14 +1,14 @@
 """Write token shards, and replace the data in an output folder only when the new data are complete."""
 
-import filecmp
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from train.data.format import (
     Manifest,
     Shard,
     foreign_manifest,
-    read_manifest,
     token_dtype,
     unigram_loss,
     write_manifest,
@@ -34,9 +33,7 @@ from train.prepare.corpus import WORK_NAME
 from train.prepare.tokenizer import copy_tokenizer
 
 LOCK_NAME = "prepare_data.lock"  # locked while the writing process is alive
-IDENTITY_NAME = (
-    "job.json"  # in the work folder: the inputs and options; without it the work cannot be resumed
-)
+IDENTITY_NAME = "job.json"  # in the work folder: inputs and options; without it the work cannot be resumed
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
@@ -170,122 +167,115 @@ def _flush_and_close(file: BinaryIO) -> None:
     file.close()
 
 
-def take_lock(path: Path) -> TextIO:
-    """Lock the file `path`, creating its folder. The lock is held until the returned file is closed.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create and lock `folder` in the block.
 
     Raises:
         DataError: another process holds the lock, or the folder cannot be written.
     """
-    if why := why_not_written(path.parent):
-        raise DataError(f"--output {path.parent} {why}", code="cannot_write", key=str(path.parent))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path, "a")
-    try:
-        # if it is another file by now, the process that held the lock has just ended
-        is_ours = locks(lock) and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
-    except FileNotFoundError:
-        is_ours = False
-    if not is_ours:
-        lock.close()
-        raise DataError(
-            f"another process is writing to {path.parent}; wait until it ends",
-            code="locked",
-            key=str(path.parent),
-        )
-    return lock
-
-
-def is_being_exchanged(folder: Path) -> bool:
-    """Return whether a command was interrupted while it replaced the data in `folder`; the next command finishes it."""
-    return (folder / WORK_NAME / "new" / MANIFEST_NAME).exists()
+    if why := why_not_written(folder):
+        raise DataError(f"--output {folder} {why}", code="cannot_write", key=str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_NAME
+    with open(path, "a") as lock:
+        if not locks(lock):
+            raise DataError(
+                f"another process is writing to {folder}; wait until it ends", code="locked", key=str(folder)
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 class OutputFolder:
-    """The output folder of one preparation, as a context manager that locks it; `commit` replaces the existing data.
+    """The output folder of one preparation; `commit` replaces the existing data.
 
     Until `commit`, the new files are in the subfolder `work` (the shards in `new`), and existing data stay untouched.
-    If the context ends without `commit`, `work` is deleted, or kept if `resumable`, so that the same command can resume
-    there.
-
-    Raises:
-        DataError: the folder holds prepared data and `overwrite` is not set, it holds a foreign manifest, or shards or
-            a tokenizer of unknown origin, or another process is writing to it.
     """
 
-    def __init__(
-        self, folder: str | Path, encoder: TextEncoder, overwrite: bool, resumable: bool = False
-    ) -> None:
-        self.folder, self.encoder = Path(folder), encoder
-        self.overwrite, self.resumable = overwrite, resumable
+    def __init__(self, folder: str | Path, encoder: TextEncoder, overwrite: bool) -> None:
+        self.folder, self.encoder, self.overwrite = Path(folder), encoder, overwrite
         self.work = self.folder / WORK_NAME
         self.new = self.work / "new"
-        self._keep = resumable
 
-    def __enter__(self) -> "OutputFolder":
-        self._lock = take_lock(self.folder / LOCK_NAME)
-        if is_being_exchanged(self.folder):
-            self._exchange()
-        is_begun = (self.work / IDENTITY_NAME).exists()
-        if problem := self._problem(is_begun):
-            self._keep = is_begun
-            self.__exit__()
-            raise problem
-        if not (self.resumable and is_begun):
-            self.begin_anew()
-        return self
+    @contextmanager
+    def open(self, resumable: bool = False) -> Iterator[None]:
+        """Lock the folder and create `work` in the block.
+
+        After the block `work` is deleted, unless it holds job.json, with which the same command can resume there.
+
+        Args:
+            resumable: whether to resume unfinished work.
+
+        Raises:
+            DataError: the folder holds prepared data and `overwrite` is not set, it holds a foreign manifest, or
+                shards or a tokenizer of unknown origin, or another process is writing to it.
+        """
+        with locked(self.folder):
+            self._check(resumable)
+            if not (resumable and self._is_begun()):
+                self.begin_anew()
+            try:
+                yield
+            finally:
+                if not self._is_begun():
+                    self._clear()
 
     def begin_anew(self) -> None:
         """Delete the unfinished work and start with an empty work folder."""
         self._clear()
         self.new.mkdir(parents=True)
 
-    def _problem(self, is_begun: bool) -> DataError | None:
-        """Return the error if new data must not be written to the folder, or None."""
-        remedy = "choose another --output, or pass --overwrite"
-        if is_begun and not (self.resumable or self.overwrite):
-            return DataError(
-                f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be deleted; {remedy}",
-                code="unfinished_preparation",
-                key=str(self.folder),
-            )
-        if (manifest := self.folder / MANIFEST_NAME).exists():
-            if other := foreign_manifest(manifest):
-                return DataError(
-                    f"{other}; choose another --output", code="foreign_manifest", key=str(manifest)
-                )
-            if is_begun or self.overwrite:
-                return None
-            return DataError(
-                f"{self.folder} already holds prepared data; {remedy}",
-                code="already_there",
-                key=str(self.folder),
-            )
-        foreign = [(path, "no manifest lists it") for path in self._shard_files()]
-        for name in TOKENIZER_FILES:
-            path, ours = self.folder / TOKENIZER_FOLDER / name, self.encoder.folder / name
-            if path.exists() and not (ours.exists() and filecmp.cmp(path, ours, shallow=False)):
-                foreign.append((path, "it differs from --tokenizer"))
-        for path, why in foreign:
-            return DataError(
-                f"{path} may belong to something else, because {why}; move it or choose another --output",
-                code="foreign_file",
-                key=str(path),
-            )
-        return None
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._keep:
-            self._clear()
-            os.unlink(self._lock.name)
-        self._lock.close()
+    def _is_begun(self) -> bool:
+        return (self.work / IDENTITY_NAME).exists()
 
     def _clear(self) -> None:
         # first, so that a partly deleted work folder is never resumed
         (self.work / IDENTITY_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
+    def _check(self, resumable: bool) -> None:
+        """Raise an error if new data must not be written to the folder."""
+        manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
+        if other := foreign_manifest(manifest):
+            raise DataError(f"{other}; choose another --output", code="foreign_manifest", key=str(manifest))
+        if self._is_begun():
+            if not (resumable or self.overwrite):
+                raise DataError(
+                    f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be deleted; "
+                    f"{remedy}",
+                    code="unfinished_preparation",
+                    key=str(self.folder),
+                )
+        elif manifest.exists():
+            if not self.overwrite:
+                raise DataError(
+                    f"{self.folder} already holds prepared data; {remedy}",
+                    code="already_there",
+                    key=str(self.folder),
+                )
+        elif foreign := self._foreign_files():
+            raise DataError(
+                f"{foreign[0]} may belong to something else, because no manifest lists it; move it or choose another "
+                "--output",
+                code="foreign_file",
+                key=str(foreign[0]),
+            )
+
+    def _foreign_files(self) -> list[Path]:
+        """Return the shards, and the files of a tokenizer other than --tokenizer, in a folder without a manifest."""
+        tokenizer = self.folder / TOKENIZER_FOLDER
+        if tokenizer.resolve() == self.encoder.folder.resolve():
+            return self._shard_files()
+        return [
+            *self._shard_files(),
+            *(tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).exists()),
+        ]
+
     def commit(self, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any) -> Manifest:
-        """Copy the tokenizer, write the manifest, and move the new files into place.
+        """Copy the tokenizer, move the new files into place, and write the manifest.
 
         Args:
             counts: the number of each token by split, [V] each.
@@ -318,38 +308,29 @@ class OutputFolder:
             shards=shards,
             **source,
         )
-        write_manifest(self.new, manifest)
-        self._keep = (
-            True  # the new data are complete: if the exchange is interrupted, the next command finishes it
-        )
-        self._exchange()
-        self._keep = False
+        self._exchange(manifest)
+        write_manifest(self.folder, manifest)
+        self._clear()
         return manifest
 
-    def _exchange(self) -> None:
-        """Replace the old files by the new ones. The manifest is written last.
+    def _exchange(self, manifest: Manifest) -> None:
+        """Replace the old files by the new ones.
 
-        If this is interrupted, the folder has no manifest, and the next command finishes the exchange.
+        If this is interrupted, the folder has no manifest. A resumed preparation moves the rest.
         """
-        manifest = read_manifest(self.new)
         names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
         names |= {f"{TOKENIZER_FOLDER}/{name}" for name in manifest.tokenizer_files}
-        old = {path.name for path in self._shard_files()} | {
-            f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES
-        }
+        old = {path.name for path in self._shard_files()}
+        old |= {f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES}
         (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
         sync_folder(self.folder)
         (self.folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
         for name in old - names:
             (self.folder / name).unlink(missing_ok=True)
         for name in names:
-            if (self.new / name).exists() or not (
-                self.folder / name
-            ).exists():  # else it was moved before an interruption
+            if (self.new / name).exists():  # else it was moved before an interruption
                 os.replace(self.new / name, self.folder / name)
-        for folder in (self.folder / TOKENIZER_FOLDER, self.folder):
-            sync_folder(folder)
-        os.replace(self.new / MANIFEST_NAME, self.folder / MANIFEST_NAME)
+        sync_folder(self.folder / TOKENIZER_FOLDER)
         sync_folder(self.folder)
 
     def _shard_files(self) -> list[Path]:

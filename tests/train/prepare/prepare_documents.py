@@ -15,7 +15,9 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from train.prepare.steps import StepOptions, add_arguments, filters, options_of, passes, removal
+from train.prepare.filters import find_step_options
+from train.prepare.preparation import make_stages
+from train.prepare.steps import StepOptions, add_arguments
 from train.prepare.tally import Stage, Tally
 
 needs_spacy = pytest.mark.skipif(importlib.util.find_spec("spacy") is None, reason="needs the package spacy")
@@ -63,10 +65,14 @@ def run_stage(stage: Stage, order: list[int] | None = None) -> None:
         deque(data or (), maxlen=0)
 
 
-def last_stage(options: StepOptions, ranks: Ranks, folder: Path) -> Stage:
-    tally = Tally()
-    blocks = [*filters(options, folder / "scratch", tally), *removal(options, folder / "scratch", tally)]
-    return Stage("last", [Read(ranks), *blocks, Write(folder / "out", tally)], len(ranks))
+def stages_of(options: StepOptions, ranks: Ranks, folder: Path, fail_after: int | None = None) -> list[Stage]:
+    return make_stages(
+        options,
+        folder / "scratch",
+        len(ranks),
+        lambda tally: Read(ranks, fail_after),
+        lambda tally: Write(folder / "out", tally),
+    )
 
 
 def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
@@ -81,8 +87,7 @@ def run(
     options: StepOptions, ranks: Ranks, folder: Path, shuffle: random.Random | None = None
 ) -> tuple[Ranks, Counter[str]]:
     """All stages; the tasks of each in random order with `shuffle`."""
-    stages = passes(options, folder / "scratch", len(ranks), Read(ranks))
-    for stage in [*stages, last_stage(options, ranks, folder)]:
+    for stage in stages_of(options, ranks, folder):
         order = list(range(stage.tasks))
         if shuffle:
             shuffle.shuffle(order)
@@ -110,7 +115,7 @@ def near(rng: random.Random, text: str, changes: int = 2) -> str:
 def parse(*argv: str) -> StepOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return options_of(parser.parse_args(argv))
+    return find_step_options(parser.parse_args(argv))
 
 
 def tree_hashes(folder: Path) -> dict[str, str]:

@@ -84,9 +84,8 @@ def test_what_an_unfinished_preparation_has_in_the_folder_is_no_input(tmp_path):
     """The same command goes on with it: another list of inputs would be another preparation."""
     write_lines(tmp_path / "a.jsonl", ["text"])
     before = list_sources([str(tmp_path)])
-    for name in ("prepare_data.slurm/jobs.txt", "prepare_data.unfinished/notes/a.txt"):
-        (tmp_path / "out" / name).parent.mkdir(parents=True)
-        (tmp_path / "out" / name).write_text("1000\n")
+    (tmp_path / "out/prepare_data.unfinished/notes").mkdir(parents=True)
+    (tmp_path / "out/prepare_data.unfinished/notes/a.txt").write_text("1000\n")
     assert list_sources([str(tmp_path)]) == before
 
 

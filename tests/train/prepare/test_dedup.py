@@ -4,54 +4,42 @@ import itertools
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
-from tests.conftest import refused
 from tests.train.prepare.prepare_documents import (
-    Read,
     first_of,
-    last_stage,
     near,
     parse,
     results,
     run,
     run_stage,
+    stages_of,
     text_of,
     tree_hashes,
 )
-from train.data.format import DataError
 from train.prepare import dedup as prepare_dedup
-from train.prepare.dedup import MinhashSignature, link_to_first
-from train.prepare.steps import StepOptions, passes
+from train.prepare.dedup import link_to_first, minhash_bands, minhash_signature
+from train.prepare.ngrams import hash_text
+from train.prepare.steps import StepOptions
+
+BOTH = pytest.mark.parametrize("dedup", ["exact", "minhash"])
 
 
-def test_exact_keeps_the_first_across_tasks(tmp_path: Path) -> None:
-    # datatrove's own search keeps the second "twice", whose number in its task is the lower one.
-    ranks = [["a", "b", "twice"], [], ["twice", "c", "c"], ["c ", "b"]]
-    texts, removed = run(StepOptions(dedup="exact"), ranks, tmp_path)
-    assert texts == [["a", "b", "twice"], [], ["c"], ["c "]]
-    assert removed == {"duplicate (exact)": 3}
-
-
+@BOTH
 @pytest.mark.parametrize("tasks", [1, 3, 20])
-def test_exact_does_not_depend_on_the_order_of_tasks(tmp_path: Path, tasks: int) -> None:
+def test_the_first_of_equal_documents_stays_in_any_order_of_tasks(
+    tmp_path: Path, dedup: str, tasks: int
+) -> None:
     rng = random.Random(tasks)
-    ranks = [[str(rng.randrange(100)) for _ in range(rng.choice([0, 1, 30]))] for _ in range(tasks)]
-    for trial in range(2):
-        texts, _ = run(StepOptions(dedup="exact"), ranks, tmp_path / str(trial), random.Random(trial))
-        assert texts == first_of(ranks)
-
-
-@pytest.mark.parametrize("dedup", ["exact", "minhash"])
-def test_a_folder_that_a_glob_takes_for_a_pattern_makes_no_difference(tmp_path: Path, dedup: str) -> None:
-    text = " ".join(map(str, range(60)))
-    for name in ("plain", "v[1]", "all*of?them"):
-        texts, removed = run(StepOptions(dedup=dedup), [["a", text], [text, "b"]], tmp_path / name)
-        assert texts == [["a", text], ["b"]] and removed.total() == 1
+    ranks = [[rng.choice("abcdefghij") * 2 for _ in range(rng.choice([0, 1, 30]))] for _ in range(tasks)]
+    texts, removed = run(StepOptions(dedup=dedup), ranks, tmp_path, random.Random(tasks))
+    assert texts == first_of(ranks)
+    assert removed.total() == sum(map(len, ranks)) - sum(map(len, texts))
+    assert set(removed) <= {f"duplicate ({dedup})"}
 
 
 def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_path: Path) -> None:
@@ -59,34 +47,20 @@ def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_p
     base, *others = [text_of(rng) for _ in range(8)]
     variants = [near(rng, base) for _ in range(6)]
     ranks = [
-        [others[0], variants[0], others[1]],
+        [others[0], variants[0], others[1], "two words", "other words", "...", "!"],
         [],
-        [base, variants[1], others[2], others[3]],
+        [base, variants[1], others[2], others[3], "Two  words!", "one two three four five six"],
         [variants[2], others[4], variants[3], variants[4].upper() + "!", others[5], others[6]],
     ]
     for trial in range(2):
         folder = tmp_path / str(trial)
         texts, removed = run(StepOptions(dedup="minhash"), ranks, folder, random.Random(trial))
-        assert texts == [ranks[0], [], others[2:4], others[4:7]]
-        assert removed == {"duplicate (minhash)": 5}
+        assert texts == [ranks[0], [], [*others[2:4], ranks[2][-1]], others[4:7]]
+        assert removed == {"duplicate (minhash)": 6}
     assert tree_hashes(tmp_path / "0") == tree_hashes(tmp_path / "1")
 
 
-def test_minhash_seed_chooses_the_hashes(tmp_path: Path) -> None:
-    text, found = text_of(random.Random(4)), []
-    for words in ((), ("--minhash_seed", "1"), ("--minhash_seed", "7")):
-        block: Any = passes(parse("--dedup", "minhash", *words), tmp_path, 1, Read([]))[0].pipeline[-1]
-        found.append(block.get_signature(block.get_shingles(text)))
-    assert found[0] == found[1] != found[2]
-
-
-def test_minhash_finds_equal_short_texts(tmp_path: Path) -> None:
-    ranks = [["two words", "other words", "...", "!"], ["Two  words!", "one two three four five six"]]
-    texts, _ = run(StepOptions(dedup="minhash"), ranks, tmp_path)
-    assert texts == [ranks[0], ranks[1][1:]]
-
-
-@pytest.mark.parametrize("dedup", ["exact", "minhash"])
+@BOTH
 def test_no_documents_and_no_duplicates(tmp_path: Path, dedup: str) -> None:
     for number, ranks in enumerate([[[]], [[], [], []], [["a b c"], [], ["d e f"]]]):
         texts, removed = run(StepOptions(dedup=dedup), ranks, tmp_path / str(number))
@@ -104,54 +78,31 @@ def test_duplicates_are_searched_among_what_the_filters_leave(tmp_path: Path) ->
     assert removed == {f"evaluation text: {tmp_path / 'eval.txt'}": 1, "duplicate (minhash)": 1}
 
 
-@pytest.mark.parametrize("dedup", ["exact", "minhash"])
-def test_a_task_that_was_interrupted_runs_again(tmp_path: Path, dedup: str) -> None:
+@BOTH
+def test_a_task_that_was_interrupted_runs_again_and_a_missing_one_is_an_error(
+    tmp_path: Path, dedup: str
+) -> None:
     rng = random.Random(3)
     texts = [text_of(rng, 30) for _ in range(6)]
-    ranks = [texts[:4], texts[2:]]
-    options = StepOptions(dedup=dedup)
+    ranks, options = [texts[:4], texts[2:]], StepOptions(dedup=dedup)
     whole, _ = run(options, ranks, tmp_path / "whole")
     assert whole == first_of(ranks)
 
     folder = tmp_path / "broken"
-    broken = passes(options, folder / "scratch", 2, Read(ranks, fail_after=3))
     with pytest.raises(KeyboardInterrupt):
-        run_stage(broken[0], [1])
-    stages = passes(options, folder / "scratch", 2, Read(ranks))
+        run_stage(stages_of(options, ranks, folder, fail_after=3)[0], [1])
+    stages = stages_of(options, ranks, folder)
+    for stage in stages[1:]:
+        with pytest.raises(FileNotFoundError):
+            run_stage(stage)
     for stage in stages:
         before = tree_hashes(folder)
         run_stage(stage)
-        for name in tree_hashes(folder).keys() - before.keys():  # a killed task's: half of it, or unsorted
-            (folder / name).write_bytes((folder / name).read_bytes()[:-1] + b"garbage")
+        for name in tree_hashes(folder).keys() - before.keys():  # half of a killed task's file
+            (folder / name).write_bytes((folder / name).read_bytes()[:-1])
         run_stage(stage)
-    run_stage(last_stage(options, ranks, folder))
     assert results(folder, ranks) == results(tmp_path / "whole", ranks)
     assert tree_hashes(folder) == tree_hashes(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("dedup", ["exact", "minhash"])
-def test_a_missing_stage_is_an_error(tmp_path: Path, dedup: str) -> None:
-    ranks = [["a b c", "d e f"], ["a b c"]]
-    options = StepOptions(dedup=dedup)
-    stages = passes(options, tmp_path / "scratch", 2, Read(ranks))
-    run_stage(stages[0], [0])
-    for stage in (stages[1], last_stage(options, ranks, tmp_path)):
-        with refused(DataError, code="stage_unfinished"):
-            run_stage(stage)
-
-
-def test_too_many_tasks_or_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with refused(DataError, code="too_many_tasks", key="--tasks"):
-        passes(StepOptions(dedup="exact"), tmp_path, 70_000, Read([]))
-    passes(StepOptions(dedup="exact"), tmp_path, 65_535, Read([]))
-    monkeypatch.setattr(prepare_dedup.resource, "getrlimit", lambda _: (64, 600))
-    limits: list[tuple[int, int]] = []
-    monkeypatch.setattr(prepare_dedup.resource, "setrlimit", lambda _, limit: limits.append(limit))
-    prepare_dedup.allow_open_files(300)
-    assert limits == [(556, 600)]
-    monkeypatch.setattr(prepare_dedup.resource, "getrlimit", lambda _: (64, 300))
-    with refused(DataError, code="too_few_open_files", key="--tasks"):
-        prepare_dedup.allow_open_files(300)
 
 
 def test_link_to_first_finds_components() -> None:
@@ -164,16 +115,19 @@ def test_link_to_first_finds_components() -> None:
                 lowest[a] = lowest[b] = min(lowest[a], lowest[b])
         expected = [[node, low] for node, low in sorted(lowest.items()) if node != low]
         assert link_to_first(edges).tolist() == expected
-    path = np.stack([np.arange(1, 5000), np.arange(4999)], axis=1).astype(
-        np.uint64
-    )  # the longest way to the first
+    path = np.stack([np.arange(1, 5000), np.arange(4999)], axis=1).astype(np.uint64)  # the longest way
     assert (link_to_first(rng.permutation(path))[:, 1] == 0).all()
 
 
-def test_long_texts_have_datatroves_signature(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signatures_are_datatroves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also of texts longer than a part, and for each seed."""
     monkeypatch.setattr(prepare_dedup, "SHINGLES", 64)
-    block = MinhashSignature(tmp_path, MinhashConfig(seed=5))
-    for words in (5, 68, 69, 500):
-        shingles = block.get_shingles(text_of(random.Random(words), words))
-        assert len(shingles) == words - 4
-        assert block.get_signature(shingles) == MinhashDedupSignature.get_signature(block, shingles)
+    for seed, words in ((1, 5), (5, 68), (5, 69), (5, 500)):
+        block = MinhashDedupSignature(str(tmp_path), MinhashConfig(seed=seed), language=WhitespaceTokenizer())
+        block._hash_func = hash_text
+        parts = text_of(random.Random(words), words).split()
+        shingles = [hash_text(" ".join(parts[i : i + 5])) for i in range(words - 4)]
+        expected = sum(block.get_signature(np.array(shingles, np.uint64)[:, None]), [])
+        assert minhash_signature(np.array(shingles, np.uint64), seed).tolist() == expected
+    text = text_of(random.Random(4))
+    assert len(set(minhash_bands(text, 1))) == 14 and minhash_bands(text, 1) != minhash_bands(text, 2)

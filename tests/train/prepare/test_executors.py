@@ -1,7 +1,6 @@
 """How preparations are run: workers that die, Slurm's jobs with a stand-in for sbatch, Ray."""
 
 import os
-import random
 import re
 import shlex
 import signal
@@ -18,7 +17,7 @@ from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
-from train.prepare.corpus import SLURM_NAME, WORK_NAME
+from train.prepare.corpus import WORK_NAME
 from train.prepare.executors import submit_slurm
 from train.prepare.tally import Stage
 
@@ -63,49 +62,31 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def kill_a_worker(command: list[str], is_time: Callable[[], bool]) -> tuple[int, str]:
-    """Run `command` and kill one of its workers: (status, what it said)."""
-    process = programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while process.poll() is None and not (children_of(process.pid) and is_time()):
-        time.sleep(0.02)
-    if workers := children_of(process.pid):
-        os.kill(random.choice(workers), signal.SIGKILL)
-    said, _ = process.communicate(timeout=200)
-    return process.returncode, said
-
-
-@pytest.fixture
-def check_a_kill(
-    tmp_path: Path, prepare: Callable[..., int], command: Callable[..., list[str]], large: Path
-) -> Callable[..., bool]:
-    """check_a_kill(output, is_time): that a kill is noticed and the next run ends with the same bytes, of which one
-    worker alone makes both; whether it hit a worker at work."""
-    assert prepare(tmp_path / "whole", large, **OPTIONS) == 0
-
-    def check(output: Path, is_time: Callable[[], bool]) -> bool:
-        status, said = kill_a_worker(command(output, large, **OPTIONS), is_time)
-        if status:
-            assert status == 1 and "Traceback" not in said
-            assert not (output / "manifest.json").exists()
-            assert prepare(output, large, **OPTIONS) == 0
-        assert contents(output) == contents(tmp_path / "whole")
-        return status != 0
-
-    return check
-
-
 @pytest.mark.process
-def test_a_killed_worker_is_noticed_and_the_rerun_mends_it(tmp_path, check_a_kill):
-    results = tmp_path / "out" / WORK_NAME / "results"
-    assert check_a_kill(tmp_path / "out", lambda: any(results.glob("*.json")))  # one task of eight is done
+def test_whatever_ends_the_workers_the_next_run_resumes(tmp_path, prepare, command, large):
+    """A killed worker is noticed; Ctrl-C ends stopped workers at once, without tracebacks; a killed command takes its
+    workers along. One worker alone makes the same bytes."""
+    out, log = tmp_path / "out", tmp_path / "log.txt"
 
+    def start(until: Callable[[], object]) -> tuple[subprocess.Popen, list[int]]:
+        with log.open("w") as file:
+            line = command(out, large, **OPTIONS)
+            process = programs.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        while process.poll() is None and not (len(children_of(process.pid)) == 2 and until()):
+            time.sleep(0.02)
+        return process, children_of(process.pid)
 
-@pytest.mark.process
-def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
-    process = programs.Popen(command(tmp_path / "out", large, **OPTIONS))
-    while not (workers := children_of(process.pid)):
-        assert process.poll() is None
-        time.sleep(0.02)
+    process, workers = start(lambda: any((out / WORK_NAME / "results").glob("*.json")))
+    os.kill(workers[0], signal.SIGKILL)
+    assert process.wait(timeout=200) == 1
+    process, workers = start(lambda: True)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+        [blocked] = re.findall(r"SigBlk:\t(.+)", Path(f"/proc/{worker}/status").read_text())
+        assert int(blocked, 16) & 1 << signal.SIGINT - 1
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=200) == 130 and "Trace" not in log.read_text()
+    process, workers = start(lambda: True)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 200
@@ -113,23 +94,9 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
-
-@pytest.mark.process
-def test_ctrl_c_ends_workers_at_once_without_tracebacks(tmp_path, command, large):
-    """Stopped workers do not take it themselves, nor complete their tasks."""
-    results, said = tmp_path / "out" / WORK_NAME / "results", tmp_path / "said.txt"
-    with said.open("w") as log:
-        line = command(tmp_path / "out", large, **OPTIONS)
-        process = programs.Popen(line, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    while process.poll() is None and not (len(children_of(process.pid)) == 2 and any(results.glob("*.json"))):
-        time.sleep(0.02)
-    for worker in children_of(process.pid):
-        os.kill(worker, signal.SIGSTOP)
-        [blocked] = re.findall(r"SigBlk:\t(.+)", Path(f"/proc/{worker}/status").read_text())
-        assert int(blocked, 16) & 1 << signal.SIGINT - 1
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=200) == 130
-    assert "Trace" not in said.read_text()
+    assert not (out / "manifest.json").exists()
+    assert prepare(out, large, **OPTIONS) == prepare(tmp_path / "whole", large, **OPTIONS) == 0
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 # ---------------------------------------------------------------- Slurm
@@ -195,88 +162,36 @@ SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm):
-    folder = slurm()
-    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
-    assert (
-        prepare(
-            tmp_path / "out", corpus, **SLURM, slurm_args="account=team", slurm_time="01:30:00", workers=2
-        )
-        == 0
-    )
-    assert data_of(tmp_path / "out") == contents(tmp_path / "local")
+def test_slurm_jobs_resume_and_give_the_same_bytes(tmp_path, prepare, corpus, slurm):
+    folder, out = slurm({"1000": [1]}), tmp_path / "out"
+    options = {**SLURM, "slurm_args": "account=team", "slurm_time": "01:30:00", "workers": 2}
+    assert prepare(out, corpus, **options) == 0
     script = (folder / "1000.sh").read_text()
-    for option in (
+    python = Path(sys.executable).parent
+    for line in (
         "array=0-2%2",
         "partition=cpu",
         "time=01:30:00",
         "account=team",
         "job-name=prepare_tokenize",
-        "kill-on-invalid-dep=yes",  # of the next one, where a job has failed: it would wait for ever
     ):
-        assert f"#SBATCH --{option}\n" in script
-    assert f"export PYTHONPATH={ROOT}" in script
-    python = Path(sys.executable).parent
+        assert f"#SBATCH --{line}\n" in script
     assert f"\nexport PATH={python}:$PATH\n" in script and "launch_pickled_pipeline " in script
     assert (python / "launch_pickled_pipeline").exists()
 
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm):
-    folder = slurm({"1000": [1]})
-    out = tmp_path / "out"
-    assert prepare(out, corpus, **SLURM) == 0
-    assert not (out / "manifest.json").exists()
     (folder / "queue").write_text("1000\n")
-    assert prepare(out, corpus, **SLURM) == 0
     before = contents(out)
-    assert prepare(out, corpus, **SLURM, overwrite=True) == 0  # takes nothing away from jobs at work
+    for more in ({}, {"overwrite": True}):  # takes nothing away from jobs at work
+        assert prepare(out, corpus, **options, **more) == 0
     assert contents(out) == before
     (folder / "queue").unlink()
     slurm()
     before = len(list(folder.glob("*.sh")))
-    assert prepare(out, corpus, **SLURM) == 0
+    assert prepare(out, corpus, **options) == 0 and not (out / "manifest.json").exists()
     again = sorted(folder.glob("*.sh"))[before]
-    assert "#SBATCH --array=0-0%1\n" in again.read_text()  # only the task that failed
-    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
-    assert data_of(out) == contents(tmp_path / "local")
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, reported):
-    """Too many dropped documents fail the last job, far from the user: the same command then says so."""
-    slurm()
-    one = {**SLURM, "tasks": 1, "all_train": True}
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "good.txt").write_text("good")
-    arguments = (tmp_path / "out", tmp_path / "good.txt", tmp_path / "bad.txt")
-    assert prepare(*arguments, **one) == 0 and not (tmp_path / "out" / "manifest.json").exists()
-    assert prepare(*arguments, **one) == 2
-    assert (reported[-1].code, reported[-1].key) == ("too_much_lost", "--max_dropped")
-    assert prepare(*arguments, **one, max_dropped=1) == 0
-    assert decoded(tmp_path / "out") == ["good"]
-
-
-def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_path, slurm, monkeypatch):
-    folder = slurm()
-    (folder / "sbatch").write_text(
-        f"#!/bin/sh\necho $@ >> {folder}/calls\necho Submitted batch job $(wc -l < {folder}/calls)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", "the irs")
-    stages = [(Stage(name, [], 9), tmp_path / name) for name in ("first", "second", "third")]
-    options = {"qos": "high", "kill-on-invalid-dep": "no"}
-    # each has another one behind it, which sums up datatrove's statistics
-    assert submit_slurm(stages, 5, "cpu", "1:00:00", options, tmp_path / "ids") == ["1", "3", "5"]
-    assert (tmp_path / "ids").read_text().split() == ["1", "3", "5"]
-    scripts = [(where / "launch_script.slurm").read_text() for _, where in stages]
-    calls = (folder / "calls").read_text().splitlines()[::2]
-    assert [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls] == [[], ["1"], ["3"]]
-    for script in scripts:
-        for line in ("array=0-8%5", "qos=high", "partition=cpu", "time=1:00:00", "kill-on-invalid-dep=no"):
-            assert f"#SBATCH --{line}\n" in script
-        assert f"export PYTHONPATH='{ROOT}:the irs'\n" in script
+    assert "#SBATCH --array=0-0%2\n" in again.read_text()  # only the task that failed
+    assert prepare(out, corpus, **options) == prepare(tmp_path / "local", corpus, tasks=3) == 0
+    assert contents(out) == contents(tmp_path / "local")
 
 
 # Accepts as many jobs as the file "most" says, as a cluster with a limit of them does
@@ -287,66 +202,59 @@ echo Submitted batch job $(wc -l < {folder}/calls)
 """
 
 
-@pytest.mark.parametrize(("most", "stage"), [(1, "tokenize"), (2, "finish")])
+def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_path, slurm, monkeypatch):
+    folder = slurm()
+    (folder / "sbatch").write_text(LIMITED.format(folder=folder))
+    (folder / "most").write_text("9")
+    monkeypatch.setenv("PYTHONPATH", "the irs")
+    stages = [Stage(name, [], 9) for name in ("first", "second", "third")]
+    options = {"qos": "high", "kill-on-invalid-dep": "no"}
+    # each has another one behind it, which sums up datatrove's statistics
+    assert submit_slurm(stages, tmp_path, 5, "cpu", "1:00:00", options, tmp_path / "ids") == ["1", "3", "5"]
+    assert (tmp_path / "ids").read_text().split() == ["1", "3", "5"]
+    calls = (folder / "calls").read_text().splitlines()[::2]
+    assert [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls] == [[], ["1"], ["3"]]
+    for stage in stages:
+        script = (tmp_path / stage.name / "launch_script.slurm").read_text()
+        for line in ("array=0-8%5", "qos=high", "partition=cpu", "time=1:00:00", "kill-on-invalid-dep=no"):
+            assert f"#SBATCH --{line}\n" in script
+        assert f"export PYTHONPATH='{ROOT}:the irs'\n" in script
+
+
+@pytest.mark.parametrize(
+    ("most", "stage"), [(0, "duplicate_signatures"), (1, "duplicate_signatures"), (2, "duplicate_search")]
+)
 def test_an_array_in_the_queue_is_not_submitted_again(
     tmp_path, prepare, corpus, slurm, reported, most, stage
 ):
-    """When Slurm has refused what was to come behind it: the job that sums it up, or a later stage."""
-    folder, out = slurm(), tmp_path / "out"
+    """When Slurm has refused what was to come behind it, and while squeue does not say whether it is there still."""
+    folder, out, options = slurm(), tmp_path / "out", {**SLURM, "dedup": "exact"}
+    (folder / "calls").touch()
     (folder / "sbatch").write_text(LIMITED.format(folder=folder))
     (folder / "most").write_text(str(most))
     (folder / "queue").write_text("1\n")
-    assert prepare(out, corpus, **SLURM) == 2
-    assert (reported[-1].code, reported[-1].key) == ("sbatch_refused", stage)
+    assert prepare(out, corpus, **options) == 2
+    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", stage)
     (folder / "most").write_text("9")
-    assert prepare(out, corpus, **SLURM) == 0
-    assert len((folder / "calls").read_text().splitlines()) == most
-    (folder / "queue").unlink()
-    assert prepare(out, corpus, **SLURM) == 0
-    assert len((folder / "calls").read_text().splitlines()) > most
-
-
-def test_nothing_is_submitted_or_removed_while_squeue_fails(
-    tmp_path, prepare, corpus, slurm, reported, monkeypatch
-):
-    """Its jobs may wait still, and the last needs what is in their records."""
-    folder, out = slurm(), tmp_path / "out"
-    (folder / "sbatch").write_text(LIMITED.format(folder=folder))
-    (folder / "most").write_text("9")
-    assert prepare(out, corpus, **SLURM) == 0
-    calls, before, squeue = (folder / "calls").read_text(), contents(out), (folder / "squeue").read_text()
-    for does in ("echo the controller timed out >&2; exit 1", "exit 7"):
-        (folder / "squeue").write_text(f"#!/bin/sh\n{does}\n")
+    squeue = (folder / "squeue").read_text()
+    if most:
+        (folder / "squeue").write_text("#!/bin/sh\nexit 7\n")
         for more in ({}, {"overwrite": True}, {"executor": "local"}):
-            assert prepare(out, corpus, **{**SLURM, **more}) == 1
+            assert prepare(out, corpus, **{**options, **more}) == 1
             assert reported.pop().code == "squeue_failed"
-    (folder / "squeue").unlink()
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(folder))
-        assert prepare(out, corpus, **SLURM) == 2
-    assert (reported[-1].code, reported[-1].key) == ("command_missing", "squeue")
-    assert (folder / "calls").read_text() == calls and contents(out) == before
-    (folder / "squeue").write_text(squeue)
-    (folder / "squeue").chmod(0o755)
-    assert prepare(out, corpus, **SLURM) == 0
-    assert (folder / "calls").read_text() != calls
-
-
-def data_of(folder: Path) -> dict[str, bytes]:
-    """What is in a prepared folder beside the records of Slurm's jobs."""
-    return {name: data for name, data in contents(folder).items() if not name.startswith(SLURM_NAME)}
+        (folder / "squeue").write_text(squeue)
+        assert prepare(out, corpus, **options) == 0
+        assert len((folder / "calls").read_text().splitlines()) == most
+    (folder / "queue").unlink()
+    assert prepare(out, corpus, **options) == 0
+    assert len((folder / "calls").read_text().splitlines()) > most
 
 
 def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
     for options in ({"executor": "slurm"}, {**SLURM, "slurm_args": "team"}):
         with pytest.raises(SystemExit):
             prepare(tmp_path / "out", corpus, **options)
-    path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert prepare(tmp_path / "out", corpus, **SLURM) == 2
-    assert (reported[-1].code, reported.pop().key) == ("command_missing", "sbatch")
-    monkeypatch.setenv("PATH", path)
-    (slurm() / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     assert prepare(tmp_path / "out", corpus, **SLURM) == 2
     assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", "tokenize")
     assert prepare(tmp_path / "my out", corpus, **SLURM) == 2

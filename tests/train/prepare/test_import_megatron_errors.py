@@ -166,27 +166,6 @@ def test_output_folder_is_protected(tmp_path, run_import, reported):
     assert content_of(tmp_path / "killed") == content_of(tmp_path / "begun")
 
 
-def test_ctrl_c_while_the_new_data_take_the_place_of_the_old(tmp_path, run_import, monkeypatch, reported):
-    """Neither is lost: the next run finishes it."""
-    out, fresh = tmp_path / "out", tmp_path / "fresh"
-    old, new = (write_dataset(tmp_path / str(n), random_documents(60, seed=n)) for n in range(2))
-    assert run_import(out, old, shard_tokens=300) == run_import(fresh, new, shard_tokens=400) == 0
-    replace, moved = os.replace, []
-
-    def stopped(source, target):
-        moved.append(target)
-        if len(moved) == 4:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("train.prepare.output.os.replace", stopped)
-        assert run_import(out, new, shard_tokens=400, overwrite=True) == 130
-    assert not (out / "manifest.json").exists()
-    assert run_import(out, new, shard_tokens=400) == 2 and reported.pop().code == "already_there"
-    assert content_of(out) == content_of(fresh)
-
-
 def test_no_document_for_the_train_split(tmp_path, run_import, reported):
     prefix = write_dataset(tmp_path / "a", [[[EOS]], [[BOS, EOS]]])
     assert run_import(tmp_path / "out", prefix) == 2

@@ -6,11 +6,10 @@ import random
 from pathlib import Path
 
 from tests.conftest import refused
-from tests.train.prepare.prepare_documents import Read, parse, run, text_of, tree_hashes
+from tests.train.prepare.prepare_documents import parse, run, stages_of, text_of, tree_hashes
 from train.data.format import DataError
 from train.files import sha256_file
-from train.prepare.ngrams import HASHES, build_index, ngram_hashes, split_words
-from train.prepare.steps import passes, report
+from train.prepare.ngrams import HASHES, build_index, ngram_hashes, read_report, split_words
 
 
 def test_words_of_scripts_without_spaces() -> None:
@@ -53,10 +52,10 @@ def test_decontamination_removes_documents_with_an_ngram(tmp_path: Path) -> None
     texts, removed = run(options, ranks, tmp_path)
     assert texts == [kept[:2], [kept[2]], [], [kept[3]]]
     assert removed == {f"evaluation text: {plain}": 2, f"evaluation text: {records}": 1}
-    assert report(options, tmp_path / "scratch") == {"evaluation_files": [
+    assert read_report(tmp_path / "scratch/decontaminate") == [
         {"file": str(plain), "texts": 3, "too_short": 1, "ngrams": 13},
         {"file": str(records), "texts": 3, "too_short": 1, "ngrams": 11},
-    ]}  # fmt: skip
+    ]  # fmt: skip
 
 
 def test_what_evaluation_texts_say_is_part_of_a_preparation(tmp_path: Path) -> None:
@@ -94,6 +93,6 @@ def test_evaluation_files_that_cannot_serve(tmp_path: Path) -> None:
     for file, code in ((short, "evaluation_texts_too_short"), (broken, "evaluation_text_unreadable")):
         options = parse("--decontaminate", str(file))
         with refused(DataError, code=code, key=str(file)):
-            passes(options, tmp_path, 1, Read([]))
+            stages_of(options, [], tmp_path)
     with refused(DataError, code="file_missing"):
         parse("--decontaminate", str(tmp_path / "nowhere.txt"))

@@ -1,9 +1,8 @@
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -14,10 +13,9 @@ import sentencepiece
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest
 from train.files import sha256_file
-from train.prepare.blocks import ReadDocuments
-from train.prepare.corpus import Source, list_sources
+from train.prepare.corpus import Source, read_documents
 from train.prepare.preparation import Preparation
-from train.prepare.tally import Tally
+from train.prepare.readers import Text
 from train.prepare_data import parse_arguments
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
@@ -95,10 +93,9 @@ def test_folder_of_files_is_read_in_order(tmp_path, prepare):
     assert decoded(tmp_path / "out") == ["plain\r\ntext", "x = 1\n", "# title"]
 
 
-def test_standard_library(tmp_path, prepare):
-    assert prepare(tmp_path / "out", "python-stdlib", max_bytes=300_000, eval_fraction=0.3) == 0
-    manifest = read_manifest(tmp_path / "out")
-    assert 50_000 < manifest.text_bytes <= 300_000 and not manifest.documents["dropped"]
+def test_standard_library():
+    items = list(itertools.islice(read_documents(["python-stdlib"]), 300))
+    assert all(isinstance(item, Text) for item in items) and len({item.where for item in items}) == 300
 
 
 GOOD = lines(["good text"])
@@ -333,21 +330,6 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
     given = ["--input", "a.jsonl", "--tokenizer", str(tokenizer_dir), "--output", "out"]
     assert Preparation.of(parse_arguments(given)).tasks == tasks
     assert Preparation.of(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "max_bytes", "tasks", "documents"),
-    [("éé", 8, 1, 2), ("éé", 7, 1, 1), ("x", 8, 3, 8)],  # in bytes, up to the last one, and no share is lost
-)
-def test_max_bytes_are_used_up(tmp_path, text, max_bytes, tasks, documents):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines([text] * 12))
-    what: Any = SimpleNamespace(
-        sources=list_sources([str(path)]), text_key="text", split_on=None, eval_by=None
-    )
-    what.max_bytes = max_bytes
-    reader = ReadDocuments(what, Tally())
-    assert sum(len(list(reader.run(None, rank, tasks))) for rank in range(tasks)) == documents
 
 
 def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp_path, prepare):

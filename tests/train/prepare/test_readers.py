@@ -236,8 +236,6 @@ def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, reported):
 
     assert prepare(tmp_path / "hash", path, eval_by="hash") == 2  # as asked
     assert reported.pop().code == "empty_split"
-    assert prepare(tmp_path / "few", path, max_bytes=100) == 2
-    assert (reported[-1].code, reported.pop().key) == ("no_documents", "--max_bytes")
     assert prepare(tmp_path / "many", path, split_on="blank_line", eval_fraction=0.1) == 0
     manifest = read_manifest(tmp_path / "many")
     assert manifest.documents["out"] == 201 and manifest.steps["split_on"] == "blank_line"
@@ -254,14 +252,8 @@ def test_the_end_of_each_document_as_eval_split(tmp_path, prepare):
     assert prepare(tmp_path / "usual", path, eval_fraction=0.2, tasks=3) == 0
     assert prepare(tmp_path / "named", path, eval_by="hash", eval_fraction=0.2, tasks=3) == 0
     assert contents(tmp_path / "usual") == contents(tmp_path / "named")
-    left_out = {"eval_by", "split_on", "max_bytes", "shuffle_seed"}
+    left_out = {"eval_by", "split_on", "shuffle_seed"}
     assert not left_out & set(read_manifest(tmp_path / "usual").steps)
-
-
-def test_the_manifest_says_that_data_are_a_part_and_how_they_were_shuffled(tmp_path, prepare, corpus):
-    assert prepare(tmp_path, corpus, eval_fraction=0.2, max_bytes=20_000, shuffle_seed=0) == 0
-    steps = read_manifest(tmp_path).steps
-    assert (steps["max_bytes"], steps["shuffle_seed"]) == (20_000, 0)
 
 
 @pytest.mark.parametrize(
