@@ -61,20 +61,13 @@ def build_model(
         ModelConfigError: unknown variant, or a variant without a document mask.
         WeightsError: `init_from` has another architecture or unusable weights.
         PrecisionError: the variant does not support the precision or `compile`, a bf16_modules pattern matches nothing,
-            FP8 does not accept the dimensions, or float16 on a CPU.
+            or FP8 does not accept the dimensions.
     """
     if variant not in VARIANTS:
         message = f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}"
         raise ModelConfigError(message, key="model.variant")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
-    # a float16 backward takes minutes on a CPU
-    if precision.config.compute == "fp16" and precision.device.type == "cpu":
-        raise PrecisionError(
-            "precision.compute: training in fp16 needs a CUDA device and there is none; use bf16 or fp32",
-            code="no_gpu",
-            key="precision.compute",
-        )
     if document_mask and not VARIANTS[variant].documents:
         raise ModelConfigError(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "

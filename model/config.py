@@ -95,24 +95,15 @@ def read_json_file(path: Path) -> Any:
         return dict(pairs)
 
     def no_constant(name: str) -> Any:
-        raise JsonError(
-            f"{path}: {name} is not valid JSON; use a finite number", code="not_json", key=str(path)
-        )
+        raise ValueError(f"{name} is not valid JSON; use a finite number")
 
-    if path.suffix in (".yaml", ".yml"):
-        message = f"{path}: YAML is not supported; write the same keys as JSON in a .json file"
-        raise JsonError(message, code="yaml", key=str(path))
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except OSError as error:
-        raise JsonError(f"{path}: cannot be read: {error}", code="unreadable", key=str(path)) from error
-    except UnicodeDecodeError as error:
-        message = f"{path}: cannot be read: {error}; save it as UTF-8"
-        raise JsonError(message, code="not_utf8", key=str(path)) from error
-    except json.JSONDecodeError as error:
-        where = f"{path}, line {error.lineno} column {error.colno}"
-        message = f"{where}: not valid JSON: {error.msg}"
+    except JsonError:
+        raise
+    except (OSError, ValueError) as error:
+        message = f"{path}: cannot be read as JSON: {error}"
         raise JsonError(message, code="not_json", key=str(path)) from error
 
 
@@ -125,21 +116,17 @@ def config_file(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if not path.exists():
         path = CONFIGS / f"{name_or_path}.json"
+    if path.is_dir():
+        path = path / "config.json"
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise ModelConfigError(
-            f"model.config: {name_or_path!r} is neither a file or folder nor one of {names}",
+            f"model.config: {name_or_path!r} is not a file, nor a folder with config.json (such as a run's hf/), nor "
+            f"one of {names}",
             code="not_found",
             key=name_or_path,
         )
-    if path.is_dir() and not (path / "config.json").exists():
-        exported = f"; use the run's {path / 'hf'}" if (path / "hf/config.json").exists() else ""
-        raise ModelConfigError(
-            f"model.config: the folder {name_or_path!r} has no config.json{exported}",
-            code="no_config_json",
-            key=name_or_path,
-        )
-    return path / "config.json" if path.is_dir() else path
+    return path
 
 
 def model_name(name_or_path: str | Path) -> str:
@@ -207,15 +194,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         message = f"model.config: {path} is not a JSON object"
         raise ModelConfigError(message, code="not_an_object", key=str(path))
-    if "model_type" not in values:
+    if (kind := values.get("model_type")) != "mistral":
         raise ModelConfigError(
-            f'model.config: {path} has no model_type; add "model_type": "mistral", the only supported type',
-            key="model_type",
-        )
-    if values["model_type"] != "mistral":
-        raise ModelConfigError(
-            f"model.config: {path} has the model_type {values['model_type']!r}; only mistral is supported",
-            key="model_type",
+            f"model.config: {path} has the model_type {kind!r}; only mistral is supported", key="model_type"
         )
     _refuse(
         f"model.config: {path}: ",
@@ -321,15 +302,12 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
 
 def matmul_parameters(config: MistralConfig) -> int:
     """Return the number of weights in the matrix products of every token: all except the embedding and the norms."""
-    q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
-    attention = config.hidden_size * (2 * q + 2 * kv)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    return layer_matrix_parameters(config) + config.vocab_size * config.hidden_size
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:
     """Return the number of matrix weights of the decoder layers, which optim "muon" orthogonalizes."""
-    return matmul_parameters(config) - config.vocab_size * config.hidden_size
+    return sum(math.prod(shape) for name, shape in weight_shapes(config).items() if "_proj." in name)
 
 
 def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
@@ -358,9 +336,7 @@ def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
 
 def num_parameters(config: MistralConfig) -> int:
     """Return the number of parameters. Tied embeddings count once."""
-    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return matmul_parameters(config) + norms + embedding
+    return sum(math.prod(shape) for shape in weight_shapes(config).values())
 
 
 def attention_pairs(config: MistralConfig, seq_length: int) -> float:

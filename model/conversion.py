@@ -88,11 +88,9 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     expected = {part: (rows, *parameters[name].shape[1:]) for name, ps in parts.items() for part, rows in ps}
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wrong := sorted(name for name in {*expected, *given} if given.get(name) != expected.get(name)):
-        shapes = [
-            f"{name} has shape {given.get(name)} and the model {expected.get(name)}" for name in wrong[:5]
-        ]
         raise ConversionError(
-            f"{len(wrong)} weights do not fit the model: {'; '.join(shapes)} (None: no such tensor)",
+            f"{len(wrong)} weights do not fit the model: {', '.join(wrong[:5])}. {wrong[0]} has shape "
+            f"{given.get(wrong[0])} and the model {expected.get(wrong[0])} (None: no such tensor)",
             key=wrong[0],
         )
     for name, parameter in parameters.items():

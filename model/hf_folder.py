@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ARCHITECTURE, ModelConfigError, head_dim, load_sizes, rope_theta, weight_shapes
+from model.config import ARCHITECTURE, head_dim, load_sizes, rope_theta, weight_shapes
 from model.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ FP8, FP8_MAX, FP8_NAN = "F8_E4M3", 448, 0x7F
 COMPUTE = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32"}
 """Supported dtypes of safetensors files, and the precision.compute that can hold their values."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-AGAIN = "copy or download it again"
 
 
 class WeightsError(UserError, ValueError):
@@ -56,7 +55,9 @@ class StoredTensor:
 def check_init_from(folder: str, config: Any) -> None:
     """Check from its config.json that the Hugging Face folder `folder` can initialize a model of `config`.
 
-    Raises WeightsError: there is no such folder, its architecture differs from `config`, or its weights are quantized.
+    Raises:
+        WeightsError: there is no such folder, its architecture differs from `config`, or its weights are quantized.
+        ModelConfigError: its config.json cannot be used.
     """
 
     def architecture(of: Any) -> dict[str, Any]:
@@ -65,11 +66,7 @@ def check_init_from(folder: str, config: Any) -> None:
 
     if not Path(folder).is_dir():
         raise WeightsError(f"model.init_from: {folder!r} is not a folder", key="model.init_from")
-    try:
-        theirs, ours = architecture(load_sizes(folder)), architecture(config)
-    except ModelConfigError as error:
-        message = f"model.init_from: {str(error).removeprefix('model.config: ')}"
-        raise WeightsError(message, code=error.code, key=error.key) from error
+    theirs, ours = architecture(load_sizes(folder)), architecture(config)
     differences = {
         key: f"{key} is {theirs[key]} there and {ours[key]} in model.config"
         for key in ours
@@ -153,7 +150,7 @@ def read_hf_folder(
     differs.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     from model.te_reference.quantize import Quantized
 
@@ -161,13 +158,9 @@ def read_hf_folder(
     files: dict[Path, Any] = {}
 
     def read(tensor: StoredTensor) -> torch.Tensor:
-        try:
-            if tensor.file not in files:
-                files[tensor.file] = safe_open(tensor.file, "pt")
-            return files[tensor.file].get_tensor(tensor.name)
-        except (SafetensorError, OSError) as error:
-            message = f"{tensor.file} cannot be read ({error}); {AGAIN}"
-            raise WeightsError(message, code="unreadable", key=str(tensor.file)) from error
+        if tensor.file not in files:
+            files[tensor.file] = safe_open(tensor.file, "pt")
+        return files[tensor.file].get_tensor(tensor.name)
 
     weights: dict[str, Any] = {}
     problems = []
@@ -210,29 +203,19 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         with safe_open(file, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise WeightsError(
-            f"{file} cannot be read ({error}); {AGAIN}", code="unreadable", key=str(file)
+            f"{file} cannot be read as safetensors ({error}). If it is a Git LFS pointer, run git lfs pull in its "
+            "folder; otherwise copy or download it again",
+            code="not_safetensors",
+            key=str(file),
         ) from error
-    except SafetensorError as error:
-        with open(file, "rb") as opened:
-            if opened.read(8) == b"version ":
-                message = f"{file} is a Git LFS pointer and not the weights; run git lfs pull in its folder"
-                raise WeightsError(message, code="git_lfs_pointer", key=str(file)) from None
-        message = f"{file} is not a safetensors file or is truncated ({error}); {AGAIN}"
-        raise WeightsError(message, code="not_safetensors", key=str(file)) from error
 
 
 def quantization_of(folder: str | Path) -> dict[str, Any]:
-    """Return the quantization_config of a Hugging Face folder, or {} if its weights are not quantized.
-
-    Raises WeightsError: config.json cannot be read.
-    """
-    path = Path(folder) / "config.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise WeightsError(f"{path} cannot be read: {error}", code="unreadable", key=str(path)) from error
+    """Return the quantization_config of a Hugging Face folder, or {} if its weights are not quantized."""
+    text = (Path(folder) / "config.json").read_text(encoding="utf-8-sig")
+    return json.loads(text).get("quantization_config") or {}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -240,19 +223,15 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    except FileNotFoundError:
+    if not index.exists():
         raise WeightsError(
             f"{folder} has no weights: neither model.safetensors nor {index.name}. Only safetensors files are read; "
             "pass a Hugging Face folder that has them, such as a run's hf/",
             code="no_weights",
             key=str(folder),
-        ) from None
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        message = f"{index} cannot be read ({error!r}); {AGAIN}"
-        raise WeightsError(message, code="unreadable", key=str(index)) from error
+        )
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return [folder / name for name in sorted(names)]
 
 
 def _scale_suffix(folder: Path) -> str | None:

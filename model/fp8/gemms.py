@@ -49,10 +49,6 @@ class Gemms:
         self.backward = 0
         self._module: str | None = None  # the module whose forward is running
 
-    def add(self, forward: Counter[str], backward: int = 0) -> None:
-        self.forward.update(forward)
-        self.backward += backward
-
     def _note(self) -> None:
         if _counting[-1] is self:
             in_backward = torch._C._current_graph_task_id() != -1
@@ -130,4 +126,5 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
     """Count the GEMMs of a replayed CUDA graph, as counted during its capture."""
     if _counting:
-        _counting[-1].add(forward, backward)
+        _counting[-1].forward.update(forward)
+        _counting[-1].backward += backward

@@ -170,7 +170,7 @@ class PrecisionSettings:
     )
     on_trouble: Literal["warn", "escalate"] = option(
         "escalate: a module that fails two of four health checks falls back permanently to a safer recipe "
-        "(current, block, block with bf16 gradients, bf16). The run saves a checkpoint and continues from it.",
+        "(current, block, block with bf16 gradients, bf16).",
         "warn",
         resume="free",
     )
@@ -239,8 +239,7 @@ class PrecisionConfig(PrecisionSettings):
     )
     schedule: list[PrecisionStage] | None = option(
         "List of phases. A phase has the keys of this section that it changes and, except the last, its end: "
-        "until_step, until_tokens or until_share. Between phases the run saves a checkpoint and continues "
-        "from it.",
+        "until_step, until_tokens or until_share.",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],

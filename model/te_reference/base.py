@@ -139,16 +139,12 @@ class FP8Module(nn.Module):
                 num_tensors = tensors * self.fp8_meta["num_gemms"]
                 self.fp8_meta[key] = make_recipe_state(recipe, forward, num_tensors, device)
 
-    def prepare_fp8(self, inp: Tensor, weight: Tensor) -> FP8Call | None:
+    def prepare_fp8(self, inp: Tensor) -> FP8Call | None:
         """Return the FP8 call for the current autocast, or None. Call it at the start of each forward.
 
         Args:
             inp: input of the module.
-            weight: weight of its first GEMM.
-
-        Raises ValueError: the widths of input and weight differ.
         """
-        check_features(type(self).__name__, inp, weight.shape[1])
         if not running.enabled:
             return None
         assert running.recipe is not None
@@ -178,34 +174,19 @@ class FP8Module(nn.Module):
         return quantized
 
 
-def check_features(name: str, inp: Tensor, in_features: int) -> None:
-    """Raise ValueError if the last dimension of the input is not `in_features`."""
-    if inp.shape[-1] != in_features:
-        raise ValueError(
-            f"{name}: the last dimension of the input must be {in_features}, but its shape is "
-            f"{list(inp.shape)}."
-        )
-
-
 def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) -> None:
     """Raise ValueError for shapes that the FP8 GEMMs of a Hopper GPU do not accept.
 
     The rows (product of the leading dimensions) must be divisible by 8 and the last dimension by 16. With a backward
     both need 16, because the weight gradient contracts over the rows and the input gradient over the output features.
     """
-    rows = math.prod(inp.shape[:-1])
     divisor = 16 if trains else 8
-    if rows % divisor or inp.shape[-1] % 16:
+    rows, sizes = math.prod(inp.shape[:-1]), (inp.shape[-1], weight.shape[1])
+    if rows % divisor or weight.shape[0] % divisor or any(size % 16 for size in sizes):
         raise ValueError(
-            f"{name}: FP8 needs an input whose rows (the product of all dimensions but the last) are "
-            f"divisible by 8, by 16 in training, and whose last dimension is divisible by 16, but its shape is "
-            f"{list(inp.shape)} ({rows} rows). Pad it, or run this module under autocast(enabled=False)."
-        )
-    if weight.shape[0] % divisor or weight.shape[1] % 16:
-        raise ValueError(
-            f"{name}: FP8 needs out_features divisible by 8, by 16 in training, and in_features divisible by "
-            f"16, but the weight's shape is {list(weight.shape)}. Change the sizes, or run this module under "
-            "autocast(enabled=False)."
+            f"{name}: FP8 needs rows (the product of all dimensions of the input but the last) and out_features "
+            f"divisible by 8, by 16 in training, and in_features divisible by 16. The input is {list(inp.shape)} and "
+            f"the weight {list(weight.shape)}. Pad it, or run this module under autocast(enabled=False)."
         )
 
 

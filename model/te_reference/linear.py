@@ -44,7 +44,7 @@ class Linear(FP8Module):
 
         Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not accept.
         """
-        call = self.prepare_fp8(inp, self.weight)
+        call = self.prepare_fp8(inp)
         if call is None:
             return linear_in_float32(inp, self.weight)
         return fp8_gemm(self, call, inp, self.weight, is_first_microbatch)
@@ -76,7 +76,7 @@ class LayerNormLinear(FP8Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute [..., in_features] -> [..., out_features]; see Linear.forward."""
         weight, norm_weight, eps = self.weight, self.layer_norm_weight, self.eps
-        call = self.prepare_fp8(inp, weight)
+        call = self.prepare_fp8(inp)
         if call is None:
             return linear_in_float32(rms_norm(inp, norm_weight, eps), weight)
         return fp8_gemm(self, call, inp, weight, is_first_microbatch, norm_weight=norm_weight, eps=eps)
@@ -117,7 +117,7 @@ class LayerNormMLP(FP8Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute [..., hidden_size] -> the same shape; see Linear.forward."""
         norm_weight, fc1, fc2, eps = self.layer_norm_weight, self.fc1_weight, self.fc2_weight, self.eps
-        call = self.prepare_fp8(inp, fc1)
+        call = self.prepare_fp8(inp)
         if call is not None and call.high_precision_backward:
             raise ValueError(
                 "LayerNormMLP does not support a recipe with backward_override, as in Transformer Engine; use another "

@@ -13,14 +13,12 @@ from model.config import (
     ARCHITECTURE,
     CONFIGS,
     POSITIVE,
-    JsonError,
     ModelConfigError,
     attention_pairs,
     flops_per_token,
     load_config,
     load_sizes,
     num_parameters,
-    read_json_file,
     rope_theta,
     state_memory_gib,
     state_parts_gib,
@@ -68,42 +66,31 @@ def test_a_window_saves_attention() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "place"),
     [
-        ("", "not_json", [1, 1]),
         ('{\n "a": 1, // one\n "b": 2}', "not_json", [2, 10]),
-        ('# of mine\n{"a": 1}', "not_json", [1, 1]),
-        ('{"a": 1,\n}', "not_json", []),
-        ("{'a': 1}", "not_json", [1, 2]),
-        ('{"a": \u201cb\u201d}', "not_json", [1, 7]),
-        ('{"a": False}', "not_json", [1, 7]),
         ('{"a": NaN}', "not_json", []),
         ('{"a": 1, "a": 2}', "duplicate_key", []),
         ("[1]", "not_an_object", []),
+        ("a: 1\n".encode("utf-16"), "not_json", []),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_json_object_is_refused(
-    tmp_path: Path, text: str, code: str, place: list[int]
+    tmp_path: Path, text: str | bytes, code: str, place: list[int]
 ) -> None:
-    """Also a model's configuration, where the last of two equal keys would be taken silently."""
     path = tmp_path / "mine.json"
-    path.write_text(text, encoding="utf-8")
-    for read in (read_json_file, load_sizes, load_config):
-        if read == read_json_file and code == "not_an_object":
-            continue
-        kind, key = JsonError if read == read_json_file else ModelConfigError, str(path)
-        with refused(kind, code=code, key="a" if code == "duplicate_key" else key) as error:
-            read(path)
-        assert numbers(str(error.value).replace(key, ""))[: len(place)] == place
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    key = "a" if code == "duplicate_key" else str(path)
+    for read in (load_sizes, load_config):
+        with refused(ModelConfigError, code=code, key=key) as error:
+            read(str(path))
+        assert numbers(str(error.value).replace(str(path), ""))[: len(place)] == place
 
 
-def test_how_a_configuration_is_encoded(tmp_path: Path) -> None:
-    """Some editors put a byte order mark first."""
-    path, values = tmp_path / "mine.json", (CONFIGS / "tiny.json").read_text()
-    path.write_text(values, encoding="utf-8-sig")
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    """Some editors put one first."""
+    path = tmp_path / "mine.json"
+    path.write_text((CONFIGS / "tiny.json").read_text(), encoding="utf-8-sig")
     assert load_config(str(path)).to_dict() == load_config("tiny").to_dict()
     assert load_sizes(str(path)) == load_sizes("tiny")
-    path.write_text(values, encoding="utf-16")
-    with refused(ModelConfigError, code="not_utf8", key=str(path)):
-        load_sizes(str(path))
 
 
 @pytest.mark.parametrize(

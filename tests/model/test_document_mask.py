@@ -140,12 +140,6 @@ def test_documents_have_few_shapes() -> None:
     assert pieces(room) == pieces(other) and torch.equal(room.positions, other.positions)
 
 
-@pytest.mark.parametrize("positions", [[[0, 1, 3]], [[1, 2, 3]], [[]], [[0, 1, 1]], [[0, -1, 0]], [0, 1]])
-def test_positions_that_are_none(positions: list) -> None:
-    with pytest.raises(ValueError):
-        Documents.of(torch.tensor(positions))
-
-
 def test_what_is_refused() -> None:
     documents = documents_of(LENGTHS)
     with refused(ModelConfigError, key="data.document_mask"):

@@ -205,7 +205,7 @@ class TrainingArguments:
         resume="free",
     )
     spike_window: int = option(
-        "Previous steps from which spike detection computes median and spread. It starts once they exist.",
+        "Previous steps from which spike detection computes median and spread.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
@@ -219,8 +219,8 @@ class TrainingArguments:
     )
 
     hang_timeout_s: float = option(
-        "Stop the run and name the rank that hangs if no step, evaluation batch or save finishes within this "
-        "many seconds. The first step and each part of startup and shutdown have at least half an hour. 0: no "
+        "Stop the run and name the rank that hangs if no step, evaluation batch or save finishes in this "
+        "time. The first step and each part of startup and shutdown have at least half an hour. 0: no "
         "timeout.",
         1800.0,
         ge=0,
@@ -235,8 +235,7 @@ class TrainingArguments:
         min_length=1,
     )
     dry_run: bool = option(
-        "Do everything up to the first step (data, model, startup checks, engine, loading the checkpoint), "
-        "then exit with status 0. output_dir stays unchanged.",
+        "Do everything up to the first step, then exit with status 0. output_dir stays unchanged.",
         False,
         resume="free",
     )
