@@ -44,7 +44,7 @@ from train.files import lasts, reason
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
-from train.record.log import configure_logging, link_log_file, open_log_file
+from train.record.log import configure_logging, open_log_file
 
 if TYPE_CHECKING:
     from train.record.metrics import MetricsLogger
@@ -208,8 +208,6 @@ def _run(args: TrainingArguments) -> None:
         start = setup.describe_start(args, trainer.report, data.train, state, checkpoint)
         start |= {"time": round(began, 1), "plan": prediction and prediction.to_json()}
         open_log_file(folder.rank_log(rank) if rank else folder.log)
-        if rank == 0 and state.world_size > 1:
-            link_log_file(folder.rank_log(0), folder.log)
         stop_vote = signals.StopVote()
     record = None
     if rank == 0:
