@@ -88,16 +88,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copy2(tokenizer / name, new / name)
-        write_card(
-            new,
-            out,
-            path,
-            state.train_config,
-            state.step,
-            state.consumed_tokens,
-            state.changes,
-            state.began_at.get("path"),
-        )
+        write_card(new, out, path, state.train_config, state.step, state.consumed_tokens)
         for file in new.iterdir():  # safetensors makes its files readable only by the owner
             shutil.copymode(new / "config.json", file)
         (new / EXPORTED_FROM).write_text(

@@ -171,11 +171,6 @@ def remove_dead_buffers() -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def unfinished(path: Path, pid: int) -> Path:
-    """Return the temporary file that the process `pid` writes before it renames it to `path`."""
-    return path.with_name(f"{path.name}.{pid}.tmp")
-
-
 @contextmanager
 def drawing(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a matplotlib figure and its axes, array [rows, columns], and save it as the PNG `path` after the block.
@@ -193,7 +188,7 @@ def drawing(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     yield figure, axes
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = unfinished(path, os.getpid())
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     os.replace(temporary, path)
     pyplot.close(figure)

@@ -2,7 +2,7 @@
 """Draw and compare runs: `python train/plot.py RUN [RUN ...] [--output FILE]`.
 
 RUN is the output_dir of a run, which may still be in progress. Prints a table (loss, evaluation loss, tokens, tokens/s,
-FP8, GPU-hours, state) and draws loss, learning rate, gradient norm and tokens/s against tokens.
+state, FP8) and draws loss, learning rate, gradient norm and tokens/s against tokens.
 
 The plot of one run is written to RUN/loss.png, and of several runs to comparison.png in the current folder, unless
 --output names a file. For a single run with FP8 health samples (precision.health_steps), RUN/health.png is also
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
         return 2
     print(table(histories))
     for history in histories:
-        if failure := history.failure():
-            print(f"{history.folder.path}: {history.state()}: {failure}")
+        if why := history.ended().get("why"):
+            print(f"{history.path}: {why}")
     health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")
     try:
         plots.draw(histories, output)

@@ -85,7 +85,6 @@ def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
     signals.install()
     plots.draw = lambda histories, path: None
     plots.draw_health = lambda history, path: False
-    plots.LivePlot.update = lambda self: None
     for index, (_, function, values) in group:
         found = FUNCTIONS[function](**values)
         # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.

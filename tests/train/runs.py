@@ -26,8 +26,6 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
         if not plots:
             stack.enter_context(mock.patch("train.record.plots.draw"))
             stack.enter_context(mock.patch("train.record.plots.draw_health", return_value=False))
-        # of a long run beside it, by a process of its own
-        stack.enter_context(mock.patch("train.record.plots.LivePlot.update"))
         train.run_training(arguments)
     return Path(merged["output_dir"])
 

@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from train.record.history import is_number
-
 if TYPE_CHECKING:
     from model.fp8.health import HealthCheck
 
@@ -61,21 +59,18 @@ def split(name: str) -> tuple[str, int]:
     )
 
 
-def values(health: Any) -> Iterator[tuple[str, str, str, list[float | None]]]:
-    """Yield (kind of GEMM, operand, statistic, value per layer) of a sample. Ignore invalid entries."""
-    for kind, operands in health.items() if isinstance(health, dict) else ():
-        for operand in OPERANDS:
-            of_operand = operands.get(operand) if isinstance(operands, dict) else None
-            for what in STATISTICS:
-                column = of_operand.get(what) if isinstance(of_operand, dict) else None
-                if isinstance(column, list):
-                    yield kind, operand, what, column
+def values(health: dict[str, Any]) -> Iterator[tuple[str, str, str, list[float | None]]]:
+    """Yield (kind of GEMM, operand, statistic, value per layer) of a sample."""
+    for kind, operands in health.items():
+        for operand, found in operands.items():
+            for statistic, column in found.items():
+                yield kind, operand, statistic, column
 
 
-def scalars(health: Any) -> dict[str, float]:
+def scalars(health: dict[str, Any]) -> dict[str, float]:
     """Return fp8_health/<statistic>/<operand>/<kind of GEMM> -> largest value over all layers, for trackers."""
-    found = {}
-    for kind, operand, what, column in values(health):
-        if numbers := [value for value in column if value is not None and is_number(value)]:
-            found[f"{FP8_HEALTH}/{what}/{operand}/{kind}"] = max(numbers)
-    return found
+    largest = {}
+    for kind, operand, statistic, column in values(health):
+        if numbers := [value for value in column if value is not None]:
+            largest[f"{FP8_HEALTH}/{statistic}/{operand}/{kind}"] = max(numbers)
+    return largest

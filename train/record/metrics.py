@@ -1,4 +1,4 @@
-"""Write the metrics of a run to metrics.jsonl, the log, trackers and plots. Compute MFU."""
+"""Write the metrics of a run to metrics.jsonl, the log and trackers. Compute MFU."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import logging
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from train.files import discarded_name, write_durably
-from train.record.history import SET_LOSS
-from train.record.plots import LivePlot
+from train.record.history import SET_LOSS, parse_record
+from train.record.plots import draw_plots
 from train.record.run_folder import RunFolder
 from train.record.trackers import Trackers
 
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 # Dense bf16 peak of the tensor cores of SXM GPUs (NVIDIA H100 and H200 data sheets, without sparsity). The H800 differs
 # from the H100 only in NVLink and fp64.
 HOPPER_SXM_BF16_TFLOPS = 989.0
-NO_STEP = -1  # step of a line that cannot be parsed
 # Keys that a start writes at its first step. If an earlier start saved no checkpoint, its lines with them are moved.
 NOTED_AT_START = ("changes", "began_at")
 
@@ -59,7 +57,7 @@ def mfu(
 
 
 class MetricsLogger:
-    """Writer of the metrics of a run: metrics.jsonl, log lines, trackers and plots. Does nothing on ranks other than 0.
+    """Writer of the metrics of a run: metrics.jsonl, log lines and trackers. Does nothing on ranks other than 0.
 
     A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>; a new run moves all
     lines. Lines that cannot be written, for example because the disk is full, are written later.
@@ -86,94 +84,67 @@ class MetricsLogger:
         self.is_main = is_main
         if not is_main:
             return
-        self.total_steps = config["max_steps"]
+        self.folder, self.config = folder, config
         folder.path.mkdir(parents=True, exist_ok=True)
         again = (*NOTED_AT_START, "eval_loss") if evaluates_again else NOTED_AT_START
-        discarded = discard_after(folder.metrics, start_step or NO_STEP, again)
-        if discarded:
-            logger.info(
-                f"metrics: {discarded[1]} lines after step {start_step} were moved to {discarded[0].name}"
-            )
-        self._file = folder.metrics.open("ab", buffering=0)
-        self._pending = b""
-        self._has_failed = False
-        self._recent: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=10)
-        self._trackers = Trackers(folder, config, start_step, goes_back=bool(discarded))
-        self._plot = LivePlot(folder)
+        self._open(start_step, again)
+        self._trackers = Trackers(folder, config, start_step)
+
+    def _open(self, step: int, again: Sequence[str] = ()) -> None:
+        path = self.folder.metrics
+        if path.exists() and (discarded := discard_after(path, step, again)):
+            logger.info(f"metrics: the lines after step {step} were moved to {discarded.name}")
+        # a buffer keeps what could not be written, and the next flush writes it
+        self._file = path.open("ab", buffering=2**20)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Log the metrics of a step. They must have "step" (completed optimizer steps). The file has null for NaN."""
+        """Log the metrics of a step. They must have "step" (completed optimizer steps) and "tokens".
+
+        The file has null for NaN.
+        """
         if not self.is_main:
             return
-        step = metrics["step"]
+        step, total = metrics["step"], self.config["max_steps"]
         metrics = {**metrics, "time": round(time.time(), 1)}  # seconds since the epoch
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._pending += json.dumps(finite, allow_nan=False).encode() + b"\n"
-        self._write()
-        if step > self._recent[-1][0]:
-            self._recent.append((step, time.monotonic()))
+        try:
+            self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning(f"{self._file.name} cannot be written: {error}; its lines are written later")
         if summary := _summarize(metrics):
-            left = self._time_left(step) if "loss" in metrics else ""
-            logger.info(f"step {step}/{self.total_steps}  {summary}{left}")
+            if speed := metrics.get("tokens_per_second"):
+                seconds = (total - step) * self.config["train_batch_size_tokens"] / speed
+                summary += f"  {timedelta(seconds=int(seconds))} left"
+            logger.info(f"step {step}/{total}  {summary}")
         self._trackers.log(metrics)
-        self._plot.update()
 
     def draw_last(self) -> None:
         """Draw loss.png and health.png of the whole run. Log a warning on failure."""
-        if not self.is_main:
-            return
         try:
-            logger.info(f"wrote {' and '.join(map(str, self._plot.draw_last()))}")
+            logger.info(f"wrote {' and '.join(map(str, draw_plots(self.folder)))}")
         except Exception as error:
             logger.warning(f"no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
         """Continue from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
-        if not self.is_main:
-            return
-        path = Path(self._file.name)
-        self._write()
-        self._file.close()
-        try:
-            discard_after(path, step)
-        except OSError as error:
-            logger.warning(f"cannot move the lines after step {step} out of {path}: {error}")
-        self._pending = b""
-        self._file = path.open("ab", buffering=0)
-        self._recent = deque([(step, time.monotonic())], maxlen=10)
-        self._trackers.rewind(step)
+        if self.is_main:
+            self._file.close()
+            self._open(step)
+            self._trackers.rewind(step)
 
     def close(self) -> None:
         """Close the file and the trackers. A second call does nothing."""
         if not self.is_main or self._file.closed:
             return
-        self._write()
-        if self._pending:
-            logger.warning(f"{self._pending.count(10)} lines of {self._file.name} are lost")
-        self._file.close()
-        self._plot.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning(f"the last lines of {self._file.name} are lost: {error}")
         self._trackers.close()
 
-    def _write(self) -> None:
-        try:
-            while self._pending:
-                self._pending = self._pending[self._file.write(self._pending) :]
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning(f"{self._file.name} cannot be written: {error}; its lines are written later")
-            self._has_failed = True
 
-    def _time_left(self, step: int) -> str:
-        """Return the estimated time for the remaining steps at the recent speed, or "" if unknown."""
-        (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
-        if last_step == first_step:
-            return ""
-        seconds = (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
-        return f"  {timedelta(seconds=int(seconds))} left"
-
-
-def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Path, int] | None:
+def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | None:
     """Move lines of metrics.jsonl to another file.
 
     Moves lines of steps after `step`, lines that cannot be parsed, and lines of `step` that have a key in `again`. The
@@ -181,44 +152,28 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
 
     Args:
         path: metrics.jsonl.
-        step: The last step to keep. NO_STEP: move all lines.
+        step: The last step to keep. 0: move all lines.
         again: Keys that will be written again at `step`.
 
     Returns:
-        The other file and its number of lines, or None if no line was moved.
+        The other file, or None if no line was moved.
 
     Raises:
         OSError: The disk is full. `path` is unchanged.
     """
-    if not path.exists():
-        return None
     keep: list[str] = []
     discard: list[str] = []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        record = _parse(line)
-        is_repeated = record["step"] == step and not record.keys().isdisjoint(again)
-        (keep if 0 <= record["step"] <= step and not is_repeated else discard).append(line + "\n")
-    if not discard and text.endswith("\n"):
-        return None
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        record = parse_record(line)
+        is_kept = record is not None and step > 0 and record["step"] <= step
+        if record is not None and record["step"] == step:
+            is_kept = is_kept and record.keys().isdisjoint(again)
+        (keep if is_kept else discard).append(line + "\n")
     aside = discarded_name(path)
-    try:
-        if discard:
-            aside.write_text("".join(discard), encoding="utf-8")
-        write_durably(path, "".join(keep))
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    return (aside, len(discard)) if discard else None
-
-
-def _parse(line: str) -> dict[str, Any]:
-    """Parse a line of metrics.jsonl. The step is NO_STEP if the line cannot be parsed."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {"step": NO_STEP}
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {"step": NO_STEP}
+    if discard:
+        aside.write_text("".join(discard), encoding="utf-8")
+    write_durably(path, "".join(keep))
+    return aside if discard else None
 
 
 def _summarize(metrics: dict[str, Any]) -> str:

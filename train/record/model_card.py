@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ def write_card(
     config: dict[str, Any],
     step: int,
     tokens: int,
-    changes: Sequence[dict[str, Any]],
-    began_at: str | None,
 ) -> None:
     """Write README.md to an export, or copy it from the former export if the user has changed it.
 
@@ -46,8 +43,6 @@ def write_card(
         config: The training configuration of the checkpoint.
         step: The number of steps of the checkpoint.
         tokens: The number of tokens of the checkpoint.
-        changes: The changes made by resumes, {"step", "key", "old", "new"}, oldest first.
-        began_at: The checkpoint of another run from which this run started.
     """
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
@@ -64,9 +59,6 @@ def write_card(
         "precision": precision["compute"]
         + (f", {precision['recipe']} scaling" if precision["compute"] == "fp8" else ""),
         "precision.schedule": shown(precision["schedule"]) if precision.get("schedule") else "",
-        "changed by resumes": "; ".join(map(_describe_change, changes)),
-        # only names, because the folders belong to the user's machine
-        "branched off": "/".join(Path(began_at).parts[-3::2]) if began_at else "",
         **_facts_of_run(checkpoint.parent.parent, step),
         "max_position_embeddings": f"{model_config['max_position_embeddings']:,}",
         "quantization": _describe_quantization(model_config.get("quantization_config")),
@@ -85,29 +77,23 @@ def _facts_of_run(run: Path, step: int) -> dict[str, str]:
     """Return the losses up to `step`, and facts from run.json about the last start before it. {} without metrics."""
     try:
         history = read_history(run)
-    except HistoryError:
+    except (HistoryError, OSError):
         return {}
     facts = {}
     for name, key in LOSSES.items():
         values = [r[key] for r in history.records if r["step"] <= step and r.get(key) is not None]
         facts[name] = f"{values[-1]:.4f} nats per token" if values else ""
-    starts = [start for start in history.starts if start["step"] < step]
-    if starts:
+    if starts := [start for start in history.starts if start["step"] < step]:
         last = starts[-1]
-        fallbacks = {f["module"] for f in last.get("escalations", []) if f["step"] < step}
+        fallbacks = {change["module"] for change in last["escalations"] if change["step"] < step}
         facts |= {
-            "startup check": "; ".join(line.strip() for line in last.get("proof", [])),
+            "startup check": "; ".join(line.strip() for line in last["proof"]),
             "modules after a fallback": str(len(fallbacks) or ""),
-            "GPU": f"{last.get('gpus')} x {gpu}" if (gpu := last.get("machine", {}).get("gpu")) else "",
-            "versions": ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items()),
-            "commit": ", ".join(dict.fromkeys(str(start.get("commit", "unknown")) for start in starts)),
+            "GPU": f"{last['gpus']} x {gpu}" if (gpu := last["machine"].get("gpu")) else "",
+            "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+            "commit": last["commit"],
         }
     return facts
-
-
-def _describe_change(change: dict[str, Any]) -> str:
-    old, new = (shown(change[which])[:60] for which in ("old", "new"))
-    return f"step {change['step']:,}: {change['key']} from {old} to {new}"
 
 
 def _describe_quantization(config: dict[str, Any] | None) -> str:

@@ -29,9 +29,8 @@ NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_fr
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the starts in run.json, or [] if the file is missing or cannot be read."""
     try:
-        starts = json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
-        return [start for start in starts if isinstance(start["step"], int) and start["time"] > 0]
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError):
         return []
 
 
@@ -46,8 +45,7 @@ class RunRecord:
         position: Returns the number of completed steps and tokens.
         expected: Exception type -> how the run ended. Other exceptions are recorded as "failed", with "why".
 
-    Raises:
-        OSError: run.json cannot be written on entry. Later failures are logged.
+    If run.json cannot be written, a warning is logged.
     """
 
     def __init__(
@@ -62,8 +60,7 @@ class RunRecord:
         self.start: dict[str, Any] = {**start, "stages": [], "ended": None}
 
     def __enter__(self) -> RunRecord:
-        self.starts = read_starts(self.folder)
-        self.starts.append(self.start)
+        self.starts = [*read_starts(self.folder), self.start]
         self._write()
         return self
 
@@ -74,7 +71,7 @@ class RunRecord:
         if kind is not None and kind not in self.expected:
             ended["why"] = f"{kind.__name__}: {error}"
         self.start["ended"] = ended
-        self._write_or_warn()
+        self._write()
 
     def add_stage(self, stage: dict[str, Any]) -> None:
         """Record a change of the precision.
@@ -84,16 +81,13 @@ class RunRecord:
                 "took_s", "fp8" and "proof".
         """
         self.start["stages"].append(stage)
-        self._write_or_warn()
-
-    def _write_or_warn(self) -> None:
-        try:
-            self._write()
-        except OSError as error:
-            logger.warning(f"{self.folder.run} cannot be updated: {error}")
+        self._write()
 
     def _write(self) -> None:
-        write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
+        try:
+            write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
+        except OSError as error:
+            logger.warning(f"{self.folder.run} cannot be updated: {error}")
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:

@@ -41,24 +41,11 @@ class RunFolder:
         self.hf = path / "hf"  # trained model in Hugging Face format
         self.stopped = path / "stopped.json"  # exists from a requested stop until the run is resumed
         self.lock = path / "run.lock"  # exists while the run is in progress (train/monitor/lock.py)
-        self.slurm_job = (
-            path / "slurm_job"
-        )  # one line per Slurm job that started the run, and the files that existed then
+        # one line per Slurm job that started the run, and the files that existed then
+        self.slurm_job = path / "slurm_job"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:03d}.log"
-
-    def discarded(self) -> list[tuple[Path, int]]:
-        """Return (folder, bytes) of discarded checkpoints and exports, oldest first.
-
-        They are next to the folder itself, which may be a link to another disk.
-        """
-        found = [
-            path
-            for folder in (self.checkpoints.resolve(), self.hf.absolute())
-            for path in sorted(folder.parent.glob(f"{folder.name}.discarded-*"))
-        ]
-        return [(path, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())) for path in found]
 
     def exported(self) -> tuple[str, str]:
         """Return the name and identity (train/checkpoint/files.py) of the checkpoint exported to hf/, or "", ""."""

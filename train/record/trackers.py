@@ -54,21 +54,19 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """All configured trackers. The first failure of a tracker is logged, and the run continues.
+    """All configured trackers. A tracker that raises an error is logged and not used again; the run continues.
 
     Args:
         folder: The folder of the run.
         config: TrainingArguments.to_dict().
         start_step: Number of completed steps, 0 for a new run.
-        goes_back: The trackers have lines of steps after start_step, which are no longer valid.
     """
 
-    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool = False):
-        self._failed: set[str] = set()
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
         self._open: dict[str, Wandb | TensorBoard] = {}
         for name in names(config["report_to"]):
-            with self._logs_failure(name):
-                self._open[name] = TRACKERS[name](folder, config, start_step, goes_back)
+            with self._drops_on_error(name):
+                self._open[name] = TRACKERS[name](folder, config, start_step)
 
     def log(self, metrics: dict[str, Any]) -> None:
         if FP8_HEALTH in metrics:
@@ -83,53 +81,41 @@ class Trackers:
         self._call("close")
 
     def _call(self, method: str, *arguments: Any) -> None:
-        for name, tracker in self._open.items():
-            with self._logs_failure(name):
+        for name, tracker in list(self._open.items()):
+            with self._drops_on_error(name):
                 getattr(tracker, method)(*arguments)
 
     @contextlib.contextmanager
-    def _logs_failure(self, name: str) -> Iterator[None]:
+    def _drops_on_error(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if name not in self._failed:
-                self._failed.add(name)
-                logger.warning(
-                    f"{name}: {type(error).__name__}: {error}; the run continues, and metrics.jsonl has all lines"
-                )
+            self._open.pop(name, None)
+            logger.warning(
+                f"{name}: {type(error).__name__}: {error}; the run continues without it. metrics.jsonl has all lines"
+            )
 
 
 class Wandb:
     """The wandb tracker. Online with a key (WANDB_API_KEY or netrc), offline without one.
 
-    wandb cannot delete lines. After a rollback, or if a resume starts before the last logged step, a new wandb run in
-    the same group starts. So no wandb run has a step twice, and the newest has the valid steps. The ids are ID, ID-2,
-    ID-3, ... in the group ID.
+    wandb cannot delete lines. After a rollback, or a resume from an earlier step, the wandb run has these steps twice,
+    and the later lines are valid.
     """
 
-    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
-        self.folder, self.config = folder, config
-        run_id = read_wandb_id(folder) if start_step else ""
-        if run_id and goes_back:
-            run_id = following(run_id)
-        self._open(run_id or secrets.token_hex(4))
-
-    def _open(self, run_id: str) -> None:
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
         import wandb  # slow to import
 
-        self.id = run_id
-        self.folder.wandb_run_id.write_text(run_id + "\n", encoding="utf-8")
+        if start_step == 0 or not folder.wandb_run_id.exists():
+            folder.wandb_run_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
-        group, _, number = run_id.partition("-")
-        name = self.config["run_name"]
         self.run = wandb.init(
-            project=self.config["wandb_project"],
-            name=f"{name or group}-{number}" if number else name,
-            id=run_id,
-            group=group,
+            project=config["wandb_project"],
+            name=config["run_name"],
+            id=folder.wandb_run_id.read_text(encoding="utf-8").strip(),
             resume="allow" if mode == "online" else None,
-            dir=str(self.folder.path),
-            config=self.config,
+            dir=str(folder.path),
+            config=config,
             mode=mode,
         )
         self.run.define_metric("step")
@@ -142,8 +128,7 @@ class Wandb:
         self.run.log(metrics)
 
     def rewind(self, step: int) -> None:
-        self.run.finish()
-        self._open(following(self.id))
+        pass
 
     def close(self) -> None:
         self.run.finish()
@@ -152,7 +137,7 @@ class Wandb:
 class TensorBoard:
     """The TensorBoard tracker. Writes to tensorboard/ of the run; `tensorboard --logdir output` shows all runs."""
 
-    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
         self.folder = str(folder.tensorboard)
         self._open(start_step)
         if start_step == 0:
@@ -180,20 +165,6 @@ class TensorBoard:
 
 
 TRACKERS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
-
-
-def following(run_id: str) -> str:
-    """Return the id of the next wandb run in the group."""
-    group, _, number = run_id.partition("-")
-    return f"{group}-{int(number or 1) + 1}"
-
-
-def read_wandb_id(folder: RunFolder) -> str:
-    """Return the wandb run id stored in the folder, or ""."""
-    try:
-        return folder.wandb_run_id.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError:
-        return ""
 
 
 def has_wandb_key() -> bool:

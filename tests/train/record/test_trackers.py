@@ -1,4 +1,4 @@
-"""wandb and TensorBoard: who is asked for, resumes go on with the same run, failures end nothing."""
+"""train/record/trackers.py: wandb and TensorBoard in resumes, and their errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 
 from model import install_command
 from tests.conftest import refused
-from train.record import trackers
-from train.record.metrics import MetricsLogger
 from train.record.run_folder import RunFolder
 from train.record.trackers import TrackerError, Trackers, check_installed
 
@@ -25,7 +23,7 @@ def open_trackers(folder: Path, report_to: str | list[str], start_step: int = 0)
 
 
 @pytest.mark.process
-def test_wandb_without_a_key_is_offline_and_keeps_keeps_its_run(tmp_path, monkeypatch):
+def test_wandb_without_a_key_is_offline_and_a_resume_continues_its_run(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -34,13 +32,11 @@ def test_wandb_without_a_key_is_offline_and_keeps_keeps_its_run(tmp_path, monkey
     for start_step in (0, 10, 0):
         tracker = open_trackers(tmp_path, "wandb", start_step)
         tracker.log({"step": start_step + 10, "loss": 1.0})
-        if start_step:
-            tracker.rewind(start_step)
-            tracker.log({"step": start_step + 10, "loss": 1.0})
+        tracker.rewind(start_step)
+        tracker.log({"step": start_step + 10, "loss": 1.0})
         tracker.close()
-        ids.append(trackers.read_wandb_id(RunFolder(tmp_path)))
-    # a resumed run goes on, in a run of the same group when it goes back; a new one does not
-    assert ids[1] == f"{ids[0]}-2" and ids[2] != ids[0]
+        ids.append(RunFolder(tmp_path).wandb_run_id.read_text().strip())
+    assert ids[0] == ids[1] != ids[2]
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert all(any(name.endswith(each) for name in folders) for each in ids)
 
@@ -66,15 +62,6 @@ class Service:
         return call
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What is asked of wandb and of TensorBoard's writer, neither of which is there."""
-    noted: list[tuple] = []
-    for name in ("wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, name, module_of(name, Service(noted)))
-    return noted
-
-
 def module_of(name: str, service: Service) -> types.ModuleType:
     module: Any = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=f"{name}/__init__.py")
@@ -82,83 +69,49 @@ def module_of(name: str, service: Service) -> types.ModuleType:
     return module
 
 
-@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish", "SummaryWriter", "add_scalar"])
-def test_whatever_a_tracker_raises_is_told_once_and_the_other_goes_on(
-    fails, tmp_path, calls, monkeypatch, logged
-):
-    bad, names = [], ("wandb", "torch.utils.tensorboard")
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, module_of(name, Service(bad, fails)))
-    config = {"report_to": ["wandb", "tensorboard"], "run_name": None, "wandb_project": "project"}
-    both = Trackers(RunFolder(tmp_path), config, 0)
+@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "SummaryWriter", "add_scalar"])
+def test_a_tracker_that_raises_is_dropped_and_the_other_continues(fails, tmp_path, monkeypatch, logged):
+    calls: list[tuple] = []
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, module_of(name, Service(calls, fails)))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    both = open_trackers(tmp_path, ["wandb", "tensorboard"])
     for step in (1, 2, 3):
         both.log({"step": step, "loss": 1.0})
     both.close()
     name = "tensorboard" if fails in ("SummaryWriter", "add_scalar") else "wandb"
-    (warning,) = (line for line in logged if "the run continues" in line)
+    (warning,) = logged
     assert name in warning and "RuntimeError: the service has shut down" in warning
-    other = [call[0] for call in bad].count("log" if name == "tensorboard" else "add_scalar")
-    assert other == 3
+    counts = [[call[0] for call in calls].count(method) for method in ("log", "add_scalar")]
+    assert sorted(counts) == [int(fails in ("log", "add_scalar")), 3]
 
 
 @pytest.mark.parametrize(
-    ("key", "mode", "used", "resumes"),
+    ("key", "in_netrc", "mode", "used", "resumes"),
     [
-        ("", "", "offline", None),
-        ("k", "", "online", "allow"),
-        ("k", "offline", "offline", None),
-        ("", "online", "online", "allow"),
+        ("", False, "", "offline", None),
+        ("k", False, "", "online", "allow"),
+        ("", True, "", "online", "allow"),
+        ("k", False, "offline", "offline", None),
+        ("", False, "online", "online", "allow"),
     ],
 )
-def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
-    key, mode, used, resumes, tmp_path, calls, monkeypatch
-):
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_API_KEY", key)
-    monkeypatch.setenv("WANDB_MODE", mode)
+def test_wandb_is_online_with_a_key(key, in_netrc, mode, used, resumes, tmp_path, monkeypatch):
+    calls: list[tuple] = []
+    monkeypatch.setitem(sys.modules, "wandb", module_of("wandb", Service(calls)))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
+    (tmp_path / "netrc").chmod(0o600)
+    environment = {"NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": key, "WANDB_MODE": mode}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     config = {"report_to": "wandb", "run_name": "mine", "wandb_project": "project"}
-    Trackers(RunFolder(tmp_path), config, 10).close()
+    Trackers(RunFolder(tmp_path), config, 10).close()  # a resume may be the first run with wandb
     init = dict(next(call[1:] for call in calls if call[0] == "init"))
     assert init["name"] == "mine" and init["config"] == config
     assert (init["mode"], init["resume"], init["project"]) == (used, resumes, "project")
-    assert init["id"] == trackers.read_wandb_id(RunFolder(tmp_path)) and init["dir"] == str(tmp_path)
-    assert ("define_metric", "*", ("step_metric", "step")) in calls
-
-
-def test_wandb_begins_a_new_run_of_the_group_when_a_run_goes_back(tmp_path, calls, monkeypatch):
-    """By a rollback, or by a resume before the last logged step; no wandb run has a step twice."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = {"max_steps": 9, "report_to": ["wandb"], "run_name": None, "wandb_project": "project"}
-
-    def start(step: int) -> MetricsLogger:
-        return MetricsLogger(RunFolder(tmp_path), config, is_main=True, start_step=step)
-
-    def logs(log: MetricsLogger, *steps: int) -> None:
-        for step in steps:
-            log.log({"step": step, "tokens": 64 * step, "loss": 1.0})
-
-    log = start(0)
-    logs(log, 1, 2, 3)
-    log.rewind(2)
-    logs(log, 3, 4)
-    log.close()
-    log = start(4)
-    logs(log, 5)
-    log.close()
-    log = start(3)  # after a crash
-    logs(log, 4, 5)
-    log.close()
-    runs: dict[str, list[int]] = {}
-    opened = []
-    for call in calls:
-        if call[0] == "init":
-            opened.append(dict(call[1:]))
-        elif call[0] == "log":
-            runs.setdefault(opened[-1]["id"], []).append(call[1]["step"])
-    (group,) = {each["group"] for each in opened}
-    assert runs == {group: [1, 2, 3], f"{group}-2": [3, 4, 5], f"{group}-3": [4, 5]}
-    assert [each["name"] for each in opened] == [None, f"{group}-2", f"{group}-2", f"{group}-3"]
-    assert [call[0] for call in calls].count("finish") == 4
+    assert init["id"] == RunFolder(tmp_path).wandb_run_id.read_text().strip()
+    assert init["dir"] == str(tmp_path) and ("define_metric", "*", ("step_metric", "step")) in calls
 
 
 def test_tensorboard_has_the_numbers_that_count(tmp_path):
@@ -196,18 +149,3 @@ def test_a_tracker_that_is_not_installed_is_named(report_to, folder_of_that_name
         check_installed(report_to)
     assert install_command(first) in str(error.value)
     check_installed("none")
-
-
-@pytest.mark.parametrize(
-    ("key", "in_netrc", "has"), [("x", False, True), (None, True, True), (None, False, False)]
-)
-def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
-    netrc.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
-    assert trackers.has_wandb_key() is has
