@@ -194,7 +194,7 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     command = [*small_disk(tmp_path), sys.executable, "-c", METRICS_ON_A_FULL_DISK, str(tmp_path), str(ROOT)]
     done = programs.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-999:] + done.stderr
-    assert done.stdout.count("metrics.jsonl cannot be written: [Errno 28]") == 1
+    assert "metrics.jsonl cannot be written: [Errno 28]" in done.stdout
 
 
 @pytest.mark.slow

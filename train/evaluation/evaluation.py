@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,29 +69,19 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     folders = {name: name for name in args.data} or plan.sources()
     if not folders:
         raise ValueError(f"{plan.path} does not record its training data; pass DATA")
-    if not args.data and (missing := [folder for folder in folders.values() if not Path(folder).exists()]):
-        raise ValueError(
-            f"the training data {', '.join(missing)} do not exist in {Path.cwd()}; pass DATA, or start the evaluation "
-            "in the folder where the training was started"
-        )
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     plan.check_data(prepared.values(), args.tokenizer)
-    is_packed, length, size = args.by == "packed", plan.max_seq_length, plan.batch_size
+    length, size = plan.max_seq_length, plan.batch_size
     documents = Documents(length, size, choose_stride(args, plan), args.max_samples, plan.document_mask)
-    found: list[Packed | Documents] = []
     for name, folder in folders.items():
         if name not in prepared:
-            documents.add_text(
-                name, plan.encoder(args.tokenizer), args.text_key, args.split_on, args.max_dropped
-            )
-        elif not is_packed:
+            encoder = plan.encoder(args.tokenizer)
+            documents.add_text(name, encoder, args.text_key, args.split_on, args.max_dropped)
+        elif args.by == "document":
             documents.add_prepared(name, folder)
-    if prepared and is_packed:
-        found.append(Packed(prepared, length, size, args.max_samples, plan.document_mask))
-    found += [documents] if documents.sources else []
-    if changed := plan.changed_data(prepared.values()):
-        note = f"{' and '.join(changed)}: prepared again since the training; the eval split may contain training data"
-        found[0].notes.insert(0, note)
+    found: list[Packed | Documents] = [documents] if documents.sources else []
+    if prepared and args.by == "packed":
+        found.insert(0, Packed(prepared, length, size, args.max_samples, plan.document_mask))
     return found
 
 
@@ -110,33 +98,15 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     """
     plan = plan_evaluation(args)
     logger.info(plan.describe())
-    if plan.precision.compute == "fp16" and not torch.cuda.is_available():
-        logger.info("note: on a CPU, float16 can be several times slower than --precision fp32")
     data = open_data(args, plan)
-    notes = [note for part in data for note in part.notes]
-    for note in notes:
-        logger.info(f"note: {note}")
     model, precision = plan.build()
     machine, versions = describe()
     logger.info(f"{world} x {headline(machine, versions)}")
-    if world < (gpus := machine.get("gpus", 1)):
-        logger.info(
-            f"note: using {world} of {gpus} GPUs; to use all, run: python train/launch.py --nproc {gpus} "
-            "train/evaluate.py ..."
-        )
     begin = time.perf_counter()
-    tokens = sum(part.tokens for part in data) // world
     sums, gemms = [], list[str]()
-    # update a log file less often than a terminal
-    pause = 0 if sys.stderr.isatty() else 10
-    with tqdm(
-        total=tokens,
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=max(pause, 0.2),
-        delay=pause,
-        disable=rank != 0,
-    ) as progress:
+    tokens = sum(part.tokens for part in data) // world
+    # without a terminal, show no progress
+    with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=None if rank == 0 else True) as progress:
         for part in data:
             batches = part.batches(rank, world)
             of_part, gemms = scores.score(model, precision, batches, part.sources, progress.update)
@@ -150,12 +120,11 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         logger.info("\n".join(gemms))
     if rank == 0:
         print("\n".join(scores.table(by_source, everything)), flush=True)
-    for source in sources:
-        if source.name not in by_source:
-            notes.append(f"{source.name}: no result, because no token was predicted")
-            logger.info(f"note: {notes[-1]}")
-    if any(row["bits_per_byte"] is None for row in by_source.values()):
-        logger.info("note: bits/byte is ? if the number of text bytes cannot be derived from the tokens")
+    notes = [note for part in data for note in part.notes]
+    if missing := [source.name for source in sources if source.name not in by_source]:
+        notes.append(f"no result for {', '.join(missing)}, because no token was predicted")
+    for note in notes:
+        logger.info(f"note: {note}")
     return {
         "model": plan.describe(),
         "precision": plan.precision.compute,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from model.hf_folder import find_weights, read_hf_folder, stored_compute
 from model.variants import VARIANTS, SpeedConfig
 from train.checkpoint.files import (
     RUN_STATE,
-    CheckpointError,
     RunState,
     find_checkpoint,
     rank_file,
@@ -57,11 +55,7 @@ def find_model(given: Path) -> Path:
     """
     if (given / "config.json").is_file():
         return given
-    try:
-        checkpoint = find_checkpoint(given) if given.is_dir() else None
-    except CheckpointError as error:
-        raise CheckpointError(f"MODEL {given}: {error}") from error
-    if checkpoint:
+    if given.is_dir() and (checkpoint := find_checkpoint(given)):
         return checkpoint
     if ((export := RunFolder(given).hf) / "config.json").is_file():
         return export
@@ -105,17 +99,6 @@ class Plan:
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
 
-    def changed_data(self, folders: Iterable[str]) -> list[str]:
-        """Return the folders of training data whose tokens have changed since the training."""
-        names = {os.path.realpath(folder): name for name, folder in self.sources().items()}
-        fingerprints = self.state.data_fingerprint["sources"] if self.state else {}
-        return [
-            folder
-            for folder in folders
-            if (name := names.get(os.path.realpath(folder))) is not None
-            and read_manifest(folder).split_digest("train") != fingerprints[name]["shards_sha256"]
-        ]
-
     def check_data(self, folders: Iterable[str], tokenizer: Path | None) -> None:
         """Check that prepared data use the tokenizer of the model.
 
@@ -124,18 +107,10 @@ class Plan:
         """
         known = self.tokenizers(tokenizer)
         for folder in folders:
-            manifest = read_manifest(folder)
-            if known and manifest.tokenizer_sha256 not in known:
+            if known and read_manifest(folder).tokenizer_sha256 not in known:
                 raise EvaluationError(
                     f"{folder} was prepared with another tokenizer; prepare it with the tokenizer of the model, or if "
                     f"both are equal, pass --tokenizer {Path(folder) / 'tokenizer'}",
-                    code="another_tokenizer",
-                    key=str(folder),
-                )
-            if manifest.vocab_size > self.config.vocab_size:
-                raise EvaluationError(
-                    f"{folder} has a vocabulary of {manifest.vocab_size}, the model one of {self.config.vocab_size}; "
-                    "prepare it with the tokenizer of the model",
                     code="another_tokenizer",
                     key=str(folder),
                 )
@@ -170,16 +145,9 @@ class Plan:
         """Return the tokenizer of the model.
 
         Raises:
-            EvaluationError: The tokenizer belongs to another model.
+            EvaluationError: The tokenizer of the training data has changed.
         """
         encoder = TextEncoder(self.tokenizer_folder(given))
-        if encoder.vocab_size > self.config.vocab_size:
-            raise EvaluationError(
-                f"--tokenizer {encoder.folder} has a vocabulary of {encoder.vocab_size}, the model one of "
-                f"{self.config.vocab_size}; pass the tokenizer of the model",
-                code="another_tokenizer",
-                key=str(encoder.folder),
-            )
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
                 f"{encoder.folder} is not the tokenizer that the model was trained with, because the data were "
@@ -193,7 +161,7 @@ class Plan:
         """Build the model in evaluation mode with its weights. Delayed scaling uses the scales of training (rank 0).
 
         Raises:
-            EvaluationError, CheckpointError: Weights are missing, damaged, of another model, or not finite.
+            EvaluationError, CheckpointError: Weights are missing, damaged, or of another model.
             PrecisionError, BackendError: This machine does not support the precision.
         """
         from model.build import choose_attention, make_modules
@@ -212,16 +180,6 @@ class Plan:
             load_hf_state_dict(model, weights)
         except ValueError as error:
             raise EvaluationError(f"{self.path}: {error}", code="weights", key=str(self.path)) from error
-        wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-        if wrong:
-            why = "the training had already failed; use an earlier checkpoint"
-            if self.precision.compute == "fp16":
-                why = "the largest float16 value is 65504; pass --precision bf16 or fp32"
-            raise EvaluationError(
-                f"{self.path}: {len(wrong)} weights are not finite, such as {wrong[0]}; {why}",
-                code="weights_not_finite",
-                key=wrong[0],
-            )
         if precision.has_state:
             from train.checkpoint.reshard import load_shard
 
@@ -238,7 +196,7 @@ class Plan:
         return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
 
 
-def plan_model(path: Path, compute: str | None) -> Plan:
+def plan_model(path: Path, compute: Any) -> Plan:
     """Plan the evaluation of a checkpoint or Hugging Face folder.
 
     By default, a checkpoint is evaluated in its training precision, and a Hugging Face folder as the transformers model
@@ -254,26 +212,20 @@ def plan_model(path: Path, compute: str | None) -> Plan:
     """
     from transformers import MistralConfig
 
-    def converted(compute: Any) -> PrecisionConfig:
-        return (
-            PrecisionConfig(compute=compute, recipe="current")
-            if compute == "fp8"
-            else PrecisionConfig(compute=compute)
-        )
-
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
         compute = compute or stored_compute(find_weights(path, config))
         length = min(MAX_SEQ_LENGTH, trained_length(config) or config.max_position_embeddings)
         variant = "te_layer" if compute == "fp8" else "hf"
-        return Plan(path, None, config, variant, converted(compute), length, BATCH_SIZE)
+        precision = PrecisionConfig(compute=compute, recipe="current")
+        return Plan(path, None, config, variant, precision, length, BATCH_SIZE)
     state = read_state(path)
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
     precision.backend = "auto"  # select the backend of this machine
     levels = state.levels if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
-        precision = converted(compute)
+        precision = PrecisionConfig(compute=compute, recipe="current")
         if not VARIANTS[variant].te:
             variant = "te_layer" if compute == "fp8" else "hf"
     return Plan(

@@ -71,7 +71,8 @@ def score(
     pieces = [source.encoder.pieces() for source in sources]
     vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
     with count_gemms(model, precision) as gemms:
-        for passes, (batch, places, ended) in enumerate(batches, start=1):
+        for batch, places, ended in batches:
+            passes += 1
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
                     f"{_names(sources, places)}: token id {largest} is outside the model's vocabulary of {vocabulary}; "
@@ -83,13 +84,11 @@ def score(
             losses = token_losses(model(input_ids, documents=documents).logits, labels).double().cpu().numpy()
             if not np.isfinite(losses).all():
                 raise EvaluationError(
-                    f"{_names(sources, places)}: a loss is NaN or infinite although all weights are finite; "
-                    "activations overflowed. Try --precision bf16 or fp32",
+                    f"{_names(sources, places)}: a loss is NaN or infinite. Weights are not finite, or activations "
+                    "overflowed. Try --precision bf16 or fp32, or an earlier checkpoint",
                     code="loss_not_finite",
                     key=_names(sources, places),
                 )
-            if passes == 1 and (problem := gemms.problem(backward=False)):
-                raise StartupCheckError(problem)
             counted = batch.labels.numpy() != NO_LABEL
             for row, source in enumerate(places):
                 inputs, predicted = (
@@ -175,10 +174,11 @@ def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
         f"{'source':<{width}}{'documents':>12}{'tokens':>16}{'loss':>10}{'perplexity':>14}{'bits/byte':>11}"
     ]
     for name, row in rows.items():
-        perplexity, bits = ("?" if row[k] is None else row[k] for k in ("perplexity", "bits_per_byte"))
-        shown = perplexity if perplexity == "?" else f"{perplexity:,.2f}"
+        perplexity, bits = (
+            "?" if row[key] is None else format(row[key], form)
+            for key, form in (("perplexity", ",.2f"), ("bits_per_byte", ".4f"))
+        )
         lines.append(
-            f"{name:<{width}}{row['documents']:>12,}{row['tokens']:>16,}{row['loss']:>10.4f}{shown:>14}"
-            + (f"{bits:>11}" if bits == "?" else f"{bits:>11.4f}")
+            f"{name:<{width}}{row['documents']:>12,}{row['tokens']:>16,}{row['loss']:>10.4f}{perplexity:>14}{bits:>11}"
         )
     return lines

@@ -86,16 +86,10 @@ class Packed:
         self, folders: Mapping[str, str], length: int, size: int, samples: int | None, document_mask: bool
     ):
         self.stream = open_stream(folders, None, length, 0, "eval", document_mask, samples)
-        self.size, self.samples = size, self.stream.num_samples
+        self.size = size
         self.sources = [Source(s.name, TextEncoder(s.folder / TOKENIZER_FOLDER)) for s in self.stream.sources]
-        self.tokens = self.samples * length
-        self.notes = []
-        if self.samples < (found := sum(source.num_windows for source in self.stream.sources)):
-            self.notes = [f"{self.samples:,} of {found:,} samples (--max_samples)"]
-        elif left := sum(s.num_tokens - s.num_windows * length - 1 for s in self.stream.sources):
-            self.notes = [
-                f"the last {left:,} tokens do not fill a sample of {length} and are skipped, as in training"
-            ]
+        self.tokens = self.stream.num_samples * length
+        self.notes: list[str] = []
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
         for start, rows, batch in held_out_batches(self.stream, self.size, rank, world):
@@ -215,15 +209,7 @@ class Documents:
                 f"DATA {source.name}: the eval split has no document; prepare the data with a larger eval split"
             )
         if self.samples is not None and len(documents) > self.samples:
-            self.notes.append(
-                f"{source.name}: {self.samples:,} of {len(documents):,} documents (--max_samples)"
-            )
             documents = [documents[number] for number in spread(self.samples, len(documents))]
-        if self.stride is not None and (long := [len(d) for d in documents if len(d) - 1 > self.length]):
-            self.notes.append(
-                f"{source.name}: {len(long):,} documents are longer than --max_seq_length {self.length}, up to "
-                f"{max(long):,} tokens; they are read in rows that start every {self.stride} tokens (--stride)"
-            )
         self.sources.append(source)
         self.documents.append(documents)
 

@@ -145,14 +145,14 @@ def test_a_vocabulary_beyond_the_models(
     refused: Callable[..., str],
 ) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"w{i} w{i + 1}\n\n" for i in range(60)))
+    text.write_text("".join(f"w{i} w597\n\n" for i in range(60)))
     options = trained, "--tokenizer", large_vocabulary
-    assert numbers(refused(*options, text).replace(",", ""))[-2:] == [600, 512]
+    assert {599, 512} <= {*numbers(refused(*options, text))}
     assert (
         prepare(tmp_path / "data", text, tokenizer=large_vocabulary, split_on="blank_line", eval_fraction=0.5)
         == 0
     )
-    assert numbers(refused(*options, tmp_path / "data").replace(",", ""))[-2:] == [600, 512]
+    assert {599, 512} <= {*numbers(refused(*options, tmp_path / "data"))}
 
 
 def test_a_model_may_have_ids_that_the_tokenizer_has_not(
@@ -196,22 +196,6 @@ def test_the_data_of_the_training_are_others_by_now(
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
     assert evaluated(trained, text)["all"]["bytes"] == len("some text")
     assert str(tmp_path / "gone") in refused(trained)
-    # relative, of a run that was started elsewhere
-    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": "gone"})
-    assert str(Path.cwd()) in refused(trained)
-
-
-def test_the_data_of_the_training_were_prepared_anew(
-    trained: Path, other: Path, data: Path, evaluated: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the same tokenizer, so that nothing else shows it; named or not. Other data are not remarked on."""
-    few = ("--max_samples", 1)
-    before = [len(evaluated(trained, *named, *few)["notes"]) for named in ((), (other,))]
-    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(other)})
-    for named, count in (((), before[0]), ((other,), before[1])):
-        notes = evaluated(trained, *named, *few)["notes"]
-        assert len(notes) == count + 1 and str(other) in notes[0]
-    assert str(other) in evaluated(trained, f"{other}/.", data, *few)["notes"][0]
 
 
 def test_damaged_weights(
