@@ -88,7 +88,7 @@ def _values(node: Node) -> str:
         limits = [f"{sign} {choice[limit]:.12g}" for limit, sign in SIGNS.items() if limit in choice]
         if choice.get("type") != "null":
             kind = "list" if choice["type"] == "array" else choice["type"]
-            shown.append(", ".join(choice.get("enum", [" ".join([kind, *limits])])))
+            shown.append(", ".join(choice.get("enum", [f"{kind} {', '.join(limits)}".strip()])))
     return " or ".join(shown)
 
 
