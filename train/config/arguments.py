@@ -220,7 +220,7 @@ class TrainingArguments:
 
     hang_timeout_s: float = option(
         "Stop the run and name the rank that hangs if no step, evaluation batch or save finishes in this "
-        "time. The first step and each part of startup and shutdown have at least half an hour. 0: no "
+        "many seconds. The first step and each part of startup and shutdown have at least half an hour. 0: no "
         "timeout.",
         1800.0,
         ge=0,
