@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reliability.number_ranks import tensors_in
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
 from train import trainer
@@ -61,7 +60,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_files_are_those_of_a_save_that_is_waited_for(
     settings: dict, tmp_path: Path, slow_writes: list[str], stage: int
 ) -> None:
@@ -83,13 +82,8 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
         paths = [folder / "checkpoints" / name_of(step) for folder in (one, other)]
         files, expected = map(read_manifest, paths)
         assert files.keys() == expected.keys()
-        # the run's state has output_dir and save_async, and at ZeRO 3 numbers that DeepSpeed gives each parameter anew
-        others = {name for name in files if files[name] != expected[name]} - {RUN_STATE}
-        assert not others if stage < 3 else all(name.endswith("optim_states.pt") for name in others)
-        for name in others:
-            tensors, same = (list(tensors_in(torch.load(path / name, weights_only=False))) for path in paths)
-            assert len(tensors) == len(same) >= 3
-            assert all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
+        # the run's state has output_dir and save_async
+        assert {name for name in files if files[name] != expected[name]} == {RUN_STATE}
         assert problems(paths[0]) == []
 
 
@@ -164,10 +158,8 @@ def test_training_errors_leave_the_save_under_way_whole(
 
 
 def values() -> dict[str, Any]:
-    """Tensors of all sorts: parts of one storage, no numbers, parameters, FP8, attributes; and what is no tensor."""
+    """Tensors of all sorts: parts of one storage, no numbers, parameters, FP8; and other values."""
     flat = torch.arange(24.0)
-    named = torch.ones(2, requires_grad=True)
-    named.ds_id = 7  # type: ignore[attr-defined]
     return {
         "parts": [flat[:12].view(3, 4).t(), flat[12:]],
         "none": torch.empty(0, dtype=torch.bfloat16),
@@ -175,31 +167,19 @@ def values() -> dict[str, Any]:
         "parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
         "fp8": torch.ones(5).to(torch.float8_e4m3fn),
         "again": flat,
-        "named": [named, named],
         "rest": (1, "two", {3.0}, torch.Size([4]), torch.bfloat16, Path("five")),
     }
 
 
 def test_a_snapshot_is_what_torch_would_have_written_then(tmp_path: Path) -> None:
-    buffer = HostBuffer()
+    buffer, places = HostBuffer(), []
+    (tmp_path / "copy").mkdir()
     for _ in range(2):  # the second in the memory of the first
         given = values()
         torch.save(given, tmp_path / "value.pt")
         snapshot = Snapshot(given, buffer)
-        size = (tmp_path / "value.pt").stat().st_size
-        assert size / 2 < snapshot.bytes and size < 1.05 * snapshot.bytes
-        assert buffer.size < 2 * snapshot.bytes
+        places.append(snapshot.tensors[0].data_ptr())
         given["again"].fill_(-1), given["scalar"].fill_(-1), given["parameter"].data.fill_(-1)
-        (tmp_path / "copy").mkdir(exist_ok=True)
         torch.save(snapshot.value(), tmp_path / "copy/value.pt")
         assert (tmp_path / "copy/value.pt").read_bytes() == (tmp_path / "value.pt").read_bytes()
-
-
-def test_host_memory_is_kept_from_save_to_save() -> None:
-    buffer = HostBuffer()
-    places = []
-    for _ in range(2):
-        tensor = Snapshot({"a": torch.ones(1000)}, buffer).tensors[0]
-        places.append(tensor.data_ptr())
     assert places[0] == places[1]
-    assert buffer.size == 4096  # 4,000 bytes, aligned

@@ -171,20 +171,6 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
     assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
 
 
-def test_saves_of_changes_make_room_first(settings: dict, tmp_path: Path) -> None:
-    """Of two that are kept those of save_steps stay, however many stages there are; also after a resume."""
-    stages = [{"until_step": step, "compute": ("fp8", "bf16")[step // 2 % 2]} for step in (1, 3, 4)]
-    settings |= {"save_steps": 2, "save_total_limit": 2, "precision": {"recipe": "current"}}
-    settings["precision"]["schedule"] = [*stages, {"until_step": 5}, {"compute": "bf16"}]
-    whole = run(settings)
-    assert [path.name[-1] for path in committed(whole / "checkpoints")] == ["4", "6"]
-    start = str(whole / "checkpoints/step-00000004")
-    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
-    for folder in (whole, again):
-        state = read_state(folder / "checkpoints/step-00000006")
-        assert state.precision_changes == [1, 3, 4, 5] and state.unscheduled == {1, 3, 5}
-
-
 def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settings: dict) -> None:
     schedule = [{"until_step": 3, "compute": "bf16"}, {"bf16_modules": ["no.such"]}]
     with refused(PrecisionError):

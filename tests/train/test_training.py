@@ -335,7 +335,7 @@ def test_resume_with_another_configuration_is_refused(
 ) -> None:
     with refused(CheckpointError) as error:
         run(settings, learning_rate=0.01, seed=7)
-    assert {"learning_rate", "seed"} <= set(error.value.keys)
+    assert {"learning_rate", "seed"} <= {change.key for change in error.value.changes}
     with refused(CheckpointError, key="precision.recipe"):
         run(settings, precision={"recipe": "current"})
     other = tmp_path / "other"

@@ -14,7 +14,6 @@ newest. DeepSpeed's file `latest` is not used. This module does not import torch
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -22,14 +21,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from train.files import sha256_file, size_text, sync_folder, write_durably
+from train.files import sha256_file, sync_folder, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +71,13 @@ class RunState:
     precision: dict[str, Any] = field(default_factory=dict)
     # fallbacks of modules by precision.on_trouble, oldest first: step, module, from, to, ...
     escalations: list[dict[str, Any]] = field(default_factory=list)
-    # steps that were saved because the next one has another precision
+    # steps that were saved because the next one has another precision, for readers
     precision_changes: list[int] = field(default_factory=list)
 
     @property
     def levels(self) -> dict[str, str]:
         """The fallback recipe of each module that has one, for Precision."""
         return {change["module"]: change["to"] for change in self.escalations}
-
-    @property
-    def unscheduled(self) -> set[int]:
-        """Steps that were saved only because the precision changed, not by save_steps."""
-        every = self.train_config.get("save_steps")
-        return {step for step in self.precision_changes if not every or step % every}
 
 
 def name_of(step: int) -> str:
@@ -136,12 +129,8 @@ def write_manifest(path: Path, entries: list[dict[str, Any]], changes: Sequence[
     """
     entries = sorted(entries, key=lambda e: e["name"])
     wait_for_files(path, entries)
-    try:
-        sync_folder(path.parent)  # the checkpoint folder is new in it
-        write_signed(path / MANIFEST, {"step": step_of(path), "changes": list(changes), "files": entries})
-    except OSError:
-        (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
-        raise
+    sync_folder(path.parent)  # the checkpoint folder is new in it
+    write_signed(path / MANIFEST, {"step": step_of(path), "changes": list(changes), "files": entries})
 
 
 def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
@@ -152,14 +141,18 @@ def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
     Raises: OSError: a file is not visible after SEEN_WITHIN_S seconds."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     for entry in entries:
-        file = path / entry["name"]
-        while not (file.is_file() and file.stat().st_size == entry["bytes"]):
+        while not has_size(path / entry["name"], entry["bytes"]):
             if time.monotonic() > deadline:
                 raise OSError(
-                    f"{file} ({entry['bytes']} bytes) was written by another rank, but is not visible on this node. "
-                    "Choose an output_dir that all nodes share"
+                    f"{path / entry['name']} ({entry['bytes']} bytes) was written by another rank, but is not visible "
+                    "on this node. Choose an output_dir that all nodes share"
                 )
             time.sleep(0.1)
+
+
+def has_size(file: Path, size: int) -> bool:
+    """Return whether `file` exists with this number of bytes."""
+    return file.is_file() and file.stat().st_size == size
 
 
 def write_signed(file: Path, content: dict[str, Any]) -> None:
@@ -175,49 +168,33 @@ def _signed(content: dict[str, Any]) -> str:
 def read_signed(file: Path, *keys: str) -> list[Any]:
     """Return the values of `keys` in a file written by `write_signed`, or [] if the file does not exist.
 
-    Raises: CheckpointError: the file is damaged, or this version does not support its schema.
+    Raises: CheckpointError: the file is damaged.
     """
     try:
         text = file.read_text()
         content = json.loads(text)
-        values = [content[key] for key in keys]
-        if (schema := content["schema"]) != SCHEMA:
-            raise CheckpointError(
-                f"{file} has schema {schema}; this version supports only schema {SCHEMA}",
-                code="other_schema",
-                key=str(file),
-            )
         del content["sha256"]
         if text != _signed(content):
-            raise CheckpointError(
-                f"{file} is altered: its content does not match its sha256", code="altered", key=str(file)
-            )
+            raise ValueError("its content does not match its sha256")
+        return [content[key] for key in keys]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}", code="damaged", key=str(file)) from error
-    return values
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Return name -> (bytes, sha256) for every file of the checkpoint `path`.
 
-    Raises: CheckpointError: the checkpoint is not committed, its folder has the name of another step, or its manifest
-    is damaged."""
-    found = read_signed(path / MANIFEST, "step", "files")
+    Raises: CheckpointError: the checkpoint is not committed, or its manifest is damaged."""
+    found = read_signed(path / MANIFEST, "files")
     if not found:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}: the save did not complete", code="not_committed", key=str(path)
-        )
-    step, files = found
-    if FOLDER.fullmatch(path.name) and step_of(path) != step:
-        raise CheckpointError(
-            f"{path} is named after step {step_of(path)}, but its {MANIFEST} is from step {step}. Rename the folder to "
-            f"{name_of(step)}",
-            code="other_step",
+            f"{path} has no {MANIFEST}: it is no checkpoint, or its save did not complete",
+            code="not_committed",
             key=str(path),
         )
-    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in files}
+    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in found[0]}
 
 
 def rolled_back(path: Path) -> list[list[int]] | None:
@@ -252,33 +229,15 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def make_room(path: Path, needed: int) -> None:
-    """Create the empty folder `path` for a save.
-
-    Raises: OSError: the disk has less than `needed` free bytes, or a checkpoint of this step exists."""
+def remove_unfinished(path: Path) -> None:
+    """Remove what a failed or killed save left in `path`. A committed checkpoint stays. Raises OSError."""
     if path.exists() and not (path / MANIFEST).exists():
-        remove(path)  # left by a killed save
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(path.parent).free) < needed:
-        raise OSError(f"not enough disk space: {size_text(free)} are free and {size_text(needed)} are needed")
-    path.mkdir()
+        remove(path)
 
 
-def undo_save(path: Path) -> None:
-    """Remove the files of a failed save from `path`, if possible."""
-    with contextlib.suppress(OSError):
-        if path.exists() and not (path / MANIFEST).exists():  # a manifest means an earlier checkpoint
-            remove(path)
-
-
-def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:
-    """Remove old checkpoints, so that `keep` checkpoints up to and including `path` remain; 0 keeps all.
-
-    Checkpoints of the steps `unscheduled` are removed first. Otherwise a precision schedule with many phases would
-    displace the regular ones.
-    """
+def discard_old(path: Path, keep: int) -> None:
+    """Remove the oldest checkpoints, so that `keep` checkpoints up to and including `path` remain; 0 keeps all."""
     older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
-    older.sort(key=lambda p: (step_of(p) not in unscheduled, step_of(p)))
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
             remove(old)
@@ -295,59 +254,36 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
     Args:
         hashes: whether to check the hash of every file. Otherwise only sizes are compared, which is fast.
     """
-    if not path.is_dir():
-        return [f"{path} is not a folder"]
     try:
         expected = read_manifest(path)
-    except CheckpointError as error:
-        return [str(error)]
-    found, present = [], []
-    for name, (size, _) in expected.items():
-        file = path / name
-        if not file.is_file():
-            found.append(f"{file} is missing")
-        elif file.stat().st_size != size:
-            found.append(f"{file} has {file.stat().st_size} bytes, but the manifest says {size}")
-        else:
-            present.append(file)
-    if not hashes:
-        return found
-    try:
+        found = [
+            f"{path / name} is missing or does not have {size} bytes"
+            for name, (size, _) in expected.items()
+            if not has_size(path / name, size)
+        ]
+        if found or not hashes:  # hashing reads gigabytes
+            return found
         with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
-            actual = list(pool.map(sha256_file, present))
-    except OSError as error:
-        return [*found, f"{path} cannot be read: {error}"]
-    altered = [f for f, now in zip(present, actual, strict=True) if now != expected[f.name][1]]
-    return found + [f"{file} is altered: its sha256 differs from the manifest" for file in altered]
+            actual = list(pool.map(sha256_file, (path / name for name in expected)))
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return [
+        f"{path / name} is altered: its sha256 differs from the manifest"
+        for (name, (_, sha256)), now in zip(expected.items(), actual, strict=True)
+        if now != sha256
+    ]
 
 
-def check_given(path: Path, root: Path, hashes: bool = True) -> None:
-    """Check the path that resume_from_checkpoint names.
+def check_given(path: Path, key: str, hashes: bool = True) -> None:
+    """Check a checkpoint that the user names.
 
     Args:
-        root: checkpoints of the run, to suggest from.
+        key: the key of the error.
         hashes: as in `problems`.
 
     Raises: CheckpointError: `path` is not a good checkpoint."""
     if found := problems(path, hashes):
-        raise CheckpointError(
-            f"resume_from_checkpoint {str(path)!r}: {'; '.join(found)}. Use auto, never, or the path of a checkpoint"
-            + name_others(path, root),
-            code="no_checkpoint",
-            key="resume_from_checkpoint",
-        )
-
-
-def name_others(path: Path, *roots: Path) -> str:
-    """Return the end of a message about a bad `path`: the five newest committed checkpoints nearby, or "".
-
-    They are those of the run that is or contains `path`, or else of the first of `roots` that has any.
-    """
-    near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
-    for root in (*near, *roots):
-        if others := [p.name for p in committed(root) if p.resolve() != path.resolve()]:
-            return f". Checkpoints in {root}: {', '.join(others[-5:])}"
-    return ""
+        raise CheckpointError("; ".join(found), code="no_checkpoint", key=key)
 
 
 def newest_good(root: Path) -> Path | None:
@@ -359,9 +295,7 @@ def newest_good(root: Path) -> Path | None:
     """
     candidates = committed(root)
     for path in reversed(candidates):
-        # sizes first, because hashing reads gigabytes
-        found = problems(path, hashes=False) or problems(path)
-        if not found:
+        if not (found := problems(path)):
             return path
         logger.warning(f"checkpoint {path.name} is skipped: " + "; ".join(found))
     if candidates:
@@ -385,8 +319,7 @@ def find_checkpoint(given: Path) -> Path | None:
     Raises: CheckpointError: `given` is not a good checkpoint, or the run has no good one.
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
-        if found := problems(given):
-            raise CheckpointError("; ".join(found) + name_others(given), code="no_checkpoint", key=str(given))
+        check_given(given, key=str(given))
         return given
     root = given / "checkpoints"
     return newest_good(root if root.is_dir() else given)
@@ -402,27 +335,18 @@ def origin(path: Path) -> dict[str, str]:
     return {"path": str(path.resolve()), "manifest_sha256": identity(path)}
 
 
-def branch_at(root: Path, path: Path) -> Path | None:
-    """Return the newest committed checkpoint under `root` if that run began from the checkpoint `path` of another run.
+def branch_at(root: Path, path: Path) -> bool:
+    """Return whether the run with the checkpoints `root` began from the checkpoint `path` of another run.
 
-    `path` itself may have been removed since.
-
-    Returns: None if nothing is committed under `root`, or if `path` is one of its own checkpoints.
+    `path` itself may have been removed since. False also if the run has no checkpoint, or `path` is one of them.
 
     Raises: CheckpointError: the run of `root` did not begin from `path`.
     """
     own = committed(root)
     if not own or belongs_to(path, root):
-        return None
-    began: dict[str, str] = {}
-    for each in reversed(own):
-        with contextlib.suppress(CheckpointError):  # a damaged checkpoint is skipped later
-            began = read_state(each).began_at
-            break
-    if not (path / MANIFEST).is_file():
-        return own[-1] if began.get("path") == str(path.resolve()) else None
-    if began.get("manifest_sha256") == identity(path):
-        return own[-1]
+        return False
+    if read_state(own[0]).began_at.get("path") == str(path.resolve()):
+        return True
     raise CheckpointError(
         f"resume_from_checkpoint {path} is a checkpoint of another run, but the run in {root} did not begin from it. "
         "Choose another output_dir, or continue the run there with --resume_from_checkpoint auto",
@@ -437,16 +361,10 @@ def read_state(path: Path) -> RunState:
     Raises: CheckpointError: the run state is missing, damaged, or from another version.
     """
     try:
-        values = json.loads((path / RUN_STATE).read_text())
-        if unknown := sorted(values.keys() - {key.name for key in fields(RunState)}):
-            raise CheckpointError(
-                f"{path / RUN_STATE} has unknown keys: {', '.join(unknown)}. Resume with the version of this program "
-                "that wrote it",
-                code="other_version",
-                key=unknown[0],
-            )
-        return RunState(**values)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return RunState(**json.loads((path / RUN_STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path / RUN_STATE} cannot be read: {error}", code="damaged", key=str(path / RUN_STATE)
+            f"{path / RUN_STATE} is damaged or from another version of this program: {error}",
+            code="damaged",
+            key=str(path / RUN_STATE),
         ) from error

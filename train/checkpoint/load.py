@@ -5,8 +5,6 @@ The hash of every file is checked before loading, because DeepSpeed loads flippe
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,15 @@ from model import conversion
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
-    MANIFEST,
     ROLLBACK,
-    CheckpointError,
     RunState,
     branch_at,
     check_given,
     committed,
-    identity,
     newest_good,
     rank_file,
     read_state,
-    remove,
+    remove_unfinished,
     rolled_back,
     step_folders,
     step_of,
@@ -45,9 +40,8 @@ from train.checkpoint.reshard import (
 from train.config.differences import same_precision
 from train.engine.distributed import from_rank_0
 from train.engine.zero import forget_moments, own_settings, use_loader
-from train.files import discarded_name, may_pass, without_patterns
+from train.files import discarded_name, without_patterns
 
-logger = logging.getLogger(__name__)
 # Keys of the section "precision" that determine which modules have FP8 state, its shape and its range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
@@ -65,68 +59,38 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
     Returns: None with "never", or with "auto" and no checkpoint.
 
     Raises:
-        CheckpointError, on all ranks: the given checkpoint is not good or belongs to another run, no checkpoint in
-            `root` is good, or a rank does not see the checkpoint that rank 0 chose.
+        CheckpointError, on all ranks: the given checkpoint is not good or belongs to another run, or no checkpoint in
+            `root` is good.
     """
-    path = from_rank_0(lambda: _choose_on_rank_0(root, setting))
-    if path is None:
-        return None
-    seen: str | None = None
-    with contextlib.suppress(OSError):
-        seen = identity(path)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, seen)
-    if blind := [rank for rank, found in enumerate(every) if found is None or found != every[0]]:
-        raise CheckpointError(
-            f"ranks {blind} do not see the checkpoint {path} that rank 0 chose. Choose an output_dir that all nodes "
-            "share",
-            code="not_shared",
-            key=str(path),
-        )
-    return path
 
-
-def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
-    try:
+    def choose() -> Path | None:
         if setting == "never":
             return None
-        if setting == "auto":
-            return newest_good(root)
         path = Path(setting)
-        if branch_at(root, path) and (own := newest_good(root)):
-            logger.info(
-                f"this run began from {path} and resumes from its own {own.name}. To begin there again, choose "
-                "another output_dir"
-            )
-            return own
-        check_given(path, root)
+        if setting == "auto" or branch_at(root, path):
+            return newest_good(root)
+        check_given(path, "resume_from_checkpoint")
         return path
-    except OSError as error:
-        refusal = CheckpointError(str(error))
-        refusal.may_pass = may_pass(error)
-        raise refusal from error
+
+    return from_rank_0(choose)
 
 
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints after step `after_step` to a new folder beside `root`, and delete unfinished saves.
 
-    A later resume with "auto" then does not use them.
+    A later resume with "auto" then does not use them. The note of a rollback to one of them goes with it.
 
     Returns: the new folder, or None if there was nothing to move."""
     root = root.resolve()  # may be a link to another disk, and folders cannot be moved between disks
     for path in step_folders(root):
-        if not (path / MANIFEST).exists():
-            remove(path)
+        remove_unfinished(path)
     newer = [p for p in committed(root) if step_of(p) > after_step]
     if not newer:
         return None
     aside = discarded_name(root)
     aside.mkdir()
-    with contextlib.suppress(
-        CheckpointError
-    ):  # a damaged rollback.json is an error only for a run that reads it
-        if any(rolled_back(path) is not None for path in newer):
-            (root / ROLLBACK).rename(aside / ROLLBACK)
+    if any(rolled_back(path) is not None for path in newer):
+        (root / ROLLBACK).rename(aside / ROLLBACK)
     for path in newer:
         path.rename(aside / path.name)
     return aside
@@ -151,15 +115,11 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
     do not hold the whole model; the ranks had different FP8 states and their number has changed.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
-    if not reshard and (saved.world_size, saved.zero_stage) == (
-        world,
-        engine.zero_optimization_stage(),
-    ):
+    if not reshard and (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
         use_loader(engine, load_shard)
         with own_settings(engine), without_patterns(path.parent) as root:
             loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
-        if loaded is None:
-            raise CheckpointError(f"DeepSpeed found no checkpoint in {path}")
+        assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
     else:
         load_resharded(engine, path, saved)
     forget_moments(engine)

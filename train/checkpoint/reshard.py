@@ -16,7 +16,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,9 @@ class Contents:
     """The content of the files of a checkpoint."""
 
     pieces: Pieces
-    steps: set[float]  # AdamW's step counts; empty before the first step
-    loss_scale: dict[str, Any]
-    counters: dict[str, int]  # of the engine
+    step: float | None = None  # AdamW's step count; None before the first step
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # of the engine
 
 
 @torch.no_grad()
@@ -74,52 +74,44 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
 
     Raises: CheckpointError: a file is missing, unreadable or incomplete, or the checkpoint is of another model.
     """
-    sizes = {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}
     # the order of parameters in an optimizer without ZeRO
     groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
-    ordered = [p for group in groups for p in group["params"]]
-    saved = read(path, state, [zero.name_of(engine, p) for p in ordered])
-    check(saved, sizes, path)
-    if not saved.steps:
+    ordered = [zero.name_of(engine, p) for group in groups for p in group["params"]]
+    saved = read(path, state, ordered)
+    check(
+        saved, {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}, path
+    )
+    if saved.step is None:
         zero.base_optimizer(engine).state.clear()
     with zero.rewritten_masters(engine):
-        for name, piece in _pieces_of_engine(engine, saved.steps):
+        for name, piece in _pieces_of_engine(engine, saved.step):
             for old in saved.pieces[name]:
                 first, end = max(piece.start, old.start), min(piece.end, old.end)
                 if first < end:
                     for what, tensor in piece.tensors.items():
                         found = old.tensors[what][first - old.start : end - old.start]
                         tensor[first - piece.start : end - piece.start].copy_(found)
-    for name, value in saved.counters.items():
-        setattr(engine, name, value)
+    vars(engine).update(saved.counters)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for name in zero.LOSS_SCALE:
-        if hasattr(scaler, name) and saved.loss_scale.get(name) is not None:
-            setattr(scaler, name, saved.loss_scale[name])
+    for name, value in saved.loss_scale.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
 
 
 def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
-    """Check that the checkpoint `path` holds exactly the parameters of `sizes`, all after the same number of steps.
+    """Check that the checkpoint `path` holds exactly the parameters of `sizes`.
 
     Args:
         sizes: number of elements by parameter name.
 
     Raises: CheckpointError: it does not."""
-    if len(saved.steps) > 1:
-        raise CheckpointError(f"{path}: AdamW's step count differs between parameters: {sorted(saved.steps)}")
-    pieces = saved.pieces
-    missing, unknown = sorted(sizes.keys() - pieces.keys()), sorted(pieces.keys() - sizes.keys())
-    if missing or unknown:
+    held = {name: sum(piece.end - piece.start for piece in found) for name, found in saved.pieces.items()}
+    if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
+        name = wrong[0]
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: missing parameters {missing}, unknown parameters {unknown}"
+            f"{path} is of another model: {len(wrong)} parameters differ, such as {name}, of which it holds "
+            f"{held.get(name, 0)} of {sizes.get(name, 0)} elements"
         )
-    for name, found in pieces.items():
-        ends = [0, *(piece.end for piece in found)]
-        if [piece.start for piece in found] != ends[:-1] or ends[-1] != sizes[name]:
-            stretches = ", ".join(f"{piece.start} to {piece.end}" for piece in found)
-            raise CheckpointError(
-                f"{path} does not hold all {sizes[name]} elements of {name}. Its shards hold {stretches}"
-            )
 
 
 # ---------------------------------------------------------------- partitions
@@ -160,21 +152,24 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 # ---------------------------------------------------------------- the engine
 
 
-def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
+def _pieces_of_engine(engine: Any, step: float | None) -> Iterator[tuple[str, Piece]]:
     """Yield (name, piece) for each part of a parameter that this rank holds.
 
     Args:
-        steps: AdamW's step count, at most one; without it the pieces have no moments.
+        step: AdamW's step count; if None, the pieces have no moments.
     """
     optimizer = zero.base_optimizer(engine)
     for master in zero.masters(engine):
-        packed = optimizer if isinstance(optimizer, PackedAdamW) else None
-        if packed:
-            kinds = (WEIGHT, *MOMENTS) if steps else (WEIGHT,)
+        if isinstance(optimizer, PackedAdamW):
+            kinds = (WEIGHT,) if step is None else (WEIGHT, *MOMENTS)
             tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
-        else:
-            tensors = {WEIGHT: master.tensor.data.view(-1)}
-        if steps and not packed:
+            yield from pieces_of_master(engine, master, tensors)
+            optimizer.put(
+                master.tensor, tensors[WEIGHT], tensors, step
+            )  # the caller has filled the tensors by now
+            continue
+        tensors = {WEIGHT: master.tensor.data.view(-1)}
+        if step is not None:
             state = optimizer.state[master.tensor]
             for moment in master.moments:
                 if moment not in state:
@@ -183,10 +178,8 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
             if master.moments == MOMENTS:
                 # on the device where the kernel of torch.optim.AdamW reads it
                 device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
-                state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
+                state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
         yield from pieces_of_master(engine, master, tensors)
-        if packed:  # the caller has filled the tensors by now
-            packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
 
 
 def pieces_of_master(
@@ -219,40 +212,33 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
     Raises: CheckpointError: a file is missing, unreadable or incomplete.
     """
     file = model_file(path, state)
-    saved, model = Contents(defaultdict(list), set(), {}, {}), load_shard(file, mmap=True)
-    with named(file):
+    saved = Contents(defaultdict(list))
+    with named(path):
+        model = load_shard(model_file(path, state), mmap=True)
         saved.counters = {name: model[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         if state.zero_stage == 0:
             _read_whole(model, names, saved)
             return saved
-        groups = [
-            [(name, math.prod(shape)) for name, shape in group.items()] for group in model["param_shapes"]
-        ]
-    for rank in range(state.world_size):
-        file = _shard(path, rank)
-        content = load_shard(file, mmap=True)
-        with named(file):
-            _read_shard(content["optimizer_state_dict"], groups, rank, state, saved)
+        groups = [[(n, math.prod(shape)) for n, shape in group.items()] for group in model["param_shapes"]]
+        for rank in range(state.world_size):
+            # for a run in bf16 the name begins with bf16_
+            (file,) = path.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            _read_shard(load_shard(file, mmap=True)["optimizer_state_dict"], groups, rank, state, saved)
     return saved
 
 
 def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
     """Return the float32 weights of a ZeRO 3 checkpoint by name; they are in the shards of the optimizer.
 
-    Raises: CheckpointError: as `read` and `check`.
+    Raises: CheckpointError: as `read`.
     """
-    file = model_file(path, state)
-    model = load_shard(file)
-    with named(file):
-        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
-        tied = dict(model["shared_params"])
-    saved = read(path, state, [])
-    check(saved, {name: math.prod(shape) for name, shape in shapes.items()}, path)
+    model, pieces = load_shard(model_file(path, state)), read(path, state, []).pieces
     weights = {
-        name: torch.cat([piece.tensors[WEIGHT] for piece in saved.pieces[name]]).view(shape)  # type: ignore[misc]
-        for name, shape in shapes.items()
+        name: torch.cat([piece.tensors[WEIGHT] for piece in pieces[name]]).view(shape)  # type: ignore[misc]
+        for group in model["param_shapes"]
+        for name, shape in group.items()
     }
-    return weights | {name: weights[other] for name, other in tied.items()}
+    return weights | {name: weights[other] for name, other in dict(model["shared_params"]).items()}
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
@@ -264,7 +250,7 @@ def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> Non
         masters = [model["module"][name] for name in names]
     adam = optimizer.get("optimizer_state_dict", optimizer)
     for index, (name, master) in enumerate(zip(names, masters, strict=True)):
-        saved.pieces[name].append(Piece(0, _tensors(master, adam["state"], index, saved.steps)))
+        saved.pieces[name].append(Piece(0, _tensors(master, adam["state"], index, saved)))
 
 
 def _read_shard(
@@ -272,13 +258,13 @@ def _read_shard(
 ) -> None:
     """Read the part of one rank: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
     scaler = content.get("loss_scaler")
-    saved.loss_scale = {name: getattr(scaler, name, None) for name in zero.LOSS_SCALE}
+    saved.loss_scale = {name: getattr(scaler, name) for name in zero.LOSS_SCALE if hasattr(scaler, name)}
     if state.zero_stage == 3:
         flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
     else:
         flats, adam = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]["state"]
     for index, (sizes, flat) in enumerate(zip(groups, flats, strict=True)):
-        tensors = _tensors(flat, adam, index, saved.steps)
+        tensors = _tensors(flat, adam, index, saved)
         if state.zero_stage == 3:
             found = partition_of_each(sizes, rank, state.world_size, tensors)
         else:
@@ -286,22 +272,17 @@ def _read_shard(
             # have no "zero_stage".
             left_out = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
-            length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
-            if length * state.world_size < total:
-                raise CheckpointError(
-                    f"{state.world_size} partitions of {length} elements are too small for the {total} of group {index}"
-                )
-            found = flat_partition(sizes, paddings, rank, length, tensors)
+            found = flat_partition(sizes, paddings, rank, flat.numel() + left_out, tensors)
         for name, piece in found:
             saved.pieces[name].append(piece)
 
 
 def _tensors(
-    master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, steps: set[float]
+    master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, saved: Contents
 ) -> Tensors:
     """Return the flat float32 weight and its moments.
 
-    Before the first step there are no moments. Add AdamW's step count to `steps`; Muon has none.
+    Before the first step there are no moments. Store AdamW's step count in `saved`; Muon has none.
 
     Args:
         master: float32 weight.
@@ -311,22 +292,14 @@ def _tensors(
     if not of_optimizer:
         return {WEIGHT: master.view(-1)}
     state = of_optimizer[index]
-    if zero.MOMENTUM[0] in state:
-        return {WEIGHT: master.view(-1)} | {name: state[name].view(-1) for name in zero.MOMENTUM}
-    steps.add(float(state["step"]))
     if "remainder" in state:
         weight, moments = stretches(master, state)
-        return {WEIGHT: weight, **moments}
-    return {WEIGHT: master.view(-1)} | {moment: state[moment].view(-1) for moment in MOMENTS}
-
-
-def _shard(path: Path, rank: int) -> Path:
-    """Return DeepSpeed's file with the optimizer state of a rank. For a run in bf16 its name begins with bf16_."""
-    candidates = [path / f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for kind in ("bf16_", "")]
-    for file in candidates:
-        if file.exists():
-            return file
-    raise CheckpointError(f"neither {candidates[0]} nor {candidates[1].name} exists")
+    else:
+        names = zero.MOMENTUM if zero.MOMENTUM[0] in state else MOMENTS
+        weight, moments = master.view(-1), {name: state[name].view(-1) for name in names}
+    if zero.MOMENTUM[0] not in state:
+        saved.step = float(state["step"])
+    return {WEIGHT: weight, **moments}
 
 
 def model_file(path: Path, state: RunState) -> Path:
@@ -349,10 +322,8 @@ def named(file: Path) -> Iterator[None]:
     """Convert errors in the block to a CheckpointError that names `file`."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         # torch's message advises to allow the type; use only its first sentence, which names the type
         reason = str(error.__context__ or error).partition(". ")[0]
@@ -360,16 +331,10 @@ def named(file: Path) -> Iterator[None]:
             f"{file} is refused: {reason}. Checkpoints of this program contain only tensors and plain values; other "
             "types could execute code. Use a checkpoint from a source that you trust"
         ) from error
-    except (
-        RuntimeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        AssertionError,
-        EOFError,
-    ) as error:
-        raise CheckpointError(f"{file} does not have the format of DeepSpeed 0.19.8: {error!r}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be read or does not have the format of DeepSpeed 0.19.8: {error!r}"
+        ) from error
 
 
 # ---------------------------------------------------------------- FP8
@@ -383,18 +348,14 @@ def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
 
     Raises: CheckpointError: the ranks have different states.
     """
-    files = [path / rank_file(rank) for rank in range(world)]
-    states = [load_shard(file)["fp8"] for file in files]
-    first = states[0]
-    for file, state in zip(files, states, strict=True):
-        if state.keys() != first.keys():
-            raise CheckpointError(f"{file} has FP8 state of other modules than {files[0]}")
-        for key, tensor in state.items():
-            rows = slice(1, None) if key.endswith(".amax_history") else slice(None)
-            if not torch.equal(tensor[rows].view(torch.int32), first[key][rows].view(torch.int32)):
-                raise CheckpointError(
-                    f"{file} and {files[0]} differ in {key}. Either each rank used its own amaxes "
-                    f"(precision.reduce_amax false), or one file is wrong. Resume from {path.name} with {world} ranks"
-                )
-    histories = [key for key in first if key.endswith(".amax_history")]
-    return first | {key: torch.stack([state[key] for state in states]).amax(0) for key in histories}
+    states, merged = [load_shard(path / rank_file(rank))["fp8"] for rank in range(world)], {}
+    for key, first in states[0].items():
+        tensors, is_history = torch.stack([state[key] for state in states]), key.endswith(".amax_history")
+        reduced = tensors[:, 1:] if is_history else tensors
+        if not torch.equal(reduced, reduced[:1].expand_as(reduced)):
+            raise CheckpointError(
+                f"{path}: the ranks have different FP8 states, such as {key}. Each rank used its own amaxes "
+                f"(precision.reduce_amax false). Resume with {world} ranks"
+            )
+        merged[key] = tensors.amax(0) if is_history else first
+    return merged

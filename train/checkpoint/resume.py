@@ -22,7 +22,6 @@ from train.checkpoint.files import (
     committed,
     origin,
     rolled_back,
-    step_of,
 )
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import (
@@ -68,16 +67,11 @@ class ChangesError(CheckpointError):
     """The configuration differs from that of the checkpoint, and the changes are not allowed.
 
     Attributes:
-        changes: the differences.
+        changes: the differences that cannot change, or else all that `allow_changes_on_resume` must list.
     """
 
     code = "change_not_allowed"
     changes: list[Change] = []
-
-    @property
-    def keys(self) -> list[str]:
-        """The changed keys: those to list in allow_changes_on_resume, or those that cannot change."""
-        return list(dict.fromkeys(change.key for change in self.changes))
 
 
 def is_new_run(args: TrainingArguments) -> bool:
@@ -91,16 +85,13 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
 
     Raises: CheckpointError: as `branch_at` and `check_given`.
     """
-    own = RunFolder(args.output_dir).checkpoints
+    setting, own = str(args.resume_from_checkpoint), RunFolder(args.output_dir).checkpoints
     if is_new_run(args):
         return None
-    if args.resume_from_checkpoint == "auto":
+    if setting == "auto" or branch_at(own, Path(setting)):
         return committed(own)[-1]
-    path = Path(str(args.resume_from_checkpoint))
-    if newest := branch_at(own, path):
-        return newest
-    check_given(path, own, hashes=False)
-    return path
+    check_given(Path(setting), "resume_from_checkpoint", hashes=False)
+    return Path(setting)
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
@@ -165,34 +156,27 @@ def allowed_changes(
         ConfigurationError: max_steps is below the step of the checkpoint.
     """
     found = changes(state, saved)
-    max_steps = state.train_config["max_steps"]
-    if saved.step > max_steps:
-        earlier = [each for each in committed(path.parent) if step_of(each) <= max_steps]
-        remedy = "To train a new run, choose another output_dir"
-        if earlier:
-            keys = [change.key for change in found if not change.never]
-            options = f"--resume_from_checkpoint {shlex.quote(str(earlier[-1]))} --output_dir NEW"
-            options += f" {allow_option(keys)}" if keys else ""
-            remedy = f"To train from an earlier step in a new folder, pass {options}"
+    if saved.step > (max_steps := state.train_config["max_steps"]):
         raise ConfigurationError(
-            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. {remedy}",
+            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. Raise max_steps, or name an "
+            "earlier checkpoint with --resume_from_checkpoint and a new output_dir",
             code="past_max_steps",
             key="max_steps",
         )
     refused = [c for c in found if c.never]
-    unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
-    if not (refused or unnamed):
+    wrong = refused or [c for c in found if not (allow is True or c.key in (allow or ()))]
+    if not wrong:
         return found
     remedy = "Restore the old values, choose another output_dir, or pass --resume_from_checkpoint never"
     if not refused:
         remedy = f"To resume with these changes, pass {allow_option(c.key for c in found)} (true allows all). {remedy}"
-    lines = "\n  ".join(map(str, refused + unnamed))
+    lines = "\n  ".join(map(str, wrong))
     error = ChangesError(
         f"{path} was written with a different configuration:\n  {lines}\n{remedy}",
         code="cannot_change" if refused else None,
+        key=(refused or found)[0].key,
     )
     error.changes = refused or found
-    error.key = error.keys[0]
     raise error
 
 

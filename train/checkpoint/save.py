@@ -1,7 +1,7 @@
 """Save checkpoints in the background: copy tensors to host memory, and write them in a thread of each rank.
 
     main thread   begin: copy tensors ......................... finish: wait, report errors
-    save thread        check disk space -> write, flush and hash files -> manifest -> remove old checkpoints
+    save thread        write, flush and hash files -> manifest -> remove old checkpoints
 
 The save threads synchronize between these steps over their own process group. If a save fails on one rank, it fails on
 all ranks with the same message, and earlier checkpoints stay unchanged. Without `background`, the main thread does the
@@ -10,6 +10,7 @@ same work directly on the tensors.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -35,21 +35,17 @@ from train.checkpoint.files import (
     RunState,
     describe_file,
     discard_old,
-    make_room,
     name_of,
     rank_file,
-    undo_save,
+    remove_unfinished,
     write_manifest,
 )
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.engine.distributed import GROUP_TIMEOUT
 from train.engine.zero import capture_checkpoint
-from train.files import may_pass, size_text, write_durably
+from train.files import may_pass, write_durably
 
 T = TypeVar("T")
-
-LARGE_BYTES = 1 << 20  # smaller writes are hashed in the same thread
-DISK_MARGIN = 1.05  # for partly filled blocks of the file system
 
 
 class SaveError(CheckpointError):
@@ -134,20 +130,17 @@ class Saver:
                 copy.
         """
         assert not self.pending, "call finish() first"
-        start = time.perf_counter()
-        job = Job(
-            self.root / name_of(state.step), self.ranks, self.keep, asdict(state), state.unscheduled, start
-        )
+        job = Job(self.root / name_of(state.step), self.ranks, self.keep, asdict(state), time.perf_counter())
 
         def take(name: str, value: Any) -> None:
-            job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
+            buffer = self._buffers.setdefault(name, HostBuffer()) if background else None
+            job.files[name] = Snapshot(value, buffer)
 
         job.error = capture_checkpoint(self.engine, job.path, take)
-        if job.error is None:
-            try:
-                take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
-            except Exception as error:  # the ranks raise it together in Job.run
-                job.error = error
+        try:
+            take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
+        except Exception as error:  # the ranks raise it together in Job.run
+            job.error = job.error or error
         self._job = job
         if background:
             if torch.cuda.is_available():
@@ -157,7 +150,7 @@ class Saver:
             self._thread.start()
         else:
             job.run()
-        job.waited_s = time.perf_counter() - start
+        job.waited_s = time.perf_counter() - job.start
 
     def finish(self) -> Job | None:
         """Wait until the current save is committed and return it, or None if there is none.
@@ -175,17 +168,6 @@ class Saver:
         job.waited_s += time.perf_counter() - start
         return job
 
-    def _copy(self, name: str, value: Any) -> Snapshot:
-        """Copy the content of the file `name` to host memory. Raises MemoryError: host memory is full."""
-        buffer = self._buffers.setdefault(name, HostBuffer())
-        try:
-            return Snapshot(value, buffer)
-        except (OSError, MemoryError) as error:
-            raise MemoryError(
-                f"not enough host memory to copy the content of {name}: {error}. Set save_async to false; training "
-                "then waits for saves, which need no copy"
-            ) from error
-
 
 @dataclass
 class Job:
@@ -195,11 +177,9 @@ class Job:
     ranks: Ranks
     keep: int
     run_state: dict[str, Any]
-    unscheduled: set[int]
     start: float  # time.perf_counter()
     files: dict[str, Snapshot] = field(default_factory=dict)
     error: Exception | None = None  # error while copying
-    needed: int = 0  # bytes of the files of all ranks
     failure: BaseException | None = None
     seconds: float = 0.0  # from `begin` to the commit
     waited_s: float = 0.0  # the part of `seconds` for which training waited
@@ -216,47 +196,45 @@ class Job:
     def _save(self) -> None:
         ranks, first = self.ranks, self.ranks.rank == 0
         try:
-            self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
-            ranks.run(lambda: make_room(self.path, self.needed) if first else None)
+            ranks.run(self._make_folder)
             entries = [entry for each in ranks.run(self._write) for entry in each]
             ranks.run(
                 lambda: write_manifest(self.path, entries, self.run_state["changes"]) if first else None
             )
         except SaveError as error:
-            ranks.run(lambda: undo_save(self.path) if first else None)
-            raise SaveError(self._message(error), error.may_pass) from error
+            if first:
+                with contextlib.suppress(OSError):
+                    remove_unfinished(self.path)
+            ranks.all_gather(None)  # rank 0 is done: the next save may use the folder
+            remedy = "Free disk space there, lower save_total_limit, or choose another output_dir"
+            if error.may_pass:
+                remedy = (
+                    "The error may be temporary: start the run again (run_training.sh does so automatically)"
+                )
+            raise SaveError(
+                f"the checkpoint {self.path} could not be saved: {error}. Earlier checkpoints are unchanged. {remedy}",
+                error.may_pass,
+            ) from error
         if first:
-            discard_old(self.path, self.keep, self.unscheduled)
+            discard_old(self.path, self.keep)
 
-    def _message(self, error: SaveError) -> str:
-        remedy = "Free disk space there, lower save_total_limit, or choose another output_dir"
-        if error.may_pass:
-            remedy = "The error may be temporary: start the run again (run_training.sh does so automatically)"
-        return (
-            f"the checkpoint {self.path} could not be saved: {error}. A save needs about {size_text(self.needed)} in "
-            f"{self.path.parent}. Earlier checkpoints are unchanged. {remedy}"
-        )
-
-    def _bytes(self) -> int:
-        """Return the size of this rank's files in bytes. Raise the error that occurred while copying."""
+    def _make_folder(self) -> None:
+        """Create the folder on rank 0. Raise the error that occurred while copying."""
         if self.error is not None:
             raise self.error
-        return sum(file.bytes for file in self.files.values()) + len(self._state_text())
+        if self.ranks.rank == 0:
+            remove_unfinished(self.path)  # left by a killed save
+            self.path.mkdir(parents=True)
 
     def _write(self) -> list[dict[str, Any]]:
         """Write this rank's files. Return their entries for the manifest."""
-        self.path.mkdir(
-            exist_ok=True
-        )  # on a network file system, the folder of rank 0 may not be visible yet
+        # on a network file system, the folder of rank 0 may not be visible yet
+        self.path.mkdir(exist_ok=True)
         entries = [write_tensors(self.path / name, file.value()) for name, file in self.files.items()]
-        if text := self._state_text():
-            write_durably(self.path / RUN_STATE, text)
+        if self.ranks.rank == 0:
+            write_durably(self.path / RUN_STATE, json.dumps(self.run_state, indent=1))
             entries.append(describe_file(self.path / RUN_STATE))
         return entries
-
-    def _state_text(self) -> str:
-        """Return the content of run_state.json, or "" on ranks that do not write it."""
-        return json.dumps(self.run_state, indent=1) if self.ranks.rank == 0 else ""
 
 
 # ---------------------------------------------------------------- the files
@@ -282,28 +260,18 @@ class _Hashed:
     C code.
     """
 
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
-        self.file, self.pool = file, pool
-        self.sha256, self.bytes = hashlib.sha256(), 0
+    def __init__(self, file: BinaryIO):
+        self.file, self.sha256 = file, hashlib.sha256()
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
         data = memoryview(data)
-        if self.error is None:
-            try:
-                if data.nbytes < LARGE_BYTES:
-                    self.sha256.update(data)
-                    self.file.write(data)
-                else:
-                    # both release the GIL; `data` is valid only until this method returns
-                    hashed = self.pool.submit(self.sha256.update, data)
-                    try:
-                        self.file.write(data)
-                    finally:
-                        hashed.result()
-            except Exception as error:
-                self.error = error
-            self.bytes += data.nbytes
+        try:
+            if self.error is None:
+                self.sha256.update(data)
+                self.file.write(data)
+        except Exception as error:
+            self.error = error
         return data.nbytes
 
     def flush(self) -> None:
@@ -316,8 +284,8 @@ def write_tensors(path: Path, value: Any) -> dict[str, Any]:
     Raises: OSError, with the file name, for any error.
     """
     try:
-        with open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
-            hashed = _Hashed(file, pool)
+        with open(path, "wb") as file:
+            hashed = _Hashed(file)
             torch.save(value, hashed)  # type: ignore[arg-type]  # torch.save only calls write and flush
             if hashed.error is not None:
                 raise hashed.error
@@ -325,4 +293,4 @@ def write_tensors(path: Path, value: Any) -> dict[str, Any]:
             os.fsync(file.fileno())
     except Exception as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    return {"name": path.name, "bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": hashed.sha256.hexdigest()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
+import itertools
 import mmap
 import pickle
 import weakref
@@ -17,13 +17,8 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
 PAGE, TOUCHING_THREADS = 4096, 8
-# Estimated bytes of a file in addition to tensors and pickle: header and padding of each tensor, and of the file.
-RECORD_BYTES = 256
-FILE_BYTES = 4096
 
 
 class HostBuffer:
@@ -65,26 +60,24 @@ class HostBuffer:
 
     def _pin(self, pointer: int) -> None:
         cudart = torch.cuda.cudart()
-        status = int(cudart.cudaHostRegister(pointer, self.size, 0))
-        if status == 0:
-            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
-            self._unpin.atexit = False
-        else:
-            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel
-                torch.ones(1, device="cuda")
-            logger.warning(
-                f"{self.size / 1e9:.1f} GB of host memory for background saves could not be pinned (CUDA error "
-                f"{status}). Copies will be several times slower. Check ulimit -l"
-            )
+        if status := int(cudart.cudaHostRegister(pointer, self.size, 0)):
+            raise MemoryError(f"{self.size / 1e9:.1f} GB cannot be pinned (CUDA error {status})")
+        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
+        self._unpin.atexit = False
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return uint8 [size], size > 0: a view of the memory with its own storage."""
+        """Return uint8 [size]: a view of the memory with its own storage."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object without its plain tensors, which it collects in `tensors`."""
+    """Pickles an object without its plain tensors, which it collects in `tensors`.
+
+    Attributes that DeepSpeed adds to plain tensors are dropped; it does not read them from files.
+    """
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -92,27 +85,12 @@ class _Pickler(pickle.Pickler):
         self._places: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
-        if not _is_plain(value) or value.__dict__:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_meta:
             return None  # Parameters and other subclasses are pickled; they consist of plain tensors
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(value)  # keeps it alive, so that its id stays unique
         return place
-
-    def reducer_override(self, value: Any) -> Any:
-        """Pickle the attributes that DeepSpeed adds to some tensors, as torch.save does."""
-        if _is_plain(value):
-            return _with_attributes, (value.detach().requires_grad_(value.requires_grad), value.__dict__)
-        return NotImplemented
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
-
-
-def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
-    tensor.__dict__.update(attributes)
-    return tensor
 
 
 class Snapshot:
@@ -125,7 +103,7 @@ class Snapshot:
     without a buffer.
 
     Raises:
-        OSError, MemoryError: host memory is full.
+        MemoryError: host memory is full.
         PicklingError and similar: torch.save cannot write `value` either.
     """
 
@@ -134,15 +112,8 @@ class Snapshot:
         pickler = _Pickler(self._pickle)
         pickler.dump(value)
         self.tensors = pickler.tensors
-        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
-        self.bytes = (
-            self._pickle.tell()
-            + sum(storage.nbytes() for storage in storages.values())
-            + RECORD_BYTES * len(storages)
-            + FILE_BYTES
-        )
         if buffer is not None:
-            copies = _copies(storages, buffer)
+            copies = self._copy_storages(buffer)
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
@@ -152,25 +123,26 @@ class Snapshot:
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 
+    def _copy_storages(self, buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
+        """Copy each storage into `buffer`. Copies from a GPU are only queued.
 
-def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
-    """Copy each storage into `buffer`. Copies from a GPU are only queued."""
-    offsets, size = {}, 0
-    for key, storage in storages.items():
-        offsets[key] = size
-        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    if size:
-        buffer.reserve(size, pin=any(storage.device.type == "cuda" for storage in storages.values()))
-    copies = {}
-    for key, storage in storages.items():
-        if storage.nbytes():
-            copy = buffer.part(offsets[key], storage.nbytes())
+        Raises: MemoryError: host memory is full."""
+        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
+        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        try:
+            buffer.reserve(ends[-1], pin=any(s.device.type == "cuda" for s in storages.values()))
+        except (OSError, MemoryError) as error:
+            raise MemoryError(
+                f"not enough host memory for the copy of a checkpoint: {error}. Set save_async to false; training then "
+                "waits for saves, which need no copy"
+            ) from error
+        copies = {}
+        for (key, storage), offset in zip(storages.items(), ends, strict=False):
+            copy = buffer.part(offset, storage.nbytes())
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            copy.copy_(there, non_blocking=True)
-        else:
-            copy = torch.empty(0, dtype=torch.uint8)
-        copies[key] = copy.untyped_storage()
-    return copies
+            copies[key] = copy.copy_(there, non_blocking=True).untyped_storage()
+        return copies
 
 
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:

@@ -30,15 +30,12 @@ from train.checkpoint.files import (
     committed,
     describe_file,
     discard_old,
-    identity,
-    make_room,
     name_of,
     origin,
     problems,
     read_manifest,
     read_state,
     step_of,
-    undo_save,
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
@@ -66,6 +63,16 @@ def steps(root: Path) -> list[int]:
     return [step_of(path) for path in committed(root)]
 
 
+def fault(number: int | None) -> Callable[..., None]:
+    """Return a function that raises the system's error of this number."""
+
+    def act(*_: object, **options: object) -> None:
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    return act
+
+
 # ---------------------------------------------------------------- which one is chosen
 
 
@@ -76,10 +83,9 @@ def test_the_newest_committed_one_is_chosen(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, str(tmp_path / name_of(9))) == tmp_path / name_of(9)
     assert choose_checkpoint(tmp_path, "never") is None
     assert choose_checkpoint(tmp_path / "empty", "auto") is None
-    for setting in ("always", "step-00000099", str(tmp_path / name_of(11)), str(tmp_path)):
-        with refused(CheckpointError, code="no_checkpoint", key="resume_from_checkpoint") as error:
+    for setting in ("always", "step-00000099", str(tmp_path / name_of(11))):
+        with refused(CheckpointError, key="resume_from_checkpoint"):
             choose_checkpoint(tmp_path, setting)
-        assert f"{name_of(9)}, {name_of(10)}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_the_newest_committed_one_is_chosen(tmp_path: Path) -> None:
         (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt"),
         (lambda p: (p / MANIFEST).write_text("{"), MANIFEST),
         (lambda p: (p / MANIFEST).write_text("{}"), MANIFEST),
-        (lambda p: (p / MANIFEST).write_text('{"schema": 2, "files": [{"name": "weights.pt"}]}'), MANIFEST),
+        (lambda p: (p / MANIFEST).write_text("[]"), MANIFEST),
     ],
 )
 def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file: str) -> None:
@@ -104,12 +110,11 @@ def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file:
     assert len(log) == 1 and file in log[0]
     with refused(CheckpointError, code="no_checkpoint") as error:
         choose_checkpoint(root, str(root / name_of(2)))
-    assert str(root / name_of(2) / file) in str(error.value) and name_of(1) in str(error.value)
+    assert str(root / name_of(2) / file) in str(error.value)
 
 
 def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
-    """Also when the one that it began at is gone, or the newest of its own is damaged. That of another run, or of
-    another beginning, is not mixed in."""
+    """Also when its start is gone or its newest checkpoint is damaged. Another run's checkpoint is refused."""
     start, other = make(tmp_path / "old", 3), make(tmp_path / "old", 4)
     root = tmp_path / "new"
     assert choose_checkpoint(root, str(start)) == start
@@ -121,49 +126,19 @@ def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     with refused(CheckpointError, code="other_run", key="resume_from_checkpoint"):
         choose_checkpoint(root, str(other))
     assert choose_checkpoint(root, str(root / name_of(5))) == root / name_of(5)
-    shutil.copytree(start, tmp_path / "copy" / start.name)
-    assert choose_checkpoint(root, str(tmp_path / "copy" / start.name)) == root / name_of(5)
     shutil.rmtree(start)
     assert choose_checkpoint(root, str(start)) == root / name_of(5)
-    with refused(CheckpointError, code="no_checkpoint"):
-        choose_checkpoint(root, str(tmp_path / "old" / name_of(2)))
 
 
-@pytest.mark.parametrize("theirs", [None, "0" * 64])
-def test_a_rank_that_sees_another_checkpoint_or_none_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None
-) -> None:
-    """Nodes do not share the folder, or one of them has an older one of the same name."""
-    path = make(tmp_path, 3)
-    monkeypatch.setattr(load.dist, "get_world_size", lambda: 2)
-
-    def all_gather(every: list, mine: str) -> None:
-        assert mine == identity(path)
-        every[:] = [mine, theirs]
-
-    monkeypatch.setattr(load.dist, "all_gather_object", all_gather)
-    with refused(CheckpointError, code="not_shared", key=str(path)) as error:
-        choose_checkpoint(tmp_path, "auto")
-    assert "[1]" in str(error.value)
-
-
-@pytest.mark.parametrize(("number", "passes"), [(errno.ESTALE, True), (errno.EACCES, False)])
-def test_a_folder_that_cannot_be_listed_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, passes: bool
-) -> None:
-    """As if it were empty, the run would start again. A file that cannot be read is damage."""
-
-    def fails(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the run would start over. A file that cannot be read is damage."""
     path = make(tmp_path, 1)
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint_files, "sha256_file", fails)
+        broken.setattr(checkpoint_files, "sha256_file", fault(errno.ESTALE))
         assert len(problems(path)) == 1
-    monkeypatch.setattr(checkpoint_files.os, "listdir", fails)
-    with pytest.raises(CheckpointError) as found:
+    monkeypatch.setattr(checkpoint_files.os, "listdir", fault(errno.ESTALE))
+    with pytest.raises(OSError):
         choose_checkpoint(tmp_path, "auto")
-    assert found.value.may_pass == passes
 
 
 # ---------------------------------------------------------------- the manifest
@@ -187,23 +162,6 @@ def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     assert problems(path) == []
 
 
-def test_a_manifest_of_another_schema_or_step_is_refused(tmp_path: Path) -> None:
-    path = make(tmp_path, 1)
-    content = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**content, "schema": 3}, indent=1))
-    with refused(CheckpointError, code="other_schema", key=str(path / MANIFEST)):
-        read_manifest(path)
-    del content["sha256"]
-    (path / MANIFEST).write_text(json.dumps(content, indent=1))
-    with refused(CheckpointError, code="damaged", key=str(path / MANIFEST)):
-        read_manifest(path)
-    renamed = make(tmp_path, 10).rename(tmp_path / name_of(20))
-    with refused(CheckpointError, code="other_step", key=str(renamed)):
-        read_manifest(renamed)
-    assert len(problems(renamed, hashes=False)) == 1
-    assert problems(renamed.rename(tmp_path / "best")) == []  # says nothing of a step
-
-
 def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,21 +178,6 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     (path / "rank_00008.pt").write_bytes(b"12345")
     write_manifest(path, [*entries, elsewhere])
     assert committed(tmp_path) == [path]
-
-
-@pytest.mark.parametrize("where", ["train.files", "train.checkpoint.files"])
-def test_a_manifest_that_is_not_surely_on_the_disk_commits_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """The save has failed, before the manifest or after it: a resume must not use what it wrote."""
-
-    def fails(folder: Path) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(f"{where}.sync_folder", fails)
-    with pytest.raises(OSError):
-        make(tmp_path, 1)
-    assert committed(tmp_path) == []
 
 
 def test_all_files_are_on_the_disk_before_the_manifest(
@@ -262,7 +205,6 @@ def test_all_files_are_on_the_disk_before_the_manifest(
     last = synced.index((MANIFEST, sizes.pop(MANIFEST)))
     assert sizes.items() <= set(synced[:last]) and read_manifest(job.path).keys() == sizes.keys()
     assert (job.path.name, 0) in synced[last:] and (job.path.parent.name, 0) in synced[:last]
-    assert sum(sizes.values()) < job.needed < 1.1 * sum(sizes.values())
 
 
 # ---------------------------------------------------------------- the place of a save
@@ -284,17 +226,12 @@ def test_later_checkpoints_are_set_aside_and_killed_saves_removed(tmp_path: Path
 
 
 def test_the_oldest_checkpoints_are_discarded(tmp_path: Path) -> None:
-    """Never the one that was just committed, even with one of a later step beside it; first those of changes of the
-    precision."""
+    """Never the one that was just committed, even beside one of a later step."""
     for step in (1, 2, 3, 9):
         make(tmp_path, step)
     for step, keep, expected in ((3, 0, [1, 2, 3, 9]), (3, 2, [2, 3, 9]), (3, 1, [3, 9])):
         discard_old(tmp_path / name_of(step), keep)
         assert steps(tmp_path) == expected
-    changed = RunState(9, 0, 0, 1, 1, {"save_steps": 3}, {}, precision_changes=[4, 6]).unscheduled
-    make(tmp_path, 4)
-    discard_old(tmp_path / name_of(9), 2, changed)
-    assert changed == {4} and steps(tmp_path) == [3, 9]
 
 
 def test_an_interrupted_or_failed_removal_leaves_no_half_that_counts(
@@ -306,15 +243,12 @@ def test_an_interrupted_or_failed_removal_leaves_no_half_that_counts(
         (path / "weights.pt").unlink()
         raise KeyboardInterrupt
 
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint_files.shutil, "rmtree", killed)
         discard_old(tmp_path / name_of(2), keep=1)
     assert steps(tmp_path) == [2]
     make(tmp_path, 3)
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", busy)
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", fault(errno.EBUSY))
     discard_old(tmp_path / name_of(3), keep=1)
     assert steps(tmp_path) == [3]
 
@@ -331,27 +265,7 @@ def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_p
     assert sorted(root.iterdir()) == [newest] and problems(kept) == [] and half.is_dir()
 
 
-def test_a_save_without_room_leaves_what_is_committed(tmp_path: Path) -> None:
-    path = make(tmp_path, 2)
-    with pytest.raises(OSError):
-        make_room(path, needed=2**60)
-    with pytest.raises(FileExistsError):
-        make_room(path, needed=0)
-    undo_save(path)
-    assert [p.name for p in tmp_path.iterdir()] == [name_of(2)] and problems(path) == []
-
-
 # ---------------------------------------------------------------- errors of a save
-
-
-def fault(number: int | None) -> Callable[..., None]:
-    """Return a function that raises the system's error of this number."""
-
-    def act(*_: object, **options: object) -> None:
-        if number:
-            raise OSError(number, os.strerror(number))
-
-    return act
 
 
 @pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ENOSPC, False)])
@@ -425,14 +339,10 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert [draw(), draw()] == [first, second]
 
 
-def test_a_run_state_of_a_newer_version_is_named_as_one(tmp_path: Path) -> None:
-    """Not as damaged: its hash holds."""
+def test_a_run_state_that_is_damaged_or_of_another_version_is_refused(tmp_path: Path) -> None:
     file = make(tmp_path, 3) / RUN_STATE
     assert read_state(file.parent).consumed_samples == 24
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"horizon": 7}))
-    with refused(CheckpointError, code="other_version", key="horizon"):
-        read_state(file.parent)
-    for content in ("[]", "{}", "{"):
+    for content in (json.dumps(json.loads(file.read_text()) | {"horizon": 7}), "[]", "{}", "{"):
         file.write_text(content)
         with refused(CheckpointError, code="damaged", key=str(file)):
             read_state(file.parent)

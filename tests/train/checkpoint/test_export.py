@@ -69,9 +69,8 @@ def test_a_checkpoint_or_the_newest_good_one_of_a_run_is_taken(
     if taken:
         assert export.checkpoint_of(tmp_path / given) == root / name_of(taken)
         return
-    with refused(CheckpointError, code="no_checkpoint", key=str(tmp_path / given)) as error:
+    with refused(CheckpointError, code="no_checkpoint", key=str(tmp_path / given)):
         export.checkpoint_of(tmp_path / given)
-    assert not given or name_of(5) in str(error.value)
 
 
 def test_what_is_in_the_folder(trained: Path, data: Path, tmp_path: Path) -> None:

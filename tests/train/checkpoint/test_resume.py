@@ -2,9 +2,7 @@
 next steps is in test_resume_effects.py."""
 
 import copy
-import hashlib
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import (
     SIZES,
-    half_rate_options,
     is_partitioned_differently,
     resume_state,
     starting_precision,
@@ -124,6 +121,11 @@ def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> l
     return resume_state(new, RunState(**json.loads(json.dumps(vars(saved)))), CHECKPOINT, allow)
 
 
+def keys_of(error: Any) -> list[str]:
+    """Return the configuration keys of a refused resume."""
+    return list(dict.fromkeys(change.key for change in error.value.changes))
+
+
 # ---------------------------------------------------------------- the configuration
 
 
@@ -148,7 +150,7 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
         return
     with refused(CheckpointError, code="change_not_allowed") as error:
         resumed(new, saved, False)
-    assert error.value.keys == names
+    assert keys_of(error) == names
     assert f"--allow_changes_on_resume {','.join(names)} " in str(error.value)
     for missing in names:
         with pytest.raises(CheckpointError):
@@ -161,7 +163,6 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_model_of_other_sizes_is_refused(size: str) -> None:
-    assert {"num_key_value_heads", "head_dim", "tie_word_embeddings", "vocab_size"} < {*SIZES}
     old, new = state_of({}), state_of({"learning_rate": 1e-5})
     old.model_config[size], new.model_config[size] = 1, 2
     with refused(CheckpointError, code="cannot_change", key="model.config") as error:
@@ -169,15 +170,9 @@ def test_a_model_of_other_sizes_is_refused(size: str) -> None:
     assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
 
 
-@pytest.mark.parametrize("compute", ["fp16", "fp32"])
-def test_weights_in_another_type_are_refused(compute: str) -> None:
+def test_weights_in_another_type_are_refused() -> None:
     with refused(CheckpointError, code="cannot_change", key="precision.compute"):
-        resumed(state_of({"precision.compute": compute}), state_of({}))
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with refused(ConfigurationError, key="allow_changes_on_resume"):
-        state_of({"allow_changes_on_resume": ["learning_ratte"]})
+        resumed(state_of({"precision.compute": "fp32"}), state_of({}))
 
 
 @pytest.mark.parametrize(
@@ -230,13 +225,6 @@ def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
     assert starting_precision(args, saved) == (1, {})
 
 
-def test_advised_options_are_quoted_for_a_shell() -> None:
-    path = Path("my runs/it's/step-00000003")
-    words = shlex.split(half_rate_options(path, 3e-4))
-    assert words[:4] == ["--resume_from_checkpoint", str(path), "--learning_rate", "0.00015"]
-    assert len(words) == 6
-
-
 # ---------------------------------------------------------------- the data
 
 
@@ -280,16 +268,6 @@ def replaced(folders: dict[str, str]) -> dict[str, str]:
     return {"a": folders["a"], "b": folders["c"]}
 
 
-def retokenized(folders: dict[str, str]) -> dict[str, str]:
-    """Both sources with another tokenizer."""
-    for folder in map(Path, two(folders).values()):
-        values = json.loads((folder / "manifest.json").read_text())
-        (folder / "tokenizer" / "tokenizer.model").write_bytes(b"other")
-        values["tokenizer_sha256"] = hashlib.sha256(b"other").hexdigest()
-        (folder / "manifest.json").write_text(json.dumps(values))
-    return two(folders)
-
-
 PHASES = [{"until_tokens": 640, "weights": {"a": 1, "b": 1}}, {"weights": {"a": 1, "b": 3}}]
 LONGER = {"max_seq_length": 128, "per_device_train_batch_size": 4, "train_batch_size_tokens": 512}
 BOTH = ["max_seq_length", "per_device_train_batch_size"]
@@ -299,7 +277,6 @@ BOTH = ["max_seq_length", "per_device_train_batch_size"]
     ("sources", "before", "changes", "expected", "keys"),
     [
         (replaced, {}, {}, {"data.sources.b.shards_sha256"}, ["data.sources"]),
-        (retokenized, {}, {}, {f"data.sources.{n}.tokenizer_sha256" for n in "ab"}, ["data.sources"]),
         (dict, {}, {}, {"data.sources", "data.sources.c"}, ["data.sources"]),
         (
             two,
@@ -333,7 +310,7 @@ def test_changed_data_are_refused_by_difference_or_allowed(
     unchanged = copy.deepcopy(new)
     with refused(CheckpointError, code="change_not_allowed") as error:
         resumed(new, saved, allow=False)
-    assert new == unchanged and error.value.keys == keys
+    assert new == unchanged and keys_of(error) == keys
     for missing in keys:
         with pytest.raises(CheckpointError):
             resumed(new, saved, [key for key in keys if key != missing])
@@ -341,13 +318,6 @@ def test_changed_data_are_refused_by_difference_or_allowed(
     assert expected <= {change["key"] for change in new.changes}
     assert (new.step, new.consumed_tokens) == (3, 24 * 64)
     assert new.consumed_samples * new.train_config["max_seq_length"] == 24 * 64
-
-
-def test_an_unchanged_run_resumes_without_a_remark(folders) -> None:
-    for allow in (False, True):
-        new = state(two(folders), allow_changes_on_resume=allow, data__verify=True)
-        assert resumed(new, state(two(folders), consumed=24), allow) == []
-        assert (new.step, new.consumed_samples, new.consumed_tokens) == (3, 24, 24 * 64)
 
 
 @pytest.mark.parametrize(
@@ -374,50 +344,20 @@ def test_another_number_of_ranks_resumes_with_the_same_samples(folders) -> None:
     resumed(smaller, saved)
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (1, 0), (2, 1)])
-def test_another_zero_stage_resumes_with_its_own_settings(folders, old: int, new: int) -> None:
-    saved = state(two(folders), consumed=24, deepspeed=f"ds_config_zero{old}.json")
-    later = state(two(folders), deepspeed=f"ds_config_zero{new}.json")
-    (line,) = resumed(later, saved, allow=False)
-    assert numbers(line) == [old, new] and later.consumed_samples == 24
-
-
-def test_other_settings_at_the_same_zero_stage_are_refused(folders) -> None:
+def test_another_zero_stage_resumes_with_its_own_settings(folders) -> None:
+    """At the same stage other settings are refused."""
     saved = state(two(folders), consumed=24, deepspeed="ds_config_zero2.json")
-    settings = {
-        **load_deepspeed("ds_config_zero2.json"),
-        "zero_optimization": {"stage": 2, "overlap_comm": True},
-    }
+    later = state(two(folders), deepspeed="ds_config_zero3.json")
+    (line,) = resumed(later, saved, allow=False)
+    assert numbers(line) == [2, 3] and later.consumed_samples == 24
+    settings = load_deepspeed("ds_config_zero2.json")
+    settings |= {"zero_optimization": {"stage": 2, "overlap_comm": True}}
     with refused(CheckpointError, key="deepspeed") as error:
         resumed(state(two(folders), deepspeed=settings), saved, False)
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
 
 
 # ---------------------------------------------------------------- whole runs
-
-
-def test_a_run_resumes_with_a_longer_sequence_and_another_mixture(settings: dict, data: Path) -> None:
-    output_dir = run(settings, max_steps=3, lr_scheduler_type="constant")
-    before = curve(output_dir)
-    changes = {
-        "max_seq_length": 128,
-        "gradient_accumulation_steps": 1,
-        "lr_scheduler_type": "constant",
-        "data": {
-            "sources": {"text": str(data), "more": str(data)},
-            "weights": [{"until_tokens": 1024, "weights": {"text": 1}}, {"weights": {"text": 1, "more": 1}}],
-        },
-    }
-    with refused(CheckpointError, code="change_not_allowed") as error:
-        run(settings, **changes)
-    assert {"max_seq_length", "data.sources"} <= set(error.value.keys)
-    run(settings, **changes, allow_changes_on_resume=True)
-    assert {"max_seq_length", "data.sources.more"} <= {
-        change["key"] for line in metrics(output_dir) for change in line.get("changes", [])
-    }
-    lines = [line for line in metrics(output_dir) if "loss" in line]
-    assert [m["tokens"] for m in lines] == [256 * step for step in range(1, 7)]
-    assert curve(output_dir)[:2] == before[:2] and lines[3]["loss"] < lines[0]["loss"]
 
 
 def test_a_run_begins_with_exported_weights_and_resumes_from_its_own(

@@ -1,18 +1,17 @@
-"""What a resume is allowed to have otherwise shows in the next steps, one key at a time (slow), and is noted; a branch
-into a folder of its own. The decision for each key: test_resume.py."""
+"""What an allowed change on a resume does to the next steps (slow), and that it is noted; branches in a new folder.
+
+The decision for each key: test_resume.py."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import refused
-from tests.train.checkpoint.test_resume import FREE, KEYS, NEVER
 from tests.train.runs import curve, metrics, run
 from train import train
 from train.checkpoint.files import CheckpointError, read_signed, read_state
-from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments
 from train.engine.optimizer import learning_rate_at
 
@@ -32,7 +31,7 @@ def test_allowed_changes_are_noted_and_repeatable(own_trained: Path, settings: d
     before = curve(own_trained)
     with refused(CheckpointError, code="change_not_allowed") as error:
         run(settings, **ALL_AT_ONCE, allow_changes_on_resume=["learning_rate"])
-    assert set(error.value.keys) == ALL_AT_ONCE.keys()
+    assert {change.key for change in error.value.changes} == ALL_AT_ONCE.keys()
     run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
     entries = [
         {"step": 6, "key": key, "old": settings.get(key), "new": new} for key, new in ALL_AT_ONCE.items()
@@ -100,62 +99,38 @@ def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(settings: dict
     run(settings, **command)
     assert curve(branch) == whole and not list(branch.glob("checkpoints.discarded-*"))
 
-    # the checkpoint that it began at may be gone; another run's is not mixed in
-    start.rename(tmp_path / start.name)
-    run(settings, **command)
-    assert curve(branch) == whole
-    other = {**command, "resume_from_checkpoint": str(stable / "checkpoints/step-00000008")}
-    with refused(CheckpointError, code="other_run"):
-        run(settings, **other)
-
 
 def test_max_steps_below_the_step_of_the_run_is_refused(
     own_trained: Path, settings: dict, tmp_path: Path
 ) -> None:
-    """Before anything is written. What the message names trains on in a new folder."""
+    """Before anything is written. An earlier checkpoint trains on in a new folder."""
     before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
     settings |= {"max_steps": 4, "allow_changes_on_resume": ["max_steps"]}
-    with refused(ConfigurationError, code="past_max_steps", key="max_steps") as error:
-        run(settings)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
+    with refused(ConfigurationError, code="past_max_steps", key="max_steps"):
+        run(settings)
     assert train.main([str(config)]) == 2
     assert {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")} == before
     checkpoint = own_trained / "checkpoints/step-00000003"
-    assert f"--resume_from_checkpoint {checkpoint} --output_dir" in str(error.value)
     branch = run(settings, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "branch"))
     assert [step for step, *_ in curve(branch)] == [4]
 
 
-RATES = {
-    "learning_rate": {"learning_rate": 1e-3},
-    "lr_scheduler_type": {"lr_scheduler_type": "linear"},
-    "warmup_steps": {"warmup_steps": 5},
-    "decay_steps": {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2},
-    "min_lr_ratio": {"min_lr_ratio": 0.5},
-    "max_steps": {"max_steps": 7},
-}
 NUMBERS = {
-    "weight_decay": {"weight_decay": 10.0},
     "adam_beta1": {"adam_beta1": 0.5},
-    "adam_beta2": {"adam_beta2": 0.5},
-    "adam_epsilon": {"adam_epsilon": 1e-3},
     "max_grad_norm": {"max_grad_norm": 0.05},
     "seed": {"seed": 7},
     "per_device_train_batch_size": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-    "train_batch_size_tokens": {"gradient_accumulation_steps": 4},
     "max_seq_length": {"max_seq_length": 128, "gradient_accumulation_steps": 1},
     "precision.compute": {"precision": {"compute": "bf16"}},
     "precision.recipe": {"precision": {"recipe": "current"}},
     "precision.fp8_format": {"precision": {"fp8_format": "hybrid"}},
-    "precision.margin": {"precision": {"margin": 3}},
     "precision.amax_history_len": {"precision": {"amax_history_len": 2}},
-    "precision.amax_compute_algo": {"precision": {"amax_compute_algo": "most_recent"}},
     "precision.reduce_amax": {
         "precision": {"reduce_amax": False}
     },  # ranks may differ from then on: scales begin anew
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
-    "precision.fp8_head_gradients": {"precision": {"fp8_head_gradients": False}},
     "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
     "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},
@@ -163,35 +138,9 @@ NUMBERS = {
     "precision.gradient_communication": {"precision": {"gradient_communication": "fp32"}},
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
 }
-# without effect on a CPU, or with one rank, or in this model
-ELSEWHERE = {
-    "precision.backend": "reference",
-    "precision.fast_accumulation_wgrad": True,
-    "speed.fused_rope": False,
-    "speed.fused_swiglu": False,
-    "speed.fused_embedding": False,
-    "speed.fused_cross_entropy": False,
-    "speed.main_grad": False,
-    "full_determinism": False,
-}
-# in test_resume.py, data/test_document_mask.py, engine/test_states.py and engine/test_muon.py; below; on a GPU alone
-SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.config"} | {
-    "precision.optimizer_moments",
-    "precision.calibration_passes",  # of later phases: a resume itself does not calibrate
-    "muon_momentum",
-    "model.compile",
-    "model.attention_backend",
-}
 
 
-def test_every_key_that_may_be_allowed_is_tried_below() -> None:
-    tried = {*RATES, *NUMBERS, *ELSEWHERE, *SHOWN_ELSEWHERE, "gradient_accumulation_steps"}
-    assert tried == KEYS.keys() - FREE - NEVER
-
-
-def gone_on(
-    trained: Path, settings: dict, tmp_path: Path, changes: dict
-) -> tuple[list[tuple], TrainingArguments]:
+def gone_on(trained: Path, settings: dict, tmp_path: Path, changes: dict) -> list[tuple]:
     """The steps after the checkpoint of step 3, in a branch that saves nothing."""
     merged = {**settings, **changes}
     for section in ("data", "model"):
@@ -202,20 +151,7 @@ def gone_on(
         "allow_changes_on_resume": True,
         "save_strategy": "no",
     }
-    return curve(run(merged)), build_arguments(merged)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", RATES)
-def test_a_change_of_the_schedule_shows_in_the_next_steps(
-    trained: Path, settings: dict, tmp_path: Path, key: str
-) -> None:
-    steps, args = gone_on(trained, settings, tmp_path, RATES[key])
-    assert [entry[3] for entry in steps] == [learning_rate_at(entry[0] - 1, args) for entry in steps]
-    unchanged = curve(trained)[3:]
-    assert steps[0][1] == unchanged[0][1], "the loss before the first update is the same"
-    assert [entry[3] for entry in steps] != [entry[3] for entry in unchanged]
-    assert steps[2][1] != unchanged[2][1]
+    return curve(run(merged))
 
 
 @pytest.mark.slow
@@ -223,7 +159,7 @@ def test_a_change_of_the_schedule_shows_in_the_next_steps(
 def test_a_change_of_the_numbers_shows_in_the_next_steps(
     trained: Path, settings: dict, tmp_path: Path, key: str
 ) -> None:
-    steps, _ = gone_on(trained, settings, tmp_path, NUMBERS[key])
+    steps = gone_on(trained, settings, tmp_path, NUMBERS[key])
     unchanged = curve(trained)[3:]
     assert [entry[0] for entry in steps] == [4, 5, 6]
     assert steps[2][1:3] != unchanged[2][1:3]
@@ -233,19 +169,6 @@ def test_a_change_of_the_numbers_shows_in_the_next_steps(
     ):  # the same samples: neither gradients nor scales are lost
         assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.02)
         assert steps[0][2] == pytest.approx(unchanged[0][2], rel=0.15)
-
-
-@pytest.mark.slow
-def test_changes_without_effect_here_go_on_with_the_same_numbers(
-    trained: Path, settings: dict, tmp_path: Path
-) -> None:
-    changes: dict[str, Any] = {}
-    for key, value in ELSEWHERE.items():
-        section, _, name = key.rpartition(".")
-        (changes.setdefault(section, {}) if section else changes)[name] = value
-    steps, args = gone_on(trained, settings, tmp_path, changes)
-    assert steps == curve(trained)[3:]
-    assert {c["key"] for m in metrics(Path(args.output_dir)) for c in m.get("changes", [])} == set(ELSEWHERE)
 
 
 @pytest.mark.slow
@@ -261,24 +184,7 @@ def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
     }
     settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
     whole = run(settings, precision=precisions[before], save_steps=3)
-    steps, _ = gone_on(whole, settings, tmp_path, {})
+    steps = gone_on(whole, settings, tmp_path, {})
     for after, as_before in zip(steps, curve(whole)[3:], strict=True):
         assert after[1] != as_before[1] and after[1] == pytest.approx(as_before[1], rel=0.02)
         assert after[2] == pytest.approx(as_before[2], rel=0.15)
-
-
-@pytest.mark.slow
-def test_what_a_model_says_of_other_than_sizes_may_change(
-    trained: Path, settings: dict, tmp_path: Path, small_model: Path
-) -> None:
-    config = json.loads(small_model.read_text())
-    for name, key, value in (("theta", "rope_theta", 500.0), ("narrow", "hidden_size", 64)):
-        changed_config = json.loads(json.dumps(config))
-        (changed_config["rope_parameters"] if key == "rope_theta" else changed_config)[key] = value
-        (tmp_path / f"{name}.json").write_text(json.dumps(changed_config))
-    steps, _ = gone_on(trained, settings, tmp_path, {"model": {"config": str(tmp_path / "theta.json")}})
-    assert steps[0][1] != curve(trained)[3][1] and steps[0][1] == pytest.approx(
-        curve(trained)[3][1], rel=0.15
-    )
-    with refused(CheckpointError, code="cannot_change", key="model.config"):
-        gone_on(trained, settings, tmp_path, {"model": {"config": str(tmp_path / "narrow.json")}})
