@@ -1,19 +1,11 @@
-"""Workers that are killed, as in tests/train, and the handlers of stop signals."""
+"""The handlers of stop signals."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.train.prepare.test_executors import check_a_kill, command, large
 from train.monitor import signals
-
-__all__ = [
-    "check_a_kill",
-    "command",
-    "handlers",
-    "large",
-]
 
 
 @pytest.fixture
