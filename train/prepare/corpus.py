@@ -9,7 +9,6 @@ The input `python-stdlib` stands for the standard library sources of the running
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import math
@@ -18,22 +17,17 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from model import install_command
+from model import need
 from model.keys import NOT_GIVEN, between, unicode
 from train.data.format import DataError
 from train.prepare.readers import (
-    BAD_UTF8,
     BLANK_LINE,
     PACKED,
-    Dropped,
     Items,
-    check_text,
-    read_arrow,
-    read_parquet,
     read_stream,
+    read_table,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,11 +41,11 @@ NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
 WORK_NAME = "prepare_data.unfinished"  # folder of an unfinished preparation in --output, never read as input
-SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by datasets' save_to_disk
+SAVED_DATASET = "state.json"  # written by datasets' save_to_disk
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
     f"{' and '.join(NAMED_ONLY)} files must be named, and are skipped in folders), "
-    f"a folder that datasets' save_to_disk wrote, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
+    f"a folder that datasets' save_to_disk wrote for one split, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
 )
 # Tests and tools are repetitive and contain deliberately broken files. _sysconfigdata is also skipped, because it names
 # the build machine.
@@ -95,7 +89,7 @@ class Source:
 
     Attributes:
         path: absolute path.
-        kind: how to read it: a suffix such as ".jsonl.gz", or "stdlib".
+        kind: how to read it: the suffixes, such as ".jsonl.gz".
         bytes: size.
         mtime_ns: time of the last modification.
     """
@@ -113,7 +107,7 @@ class Source:
     @property
     def is_text(self) -> bool:
         """Whether the file is plain text rather than records."""
-        return _unpacked(self.kind) in TEXT_SUFFIXES or self.kind == "stdlib"
+        return _unpacked(self.kind) in TEXT_SUFFIXES
 
     def is_changed(self) -> bool:
         """Return whether the file was modified or removed."""
@@ -131,14 +125,13 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
 
     Raises:
         DataError: a path does not exist, cannot be read, is of an unknown kind or is given twice; a folder has nothing
-            to read; a dataset has several splits and none is named; a package is not installed; there is no .txt for
-            `split_on`.
+            to read; a dataset cannot be loaded; there is no .txt for `split_on`.
+        SystemExit: a package is not installed.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
         if not name:
             raise DataError(f"input {name!r} is {NOT_GIVEN}", code="not_given", key="--input")
-        check_name("input", name)
         try:
             found, skipped = _files_of(name)
             for file, _ in found:
@@ -182,42 +175,18 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
     return [Source.at(file, kind) for file, kind in files]
 
 
-def check_name(what: str, name: str) -> None:
-    """Check that a manifest can contain the name of this file or folder.
-
-    Raises:
-        DataError: the name is not UTF-8.
-    """
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{what} {name!r}: the name is not valid UTF-8, so the manifest cannot contain it; rename the file",
-            code="name_not_utf8",
-            key=what,
-        ) from error
-
-
 def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
     """Return the files of one input, each with its kind, and the files that are skipped."""
     path = Path(name)
     if name == STDLIB:
-        return [(file, "stdlib") for file in _stdlib_files()], []
+        return [(file, ".py") for file in _stdlib_files()], []
     if name.startswith(HUB):
         return _hub_files(name), []
     if path.is_dir():
-        if (path / SAVED_SPLITS).is_file():
-            splits = json.loads((path / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
-            raise DataError(
-                f"input {name} is a saved dataset with the splits {', '.join(splits)}; name one of them, such as "
-                f"{path / splits[0]}",
-                code="several_splits",
-                key=name,
-            )
         if (path / SAVED_DATASET).is_file():
             return _saved_files(path), []
         read, skipped = [], []
-        for file in _walk(path):
+        for file in _walk(path, set()):
             kind = _kind(file)
             if kind and _unpacked(kind) not in NAMED_ONLY:
                 read.append((file, kind))
@@ -248,13 +217,7 @@ def _saved_files(folder: Path) -> list[tuple[Path, str]]:
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:
     """Return the files of a dataset on the Hugging Face Hub; datasets downloads them into its cache once."""
-    if importlib.util.find_spec("datasets") is None:
-        raise DataError(
-            f"input {name} needs the package datasets, which is not installed. Install it with "
-            + install_command("datasets", requirements="requirements-prep.txt"),
-            code="package_missing",
-            key="datasets",
-        )
+    need(f"input {name}", "datasets", requirements="requirements-prep.txt")
     import datasets
 
     dataset, _, rest = name.removeprefix(HUB).partition(":")
@@ -278,17 +241,8 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     return [(Path(entry["filename"]), ".arrow") for entry in loaded.cache_files]
 
 
-def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str | None = None) -> Items:
-    """Yield every document of `inputs` in order, and a `Dropped` or `Damaged` for everything unreadable.
-
-    Raises:
-        DataError: as `list_sources`, before anything is read.
-    """
-    return read_share(list_sources(inputs, split_on), text_key, 0, 1, split_on)
-
-
 def read_share(
-    sources: Sequence[Source], text_key: str, task: int, tasks: int, split_on: str | None = None
+    sources: Sequence[Source], text_key: str, task: int = 0, tasks: int = 1, split_on: str | None = None
 ) -> Items:
     """Yield the documents of one task's share: contiguous, and of equal bytes as far as files can be split.
 
@@ -301,12 +255,8 @@ def read_share(
     """
     for source, start, stop in _share(sources, task, tasks, split_on):
         path = Path(source.path)
-        if source.kind == ".parquet":
-            yield from read_parquet(path, text_key, start, stop)
-        elif source.kind == ".arrow":
-            yield from read_arrow(path, text_key, start, stop)
-        elif source.kind == "stdlib":
-            yield from _read_stdlib(path)
+        if source.kind in (".parquet", ".arrow"):
+            yield from read_table(path, source.kind, text_key, start, stop)
         else:
             yield from read_stream(path, source.kind, text_key, split_on, start, stop)
 
@@ -347,55 +297,40 @@ def _unpacked(name: str) -> str:
     return name[: name.rindex(".")] if name.endswith(PACKED) else name
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Return all files except hidden ones and those of a preparation whose --output is in the folder.
+def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
+    """Yield all files, sorted, except hidden ones and those of a preparation whose --output is in the folder.
+
+    Args:
+        visited: the folders that were visited before, which a link may lead to again.
 
     Raises:
         OSError: a folder cannot be listed.
         DataError: a link is broken.
     """
-    files, visited = [], set()
-    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        if (real := os.path.realpath(parent)) in visited:  # a link to a parent folder
-            folders.clear()
+    visited.add(os.path.realpath(folder))
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        if name.startswith(".") or name == WORK_NAME:
             continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != WORK_NAME)
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    for file in sorted(files):
+        if path.is_dir():
+            if os.path.realpath(path) not in visited:
+                yield from _walk(path, visited)
+            continue
         # a broken link without a suffix may have been a folder; files with unknown suffixes are skipped anyway
-        if (_kind(file) or not file.suffix) and not file.is_file():
+        if (_kind(path) or not path.suffix) and not path.is_file():
             raise DataError(
-                f"{file} is a broken link, a pipe or a device; repair or remove it",
+                f"{path} is a broken link, a pipe or a device; repair or remove it",
                 code="unreadable",
-                key=str(file),
+                key=str(path),
             )
-    return sorted(files)
+        yield path
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-@cache
 def _stdlib_files() -> list[Path]:
     files = []
     for parent, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [name for name in folders if name not in STDLIB_SKIPPED]
-        files += [Path(parent, name) for name in names if name.endswith(".py")]
-    return sorted(
-        file
-        for file in files
-        if not file.name.startswith("_sysconfigdata")
-        and file.stat().st_size  # an empty file holds no document
-    )
-
-
-def _read_stdlib(path: Path) -> Items:
-    """Yield one of Python's own source files as one document; its first lines can declare an encoding."""
-    try:
-        text = importlib.util.decode_source(path.read_bytes())
-    except UnicodeDecodeError as error:
-        yield Dropped(BAD_UTF8, str(path), str(error))
-        return
-    yield check_text(text, str(path))
+        files += [
+            Path(parent, name) for name in names if name.endswith(".py") and "_sysconfigdata" not in name
+        ]
+    return sorted(file for file in files if file.stat().st_size)  # an empty file holds no document

@@ -10,14 +10,15 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_DOCUMENT_BYTES = 64 << 20
-MAX_JSON_BYTES = 1 << 30  # a .json is read as a whole
 BATCH_ROWS = 1024
 PACKED = (".gz", ".zst")
 BLANK_LINE = "blank_line"  # a value of --split_on
@@ -26,10 +27,8 @@ BAD_UTF8 = "bad UTF-8"
 INVALID_JSON = "invalid JSON"
 INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
-SEVERAL_COLUMNS = "several columns of the key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
-BAD_PARQUET = "unreadable .parquet"
 SHORTER = "divide it (for .txt, use --split_on), or convert it to .jsonl"
 
 
@@ -92,39 +91,21 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     return Text(text, where)
 
 
-class Lines:
-    """The lines of an uncompressed file that begin at byte `start` or later.
+def damaged(path: Path, reason: str, read: int, error: Exception, lost_rows: int = 0) -> Damaged:
+    """Return the `Damaged` of a corrupt file of which `read` documents were read.
 
-    Attributes:
-        number: number of the current line, counted from `start`.
-        begin: first byte of the current line.
-        where: the current line for messages: its number, or its first byte if `start` is not 0.
+    Raises:
+        OSError: the system failed to read the file, so the file may be fine.
     """
-
-    def __init__(self, file: BinaryIO, path: Path, start: int = 0) -> None:
-        self.file, self.path, self.start = file, path, start
-        self.number = self.begin = self._end = 0
-        if start:  # the line that holds the byte before belongs to the range before
-            file.seek(start - 1)
-            self._end = start - 1 + len(file.readline())
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:byte {self.begin}" if self.start else f"{self.path}:{self.number}"
-
-    def __iter__(self) -> Iterator[bytes]:
-        while line := self.file.readline():
-            yield self._counted(line)
-
-    def rest(self, limit: int) -> bytes:
-        """Return the rest of the file, or its first `limit + 1` bytes if the rest is longer than `limit`."""
-        data = self.file.read(limit + 1)
-        return self._counted(data) if data else data
-
-    def _counted(self, data: bytes) -> bytes:
-        self.number += 1
-        self.begin, self._end = self._end, self._end + len(data)
-        return data if self.begin else data.removeprefix(codecs.BOM_UTF8)
+    if getattr(error, "errno", None):
+        raise error
+    line = str(error).partition("\n")[0]
+    return Damaged(
+        str(path),
+        reason,
+        f"{read:,} documents were read: {line if line.isprintable() else repr(line)}",
+        lost_rows,
+    )
 
 
 def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
@@ -135,40 +116,25 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
         start, stop: the range of bytes. Only uncompressed .jsonl, and .txt with `split_on`, can be read in ranges.
     """
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
-    base = kind.removesuffix(packing)
-    lines: Lines | None = None
+    read = 0
     try:
         with open(path, "rb") as packed, _unpacked(packed, packing) as file:
-            lines = Lines(file, path, start)
-            if base == ".jsonl":
-                yield from _read_jsonl(lines, text_key, stop)
-            elif base == ".json":
-                yield from _read_json(lines, text_key)
-            elif base == ".csv":
-                yield from _read_csv(lines, text_key)
-            elif base == ".txt" and split_on is not None:
-                yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
-            else:
-                yield from _read_text(lines)
-            if packing and not packed.tell():
+            if packing and not path.stat().st_size:
                 raise EOFError("the file has no bytes")
-            if not lines.number and not start:
-                yield Dropped(EMPTY, str(path), "an empty file")
+            for item in _read_documents(
+                file, path, kind.removesuffix(packing), text_key, split_on, start, stop
+            ):
+                read += 1
+                yield item
     except (EOFError, OSError, zlib.error) as error:
-        if not packing or _is_of_disk(error):
+        if not packing:
             raise
-        read = f"{lines.number if lines else 0:,} lines were read"
-        yield Damaged(str(path), f"truncated or corrupt {packing}", f"{read}: {error}")
+        yield damaged(path, f"truncated or corrupt {packing}", read, error)
 
 
-def _is_of_disk(error: Exception) -> bool:
-    """Return whether the system failed to read the file, rather than the file being corrupt."""
-    return bool(getattr(error, "errno", None))
-
-
-def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
+def _unpacked(file: io.BufferedReader, packing: str) -> Any:
     if packing == ".gz":
-        return gzip.open(file)  # type: ignore[return-value]
+        return gzip.open(file)
     if packing == ".zst":
         import pyarrow
 
@@ -177,101 +143,116 @@ def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
     return file
 
 
+def _read_documents(
+    file: Any, path: Path, base: str, text_key: str, split_on: str | None, start: int, stop: float
+) -> Items:
+    """Yield the documents of an uncompressed file. `base` is its suffix."""
+    if not file.peek(1):
+        yield Dropped(EMPTY, str(path), "an empty file")
+    elif base == ".jsonl":
+        yield from _read_jsonl(read_lines(file, path, start), text_key, stop)
+    elif base == ".json":
+        yield from _read_json(file.read(), path, text_key)
+    elif base == ".csv":
+        yield from _read_csv((line for _, _, line in read_lines(file, path)), path, text_key)
+    elif base == ".txt" and split_on is not None:
+        separator = None if split_on == BLANK_LINE else split_on.encode()
+        for where, data in _split_text(read_lines(file, path, start), f"{path}:1", separator, start, stop):
+            if data.strip():
+                yield _decoded(data.strip(b"\r\n"), where)
+    else:
+        yield _decoded(file.read(MAX_DOCUMENT_BYTES + 1).removeprefix(codecs.BOM_UTF8), str(path))
+
+
+def read_lines(file: Any, path: Path, start: int = 0) -> Iterator[tuple[int, str, bytes]]:
+    """Yield the lines of an uncompressed file that begin at byte `start` or later.
+
+    Yields:
+        (first byte, place for messages, content).
+    """
+    begin = 0
+    if start:  # the line that holds the byte before belongs to the range before
+        file.seek(start - 1)
+        begin = start - 1 + len(file.readline())
+    for number, line in enumerate(file, start=1):
+        where = f"{path}:byte {begin}" if start else f"{path}:{number}"
+        yield begin, where, line if begin else line.removeprefix(codecs.BOM_UTF8)
+        begin += len(line)
+
+
 # ---------------------------------------------------------------- plain text
 
 
-def _read_text(lines: Lines) -> Items:
-    """Yield the whole file as one document."""
-    data, where = lines.rest(MAX_DOCUMENT_BYTES), str(lines.path)
-    if len(data) > MAX_DOCUMENT_BYTES:
-        yield Dropped(TOO_LONG, where, SHORTER)
-    elif lines.number:  # also for a file of only a byte order mark
-        yield _decoded(data, where)
-
-
 def _decoded(data: bytes, where: str) -> Text | Dropped:
+    if len(data) > MAX_DOCUMENT_BYTES:
+        return Dropped(TOO_LONG, where, SHORTER)
     try:
         return check_text(data.decode("utf-8"), where)
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
 
 
-def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
-    """Yield the parts between separators (None: blank lines), without surrounding line ends. Skip blank parts.
+def _split_text(
+    lines: Iterator[tuple[int, str, bytes]], where: str, separator: bytes | None, start: int, stop: float
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the parts between separators (None: blank lines), each with the place of the separator before it.
 
-    A document belongs to the range that contains the separator line before it; the first document to the first range.
+    A part belongs to the range that contains the separator line before it; the first part to the first range.
+
+    Args:
+        where: the place of the first part.
     """
-    document, size, is_ours, where = [b""], 0, not lines.start, f"{lines.path}:1"
-
-    def whole() -> Items:
-        if is_ours and size > MAX_DOCUMENT_BYTES:
-            yield Dropped(TOO_LONG, where, f"{size} bytes; {SHORTER}")
-        elif is_ours and (data := b"".join(document).strip(b"\r\n")).strip():
-            yield _decoded(data, where)
-
-    for line in lines:
-        if not is_ours and lines.begin >= stop:
+    parts: list[bytes] = []
+    is_ours = not start
+    for begin, place, line in lines:
+        if not is_ours and begin >= stop:
             return
         if separator is not None:
             *ended, rest = line.split(separator)
         else:
             ended, rest = ([], line) if line.strip() else ([b""], b"")
         for part in ended:
-            document.append(part)
-            size += len(part)
-            yield from whole()
-            document, size, is_ours, where = [], 0, lines.begin < stop, lines.where
+            if is_ours:
+                yield where, b"".join([*parts, part])
+            parts, is_ours, where = [], begin < stop, place
             if not is_ours:
                 return
         if is_ours:
-            size += len(rest)
-            if size <= MAX_DOCUMENT_BYTES:
-                document.append(rest)
-            else:  # too long: reported at its end
-                document.clear()
-    yield from whole()
+            parts.append(rest)
+    yield where, b"".join(parts)
 
 
 # ---------------------------------------------------------------- records
 
 
-def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
-    for line in lines:
-        if lines.begin >= stop:
+def _read_jsonl(lines: Iterator[tuple[int, str, bytes]], text_key: str, stop: float = math.inf) -> Items:
+    for begin, where, line in lines:
+        if begin >= stop:
             return
-        if not line.strip():
-            continue
-        yield _text_of(_parse(line, lines.where), lines.where, text_key)
+        if line.strip():
+            yield _text_of(_parse(line, where), where, text_key)
 
 
-def _read_json(lines: Lines, text_key: str) -> Items:
+def _read_json(data: bytes, path: Path, text_key: str) -> Items:
     """Yield the documents of a .json: an array of objects, one object, or one object per line."""
-    path, data = str(lines.path), lines.rest(MAX_JSON_BYTES)
-    if len(data) > MAX_JSON_BYTES:
-        reason = f".json over {MAX_JSON_BYTES >> 30} GiB"
-        yield Damaged(path, reason, "nothing was read; give it as .jsonl: jq -c '.[]' FILE > NEW.jsonl")
-        return
-    records = _parse(data, path)
+    records = _parse(data.removeprefix(codecs.BOM_UTF8), str(path))
     if isinstance(records, Dropped):
-        for number, line in enumerate(data.split(b"\n"), start=1):
-            if line.strip():
-                where = f"{path}:{number}"
-                yield _text_of(_parse(line, where), where, text_key)
+        yield from _read_jsonl(read_lines(io.BytesIO(data), path), text_key)
         return
     if records == []:
-        yield Dropped(EMPTY, path, "an empty array")
+        yield Dropped(EMPTY, str(path), "an empty array")
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
         yield _text_of(record, f"{path}:record {number}", text_key)
 
 
-def _read_csv(lines: Lines, text_key: str) -> Items:
+def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
     """Yield the rows below a header, as RFC 4180 defines them.
 
     After an invalid record it is unknown where the next one begins, so the rest of the file is not read and the file
     counts as damaged. If a record on one line has a wrong number of fields, one row is dropped. If it spans several
     lines, an open quote may have swallowed rows, so the file also counts as damaged.
     """
-    path, row = lines.path, 0
+    row = 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     # invalid UTF-8 becomes lone surrogates, which check_text reports for their row
     rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
@@ -293,18 +274,17 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
         if header and last == rows.line_num:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
-        last = lines.number + sum(1 for _ in lines)
         why = str(error).partition(" - ")[0]  # the rest is advice for the developer
-        detail = f"lines {row + 1:,} to {last:,} were not read; line {rows.line_num:,}: {why}"
+        detail = f"from line {row + 1:,} on, nothing was read; line {rows.line_num:,}: {why}"
         yield Damaged(str(path), INVALID_CSV, detail)
 
 
 def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Dropped:
-    """Return the `Dropped` of a table that does not have exactly one text column."""
-    if (columns := names.count(text_key)) > 1:
-        detail = f"{columns} columns are named {text_key!r}; rename all but the one with the text"
-        return Dropped(SEVERAL_COLUMNS, str(path), detail, rows)
-    return Dropped(MISSING_KEY, str(path), f"no column {text_key!r} among {_listed(names)}", rows)
+    """Return the `Dropped` of a table without rows or without exactly one text column."""
+    if not rows:
+        return Dropped(EMPTY, str(path), "an empty file")
+    detail = f"{names.count(text_key) or 'no'} columns {text_key!r} among {_listed(names)}"
+    return Dropped(MISSING_KEY, str(path), detail, rows)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -318,10 +298,7 @@ def _parse(data: bytes, where: str) -> Any:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: invalid JSON, or an integer of more than 4,300 digits
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more than 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
 
 
@@ -338,112 +315,76 @@ def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
 
 # ---------------------------------------------------------------- columns of Arrow
 
+Part = tuple[int, Callable[[], Any]]  # the number of rows, and a function that yields record batches
 
-def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
-    """Yield the rows of the row groups that begin in bytes start..stop-1. The first range reports problems of the file.
 
-    A row group with a fraction k of the rows before it counts as beginning at the fraction k of the file's bytes.
+def read_table(path: Path, kind: str, text_key: str, start: int, stop: float) -> Items:
+    """Yield the rows of the parts of a .parquet or .arrow file that begin in bytes start..stop-1.
+
+    A part is a row group or a record batch. One with a fraction k of the rows before it counts as beginning at the
+    fraction k of the file's bytes. The first range reports problems of the file.
     """
     import pyarrow
+
+    try:
+        names, parts = _open_parquet(path, text_key) if kind == ".parquet" else _open_arrow(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        if start == 0:
+            yield damaged(path, f"unreadable {kind}", 0, error)
+        return
+    rows, row, size = sum(count for count, _ in parts), 0, path.stat().st_size
+    if not rows or names.count(text_key) != 1:
+        if start == 0:
+            yield _no_text(path, text_key, names, rows)
+        return
+    for count, read in parts:
+        if start <= size * row // rows < stop:
+            yield from _read_part(path, kind, text_key, row, count, read)
+        row += count
+
+
+def _open_parquet(path: Path, text_key: str) -> tuple[list[str], list[Part]]:
     import pyarrow.parquet
 
-    size = path.stat().st_size
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            rows = file.metadata.num_rows
-            if rows == 0 or file.schema_arrow.names.count(text_key) != 1:
-                if start == 0:
-                    yield _no_column(path, rows, text_key, file.schema_arrow)
-                return
-            first = 0
-            for group in range(file.metadata.num_row_groups):
-                if start <= size * first // rows < stop:
-                    yield from _read_group(file, group, path, text_key, first)
-                first += file.metadata.row_group(group).num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        if _is_of_disk(error):
-            raise
-        if start == 0:
-            yield Damaged(str(path), BAD_PARQUET, f"no row was read: {_first_line(error)}")
+    file = pyarrow.parquet.ParquetFile(path)
+    groups = range(file.metadata.num_row_groups)
+    parts: list[Part] = [
+        (file.metadata.row_group(group).num_rows, partial(file.iter_batches, BATCH_ROWS, [group], [text_key]))
+        for group in groups
+    ]
+    return file.schema_arrow.names, parts
 
 
-def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) -> Items:
-    """Yield the documents of a row group, whose first row is row `first` (from 0) of the file."""
+def _open_arrow(path: Path) -> tuple[list[str], list[Part]]:
+    """Open an Arrow stream, the format of datasets' save_to_disk."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        return stream.schema.names, [(batch.num_rows, partial(iter, [batch])) for batch in stream]
+
+
+def _read_part(
+    path: Path, kind: str, text_key: str, first: int, count: int, read: Callable[[], Any]
+) -> Items:
+    """Yield the documents of a part, whose first row is row `first` (from 0) of the file."""
     import pyarrow
 
     row = first
     try:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=[text_key]):
-            for item in _check_column(batch.column(0), path, row):
+        for batch in read():
+            for value in _values(batch.column(batch.schema.names.index(text_key))):
                 row += 1
-                yield item
+                where = f"{path}:{row}"
+                yield _decoded(value, where) if isinstance(value, bytes) else check_text(value, where)
     except (pyarrow.ArrowException, OSError) as error:
-        if _is_of_disk(error):
-            raise
-        end = first + file.metadata.row_group(group).num_rows
-        detail = (
-            f"rows {row + 1:,} to {end:,} of {file.metadata.num_rows:,} cannot be read: {_first_line(error)}"
-        )
-        yield Damaged(str(path), BAD_PARQUET, detail, end - row)
+        yield damaged(path, f"unreadable {kind}", row - first, error, first + count - row)
 
 
-def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
-    """Yield the rows of the record batches that begin in bytes start..stop-1 of an Arrow stream (datasets' format)."""
-    import pyarrow
-
-    row = 0
-    try:
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            names = stream.schema.names
-            if names.count(text_key) != 1:
-                if start == 0:
-                    yield _no_column(path, sum(batch.num_rows for batch in stream), text_key, stream.schema)
-                return
-            begins = 0  # the schema counts as part of the first batch
-            for batch in stream:
-                if start <= begins < stop:
-                    yield from _check_column(batch.column(names.index(text_key)), path, row)
-                row, begins = row + batch.num_rows, file.tell()
-            if row == 0 and start == 0:
-                yield _no_column(path, 0, text_key, stream.schema)
-    except (pyarrow.ArrowException, OSError) as error:
-        if _is_of_disk(error):
-            raise
-        if start == 0:
-            yield Damaged(str(path), "unreadable .arrow", f"{row:,} rows were read: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).partition("\n")[0]
-    return line if line.isprintable() else repr(line)
-
-
-def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
-    if rows == 0:
-        return Dropped(EMPTY, str(path), "an empty file")
-    return _no_text(path, text_key, schema.names, rows)
-
-
-def _holds_text(kind: Any) -> bool:
-    """Return whether an Arrow type, or its dictionary values, is strings, or bytes, as Impala and Hive write text."""
-    from pyarrow import types
-
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    tests = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
-    return any(test(kind) for test in tests)
-
-
-def _check_column(column: Any, path: Path, first: int) -> Items:
-    """Yield the documents of a column, whose first row is row `first` (from 0) of the file."""
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column; text as bytes, because Arrow does not check that strings are UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if is_text := _holds_text(column.type):
-        column = column.cast(pyarrow.large_binary())  # Arrow does not check that strings are UTF-8
-    for row, value in enumerate(column.to_pylist(), start=first + 1):
-        where = f"{path}:{row}"
-        try:
-            yield check_text(value.decode("utf-8") if is_text and value is not None else value, where)
-        except UnicodeDecodeError as error:
-            yield Dropped(BAD_UTF8, where, str(error))
+    text = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
+    return (column.cast(pyarrow.large_binary()) if column.type in text else column).to_pylist()

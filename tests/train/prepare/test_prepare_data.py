@@ -11,9 +11,10 @@ import pytest
 import sentencepiece
 
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
+from tests.train.prepare.test_corpus import read_documents
 from train.data.format import read_manifest
 from train.files import sha256_file
-from train.prepare.corpus import Source, read_documents
+from train.prepare.corpus import Source
 from train.prepare.preparation import Preparation
 from train.prepare.readers import Text
 from train.prepare_data import parse_arguments

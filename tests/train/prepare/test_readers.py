@@ -3,8 +3,8 @@
 import codecs
 import errno
 import gzip
+import itertools
 import json
-import math
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +14,12 @@ import pytest
 
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts
-from tests.train.prepare.test_corpus import shares, texts_of
+from tests.train.prepare.test_corpus import read_documents, shares, texts_of
 from tests.train.prepare.test_prepare_data import contents, decoded
 from train.data.format import DataError, read_manifest
 from train.prepare import readers
 from train.prepare.blocks import cut_for_eval
-from train.prepare.corpus import list_sources, read_documents
+from train.prepare.corpus import list_sources
 from train.prepare.readers import Damaged, Dropped
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
@@ -156,10 +156,14 @@ def test_documents_that_a_disk_does_not_give_are_not_dropped(tmp_path, monkeypat
             stream.write_table(table)
     else:
         write(path, b'{"text": "one"}')
-    read = partial(readers.read_arrow, path, "text", 0, 1) if name == "a.arrow" else partial(outcome, path)
+    read = (
+        partial(readers.read_table, path, ".arrow", "text", 0, 1)
+        if name == "a.arrow"
+        else partial(outcome, path)
+    )
     assert len(list(read())) == 1
-    monkeypatch.setattr(readers, "_check_column", fails)
-    monkeypatch.setattr(readers.Lines, "_counted", fails)
+    monkeypatch.setattr(readers, "_values", fails)
+    monkeypatch.setattr(readers, "read_lines", fails)
     with pytest.raises(OSError) as error:
         list(read())
     assert error.value.errno == errno.EIO
@@ -185,14 +189,11 @@ def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", both.schema) as stream:
         stream.write_table(both)
     write(tmp_path / "a.csv", b"text,id,text\none,1,two\nthree,2,four\n")
-    parquet = tmp_path / "a.parquet", "text", 0, math.inf
-    arrow = tmp_path / "a.arrow", "text", 0, math.inf
-    items = [
-        *read_documents([str(tmp_path / "a.csv")]),
-        *readers.read_parquet(*parquet),
-        *readers.read_arrow(*arrow),
-    ]
-    files = [(readers.SEVERAL_COLUMNS, f"{tmp_path}/a.{kind}", 2) for kind in ("csv", "parquet", "arrow")]
+    tables = (
+        readers.read_table(tmp_path / f"a{kind}", kind, "text", 0, 1) for kind in (".parquet", ".arrow")
+    )
+    items = [*read_documents([str(tmp_path / "a.csv")]), *itertools.chain(*tables)]
+    files = [(readers.MISSING_KEY, f"{tmp_path}/a.{kind}", 2) for kind in ("csv", "parquet", "arrow")]
     assert [(item.reason, item.where, item.count) for item in items] == files
 
 
@@ -200,13 +201,6 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"\\u001b[31m": 1, "plain name": 2, "\\udcff": 3}')
     (item,) = read_documents([str(path)])
     assert item.detail == r"no 'text' among '\x1b[31m', plain name, '\udcff'"
-
-
-def test_a_json_array_that_is_too_large_is_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_JSON_BYTES", 20)
-    path = write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
-    (item,) = read_documents([str(path)])
-    assert isinstance(item, Damaged)
 
 
 def test_what_a_folder_has_besides_is_counted(tmp_path, caplog):
