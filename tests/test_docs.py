@@ -16,16 +16,16 @@ import pytest
 from model.config import load_sizes, weight_shapes
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
-from scripts.architecture import ROOT, sources
+from scripts.architecture import ROOT, imported_files, sources
 from train import plan
 from train.config.load import build_arguments, load_arguments, resolve_arguments
-from train.config.schema import all_keys, node_at
+from train.config.schema import all_keys
 from train.record.run_folder import RunFolder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOMS = "(?:train|test_fp8|fp8_inference_demo|scripts)"
-PROGRAM = re.compile(rf"(?:python|deepspeed|torchrun) (?:--\S+ \S+ )*({ROOMS}/\w+\.py)(.*)")
-COMMAND_OF_A_RUN = re.compile(r"\./run_training\.sh(.*)")
+# A program of this project in a command, and the rest of the line.
+COMMAND = re.compile(r"((?:train|test_fp8|fp8_inference_demo|scripts)/\w+\.py|run_training\.sh)(.*)")
+OPTION = re.compile(r"(?<!\S)--([\w.]+)")
 # What a message has in place of a name or a number.
 HOLE = "\0"
 
@@ -52,17 +52,49 @@ def test_what_a_run_leaves_is_in_the_reliability_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_have_options_that_their_programs_know(page: Path) -> None:
+def test_programs_options_and_keys_exist(page: Path) -> None:
     text = text_of(page).replace("\\\n", " ")
-    for line in text.splitlines():
-        for program, rest in PROGRAM.findall(line):
-            assert (ROOT / program).is_file(), line
-            # compare_convergence.py gives what follows to train.py
-            own, _, trainings = rest.partition(" -- ")
-            check_options(program, own, line)
-            check_options("train/train.py", f" {trainings}", line)
-        for rest in COMMAND_OF_A_RUN.findall(line):
-            check_options("train/train.py", rest, line)
+    for name, value in re.findall(r'^ +(\w)="(python .*?)"', text, re.M):
+        text = text.replace(f"${name} ", f"{value} ")
+    for command in COMMAND.finditer(text):
+        check_command(*command.groups())
+    keys = re.findall(r"`((?:model|data|precision|speed)\.\w+)", text)
+    assert [key for key in keys if key not in all_keys()] == []
+    options = re.findall(r"`--([\w.]+)(?=[` ])", text)
+    assert [option for option in options if option not in every_option()] == []
+
+
+def check_command(program: str, rest: str) -> None:
+    """Check the options of a command, also of a program that it starts."""
+    own, _, run = re.split(r" #|[`;|]", rest)[0].partition(" -- ")
+    if run:  # compare_convergence.py passes them to train.py
+        check_command("train/train.py", f" {run}")
+    if started := COMMAND.search(own):
+        check_command(*started.groups())
+        own = own[: started.start()]
+    known = options_of(program)
+    assert [option for option in OPTION.findall(own) if option not in known] == [], f"{program}{rest}"
+    if program == "test_fp8/compare_convergence.py":  # --row NAME KEY=VALUE...
+        keys = re.findall(r"(?<=[\s'])([a-z_]\w*(?:\.\w+)?)=", own)
+        assert [key for key in keys if key not in all_keys()] == [], f"{program}{rest}"
+
+
+@cache
+def options_of(program: str) -> set[str]:
+    """Return the options that the sources of a program and of its direct imports name."""
+    if program in ("run_training.sh", "train/train.py"):
+        return {*all_keys(), "help", "schema"}
+    files = [Path(program), *imported_files(Path(program))]
+    found = {option for file in files for option in re.findall(r'"--(\w+)"', text_of(ROOT / file))}
+    return found | {"help"} | (set(all_keys()) if program == "train/plan.py" else set())
+
+
+@cache
+def every_option() -> set[str]:
+    """Return the options of all programs and scripts, and those of Slurm that the pages explain."""
+    scripts = "".join(map(text_of, ROOT.glob("*.sh")))
+    programs = (options_of(path.as_posix()) for path in sources())
+    return {*all_keys(), *re.findall(r"--(\w+)", scripts), "gres"}.union(*programs)
 
 
 def test_statements_to_paste_are_whole_with_and_without_a_pages_indent(
@@ -102,19 +134,6 @@ def test_the_trial_of_the_clusters_page_leaves_the_run_alone() -> None:
     trial = resolve_arguments(load_arguments(["train_config_fp8.json", *shlex.split(words)]), 8)
     assert run.warmup_steps > trial.max_steps and trial.save_strategy == "no"
     assert trial.output_dir != run.output_dir
-
-
-def check_options(program: str, rest: str, line: str) -> None:
-    code = text_of(ROOT / program)
-    shared = text_of(ROOT / "test_fp8/common/options.py") if program.startswith("test_fp8/") else ""
-    for option in re.findall(r"(?<=\s)--([\w.]+)", re.split(r" #|`|;", rest)[0]):
-        if program == "train/train.py":
-            known = node_at(option.split(".")) is not None or option in ("help", "schema")
-        elif program == "train/launch.py":  # its own, or those of what it starts
-            known = True
-        else:
-            known = f'"--{option}"' in code + shared or option == "help"
-        assert known, f"--{option} in: {line}"
 
 
 @cache
