@@ -121,7 +121,7 @@ BF16_MOMENTS_MOST_BETA2 = 0.98
 class PrecisionSettings:
     """The keys of the "precision" section that a phase of its schedule may change."""
 
-    compute: Compute = option("Arithmetic of the matrix products.", "fp8")
+    compute: Compute = option("Precision of the matrix products.", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
         "FP8 scaling recipe. tensorwise and rowwise are for the variant torchao, the others for te_*.",
         "delayed",
@@ -136,7 +136,7 @@ class PrecisionSettings:
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "delayed: how the amax history gives the scale.", "max"
+        "delayed: compute the scale from the largest or the most recent amax of the history.", "max"
     )
     reduce_amax: bool = option("delayed: share amax between ranks.", True)
     calibration_passes: int = option(
