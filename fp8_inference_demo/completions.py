@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8_inference_demo.engine import Engine, Generation
-from fp8_inference_demo.errors import EngineError
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.text import StopStrings, TextStream, eos_tokens
 
@@ -24,9 +23,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """One row of a batch: one sample of a prompt. `name` identifies the prompt in messages."""
+    """One row of a batch: one sample of a prompt."""
 
-    name: str
     ids: list[int]
     seed: int
 
@@ -91,20 +89,6 @@ def complete(
     )
     looked_at = grown is not None
     completions = [Completion(tokenizer, request, options, eos, looked_at) for request in requests]
-    try:
-        _read(run, completions, grown)
-    except EngineError as error:
-        if error.row is None:
-            raise
-        name = requests[error.row].name
-        raise EngineError(f"{name}: {error}", code=error.code, key=name) from error
-    return completions, run
-
-
-def _read(
-    run: Generation, completions: list[Completion], grown: Callable[[Sequence[Completion]], bool] | None
-) -> None:
-    """Add the tokens of the run to the completions until all are complete."""
     for step in run:
         for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
             if token is None or completion.finish_reason:
@@ -120,3 +104,4 @@ def _read(
             completion.finish("length")
     if grown is not None:
         grown(completions)
+    return completions, run

@@ -144,9 +144,9 @@ class Generation:
     def __iter__(self) -> Iterator[list[int | None]]:
         """Yield the tokens of each step.
 
-        Raises EngineError if the logits are not finite, or if a newer generation has taken over the cache.
+        Raises EngineError if the logits are not finite. Read one generation at a time, because all use one cache.
         """
-        self.engine.current, self.timing = self, Timing()
+        self.timing = Timing()
         self.step = self.engine.step(len(self.rows), self.sampling)
         self.step.sampler.begin(self.rows, self.seeds)
         start = time.perf_counter()
@@ -163,23 +163,16 @@ class Generation:
             yield rows
 
     def _read(self, tokens: list[int], index: int) -> list[int | None]:
-        if self.engine.current is not self:
-            raise EngineError(
-                "another generation has started on this engine; read one generation at a time",
-                code="superseded",
-            )
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
             instead = (
                 "--precision bf16, or another checkpoint" if self.engine.weights.fp8 else "another checkpoint"
             )
-            error = EngineError(
+            raise EngineError(
                 f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
                 f"the model diverged; try {instead}",
                 code="not_finite",
             )
-            error.row = out.index(-1)
-            raise error
         return out
 
     def _steps(self) -> Iterator[tuple[int, list[int]]]:
@@ -236,7 +229,6 @@ class Engine:
         self.cache = Cache(weights, batch_size, max_length)
         self.forward = Forward(weights, self.cache)
         self._steps: dict[tuple[int, Sampling], Step] = {}
-        self.current: Generation | None = None  # the generation that uses the cache
 
     @classmethod
     def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
@@ -309,16 +301,6 @@ class Engine:
         step.take(self.forward.logits(torch.cat(hidden)))
         step.positions.copy_(last + 1)
 
-    @torch.no_grad()
-    def score(self, ids: Sequence[int], few_rows: bool = False) -> torch.Tensor:
-        """Return the logits, float32 [T, V], at all positions: by a prefill, or token by token by decoding steps."""
-        tokens = torch.tensor([list(ids)], device=self.device)
-        if not few_rows:
-            return self.forward.logits(self.forward.prefill(tokens)[0])
-        positions = torch.arange(len(ids), device=self.device)
-        steps = (self.forward.decode(tokens[:, t], positions[t : t + 1]) for t in range(len(ids)))
-        return torch.cat([logits.float() for logits in steps])
-
     def report(self) -> list[str]:
         """Return the lines for the log: which operations ran, and how many matrix products of each kind."""
         kinds = {
@@ -330,10 +312,5 @@ class Engine:
             f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
             for kind, count in self.forward.ran.items()
         ]
-        weights, cache = (memory_text(n) for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
+        weights, cache = (f"{n / 2**30:.3g} GiB" for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
         return [f"{how} on {self.device}; weights {weights}, cache {cache}", *lines]
-
-
-def memory_text(nbytes: int) -> str:
-    """Format a number of bytes in GiB or MiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -12,8 +12,6 @@ class InferenceError(UserError, ValueError):
 
 
 class EngineError(InferenceError):
-    """The engine cannot run the request. `row` is the index of the row that causes the error, if there is one."""
+    """The engine cannot run the request."""
 
     code = "engine"
-
-    row: int | None = None

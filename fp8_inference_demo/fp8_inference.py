@@ -24,7 +24,6 @@ Exit status: 0 done; 1 a line of standard input could not be answered; 2 the inp
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shlex
 import sys
@@ -39,7 +38,7 @@ need("decoding", "pydantic", "torch", "transformers")
 from fp8_inference_demo.errors import InferenceError
 from model.errors import UserError
 from model.hub import local_folder
-from model.keys import between, why_no_file
+from model.keys import between, unicode, why_no_file
 
 
 def find_model_folder(given: Path) -> Path:
@@ -76,24 +75,6 @@ def temperature(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: use 0 (the most likely token) or a value from 1e-6 to 100")
 
 
-def utf8(text: str) -> str:
-    """Parse an option as text that can be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not UTF-8. Convert it, or use --prompt_file."
-        ) from error
-    return text
-
-
-def stop_string(text: str) -> str:
-    """Parse --stop: a text of at least one character."""
-    if not text:
-        raise argparse.ArgumentTypeError("the stop string is empty; give at least one character")
-    return utf8(text)
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -115,7 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "task (default: --interactive on a terminal, otherwise one prompt per line of standard input)"
     )
     task = task.add_mutually_exclusive_group()
-    add(task, "--prompt", "text to continue", type=utf8)
+    add(task, "--prompt", "text to continue", type=unicode)
     add(task, "--prompt_file", "UTF-8 file with the text to continue", type=Path)
     add(task, "--prompts", "JSON Lines file of prompts; needs --output", type=Path, metavar="FILE.jsonl")
     task.add_argument("--interactive", action="store_true", help="continue a conversation that you type")
@@ -152,7 +133,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         text,
         "--stop",
         "text that ends a completion and is not part of it; can be repeated",
-        type=stop_string,
+        type=unicode,
         action="append",
         default=[],
         metavar="STRING",
@@ -177,8 +158,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts)
     if all(task is None for task in tasks):
-        if sys.stdin is None:
-            parser.error("standard input is closed; pass --prompt")
         arguments.interactive |= sys.stdin.isatty()
     if problem := option_problem(arguments):
         parser.error(problem)
@@ -193,8 +172,8 @@ def option_problem(arguments: argparse.Namespace) -> str:
         return "--output is only for --prompts; other completions go to standard output"
     if arguments.output and (why := why_no_file(arguments.output)):
         return f"--output {arguments.output} {why}"
-    if arguments.num_samples > 1 and not arguments.temperature:
-        return "--num_samples: with --temperature 0 all samples are equal; set a temperature above 0"
+    if "" in arguments.stop:
+        return "--stop: the string is empty; pass at least one character"
     if arguments.num_samples > 1 and arguments.interactive:
         return "--num_samples: --interactive generates one answer; remove --num_samples, or pass --prompt"
     return ""
@@ -218,30 +197,24 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8_inference_demo.prompts import complete_file
     from fp8_inference_demo.session import Session
 
-    session, failed = Session(arguments, folder), 0
+    session = Session(arguments, folder)
     try:
         if arguments.prompts is not None:
             complete_file(session, arguments.prompts, arguments.output)
         elif prompt is not None:
             session.answer_one(name, prompt)
         elif arguments.interactive:
-            failed = converse(session)
+            converse(session)
         else:
-            failed = answer_lines(session)
-    except (MemoryError, RuntimeError) as error:
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not known and "allocate memory" not in str(error):  # torch's message on a CPU
-            raise
-        what = str(error).split("\n")[0] or "out of memory"
-        message = f"{what}; use a smaller --batch_size or --max_length"
+            return 1 if answer_lines(session) else 0
+    except torch.OutOfMemoryError as error:
+        message = f"{error}; use a smaller --batch_size or --max_length"
         raise InferenceError(message, code="out_of_memory", key="--batch_size") from error
-    return int(failed > 0)
+    return 0
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # for a terminal that is not UTF-8
-        sys.stdout.reconfigure(errors="replace")
     try:
         return run(arguments)
     except BrokenPipeError:  # the reader of standard output has closed it

@@ -5,31 +5,24 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event
 from types import FrameType
 
-from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
-from fp8_inference_demo.text import decoded
 
 PROMPT = "> "
 
 
-def piped_prompts() -> Iterator[str | InferenceError]:
-    """Yield the non-blank lines of standard input, and an error in place of each line that is not UTF-8."""
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
-        except InferenceError as error:
-            yield error
-            continue
-        text = text.removeprefix("\ufeff") if number == 1 else text
-        if text.strip():
-            yield text
+def piped_prompts() -> Iterator[str]:
+    """Yield the non-blank lines of standard input, which is UTF-8. Raises UnicodeDecodeError, a ValueError."""
+    for line in io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig"):
+        if line.strip():
+            yield line.rstrip("\n")
 
 
-def typed_prompts() -> Iterator[str | InferenceError]:
+def typed_prompts() -> Iterator[str]:
     """Yield typed lines, with line editing and history, until Ctrl-D or an empty line. Ctrl-C drops a line.
 
     If standard input is not a terminal, yield `piped_prompts`.
@@ -39,12 +32,10 @@ def typed_prompts() -> Iterator[str | InferenceError]:
         return
     import readline  # noqa: F401  input() edits lines with it
 
-    if isinstance(sys.stdin, io.TextIOWrapper):  # do not raise on bytes that are not UTF-8
-        sys.stdin.reconfigure(errors="replace")
     print("Ctrl-C stops an answer; an empty line or Ctrl-D ends the session", file=sys.stderr, flush=True)
     while True:
         try:
-            line = _typed_line()
+            line = input(PROMPT if sys.stdout.isatty() else "")  # a file gets the answers only
         except EOFError:
             print(file=sys.stderr)
             return
@@ -56,39 +47,23 @@ def typed_prompts() -> Iterator[str | InferenceError]:
         yield line
 
 
-def _typed_line() -> str:
-    if sys.stdout.isatty():
-        return input(PROMPT)
-    # input() would write its prompt to standard output
-    print(PROMPT, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
+@contextmanager
+def first_ctrl_c_recorded() -> Iterator[Callable[[], bool]]:
+    """Record the first Ctrl-C in the block, so that an answer ends after a whole token.
 
+    Yields a function that returns whether it was pressed. A second Ctrl-C raises KeyboardInterrupt.
+    """
+    pressed = Event()
 
-class Interruption:
-    """Records Ctrl-C during an answer."""
+    def record(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
 
-    def __init__(self) -> None:
-        self.pressed = False
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Record the first Ctrl-C in the block, so that the answer ends after a whole token. A second one raises
-        KeyboardInterrupt.
-        """
-        self.pressed = False
-        before = signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
+    before = signal.signal(signal.SIGINT, record)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cut_left(ids: list[int], most: int, bos: int | None) -> list[int]:
@@ -106,11 +81,9 @@ def answer_lines(session: Session) -> int:
     for number, line in enumerate(piped_prompts()):
         name = f"prompt {number + 1}"
         try:
-            if isinstance(line, InferenceError):
-                raise line
             ids = session.encode(line, name)
             session.check_length(ids, name, session.engine.max_length)
-            session.answer(name, number, ids, echo=line)
+            session.answer(number, ids, echo=line)
         except ValueError as error:
             failed += 1
             print(f"error: {error}", file=sys.stderr)
@@ -118,8 +91,8 @@ def answer_lines(session: Session) -> int:
     return failed
 
 
-def converse(session: Session) -> int:
-    """Continue a conversation. Return how many lines of a pipe could not be answered.
+def converse(session: Session) -> None:
+    """Continue a conversation.
 
     The model continues one text: all prompts and answers so far. Each prompt starts a new line. If the text is too long
     for the context, its beginning is dropped.
@@ -127,21 +100,14 @@ def converse(session: Session) -> int:
     session.load(None, 1)
     length = session.engine.max_length
     most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
-    text, interruption, failed = "", Interruption(), 0
+    text = ""
     for number, line in enumerate(typed_prompts()):
-        if isinstance(line, InferenceError):
-            failed += 1
-            print(f"error: {line}", file=sys.stderr)
-            continue
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
         ids = cut_left(whole, most, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
             print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
-        with interruption.watched():
-            answers = session.answer(
-                f"prompt {number + 1}", number, ids, interrupted=lambda: interruption.pressed
-            )
+        with first_ctrl_c_recorded() as interrupted:
+            answers = session.answer(number, ids, interrupted=interrupted)
         text += answers[0].text
     session.log_operations()
-    return failed

@@ -18,32 +18,25 @@ from tqdm import tqdm
 from fp8_inference_demo.completions import Completion, Request
 from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
-from fp8_inference_demo.text import decoded
+from fp8_inference_demo.text import read_text
 
 ADDED = "choices"
 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name for messages, object) for each non-blank line. Raises InferenceError for an invalid line."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                name = f"--prompts {path}: line {number}"
-                yield name, parse_prompt(line, name)
+    for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
+        if line.strip():
+            name = f"--prompts {path}: line {number}"
+            yield name, parse_prompt(line, name)
 
 
-def parse_prompt(line: bytes, name: str) -> dict[str, Any]:
+def parse_prompt(line: str, name: str) -> dict[str, Any]:
     """Parse one line. Raises InferenceError if it is not a prompt."""
-    text = decoded(line, name)
     try:
-        record = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(
-            record, ensure_ascii=False, allow_nan=False
-        ).encode()  # refuse 1e999, which parses as infinity
-    except UnicodeEncodeError as error:
-        message = f"{name} has half of a surrogate pair, which is not a character; remove it"
-        raise InferenceError(message, code="surrogate", key=name) from error
+        record = json.loads(line)
+        # refuse NaN, infinity and half of a surrogate pair, which cannot be written again
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         message = f'{name} is not JSON ({error}); expected {{"prompt": "..."}}'
         raise InferenceError(message, code="not_json", key=name) from error
@@ -54,10 +47,6 @@ def parse_prompt(line: bytes, name: str) -> dict[str, Any]:
         message = f"{name} has the field {ADDED!r}, which is reserved for the output; rename it"
         raise InferenceError(message, code="reserved_field", key=name)
     return record
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
 
 
 def complete_file(session: Session, prompts: Path, path: Path) -> None:
@@ -77,7 +66,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     for index, (name, record) in enumerate(read_prompts(prompts)):
         ids = session.encode(record["prompt"], name)
         session.check_length(ids, name)
-        rows += [(record, request) for request in session.requests(name, index, ids)]
+        rows += [(record, request) for request in session.requests(index, ids)]
     if not rows:
         message = f'--prompts {prompts} has no prompts; expected lines like {{"prompt": "..."}}'
         raise InferenceError(message, code="no_prompts", key="--prompts")

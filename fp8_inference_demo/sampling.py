@@ -19,12 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8_inference_demo.errors import InferenceError
-
 # Unit of probabilities relative to the most likely token's: 2**-32. Integer sums do not depend on the order of the
 # terms, and sums over 2**21 tokens are exact in float64.
 WEIGHT_ONE = 2.0**32
-MAX_VOCAB_SIZE = 2**21
 
 
 @dataclass(frozen=True)
@@ -71,19 +68,11 @@ class Sampler:
     """Draws up to `steps` tokens for each of `rows` rows.
 
     The tensors keep their addresses, so that a captured `draw` uses the values that `begin` writes into them.
-
-    Raises ValueError if the vocabulary has more than 2**21 tokens.
     """
 
     def __init__(
         self, sampling: Sampling, rows: int, steps: int, vocab_size: int, device: torch.device | str
     ):
-        if vocab_size > MAX_VOCAB_SIZE:
-            raise InferenceError(
-                f"the vocabulary has {vocab_size} tokens; sampling supports at most {MAX_VOCAB_SIZE}",
-                code="vocabulary",
-                key="vocab_size",
-            )
         self.sampling = sampling
         # [steps, rows]: compute all random numbers in advance; a dozen small kernels in each step would be expensive
         drawing = steps if sampling.temperature > 0 else 0

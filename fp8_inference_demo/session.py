@@ -44,14 +44,6 @@ class Session:
             tuple(arguments.stop),
             arguments.ignore_eos,
         )
-        positions = self.config.max_position_embeddings
-        if arguments.max_length and arguments.max_length > positions:
-            raise InferenceError(
-                f"--max_length {arguments.max_length} exceeds the model's max_position_embeddings; use at most "
-                f"{positions}",
-                code="max_length",
-                key="--max_length",
-            )
 
     def encode(self, prompt: str, name: str) -> list[int]:
         """Return the token ids of a prompt. Raises ValueError, with `name`, if it cannot be encoded."""
@@ -96,10 +88,10 @@ class Session:
         what = f"{self.folder}: {arguments.precision} on {self.engine.device}"
         print(f"{what}, loaded in {seconds:.1f} s", file=sys.stderr)
 
-    def requests(self, name: str, number: int, ids: list[int]) -> list[Request]:
+    def requests(self, number: int, ids: list[int]) -> list[Request]:
         """Return one request per sample of a prompt."""
         seeds = [row_seed(self.arguments.seed, number, i) for i in range(self.arguments.num_samples)]
-        return [Request(name, ids, seed) for seed in seeds]
+        return [Request(ids, seed) for seed in seeds]
 
     def complete(
         self,
@@ -116,12 +108,11 @@ class Session:
         ids = self.encode(prompt, name)
         self.check_length(ids, name)
         self.load(len(ids), self.arguments.num_samples)
-        self.answer(name, 0, ids, echo=prompt)
+        self.answer(0, ids, echo=prompt)
         self.log_operations()
 
     def answer(
         self,
-        name: str,
         number: int,
         ids: list[int],
         echo: str = "",
@@ -130,7 +121,7 @@ class Session:
         """Stream every sample of a prompt to standard output, on a terminal after `echo`. Then print the speed."""
         if sys.stdout.isatty():
             print(escape_controls(echo), end="" if self.arguments.num_samples == 1 else "\n", flush=True)
-        requests = iter(self.requests(name, number, ids))
+        requests = iter(self.requests(number, ids))
         answers: list[Completion] = []
         timing, printer = Timing(), Printer(self.arguments.num_samples, interrupted)
         while batch := list(islice(requests, self.engine.batch_size)):

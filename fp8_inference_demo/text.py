@@ -12,24 +12,13 @@ from fp8_inference_demo.errors import InferenceError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
-def decoded(text: bytes, where: str) -> str:
-    """Decode UTF-8. Raises ValueError with the first byte that is not UTF-8."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        byte = text[error.start]
-        raise InferenceError(
-            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; convert it (iconv -t UTF-8)",
-            code="not_utf8",
-            key=where,
-        ) from error
-
-
 def read_text(path: Path, name: str) -> str:
-    """Read a UTF-8 file, without its byte order mark. Raises ValueError for a folder or invalid UTF-8."""
-    if path.is_dir():
-        raise InferenceError(f"{name} is a folder; pass a text file", code="not_a_file", key=name)
-    return decoded(path.read_bytes(), name).removeprefix("\ufeff")
+    """Read a UTF-8 file, without its byte order mark. Raises InferenceError for invalid UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"{name} is not UTF-8 ({error}); convert it (iconv -t UTF-8)"
+        raise InferenceError(message, code="not_utf8", key=name) from error
 
 
 def load_tokenizer(folder: Path) -> Any:

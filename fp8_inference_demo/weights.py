@@ -159,18 +159,13 @@ def pack(
             return Matrix(tensor.to(dtype).contiguous())
         if precision != "fp8":
             return Matrix(tensor.dequantize(dtype))
-        if odd := [size for size in tensor.codes.shape if size % FP8_FEATURE_MULTIPLE]:
+        rows, columns = tensor.codes.shape
+        multiple = FP8_FEATURE_MULTIPLE if tensor.by_row else BLOCK
+        if rows % FP8_FEATURE_MULTIPLE or columns % multiple:
             raise InferenceError(
-                f"{name} has shape {tuple(tensor.codes.shape)}. FP8 needs dimensions divisible by "
-                f"{FP8_FEATURE_MULTIPLE}, but {odd[0]} is not; use --precision bf16",
+                f"{name} has {rows} rows and {columns} columns; FP8 needs multiples of {FP8_FEATURE_MULTIPLE} and "
+                f"{multiple}. Use --precision bf16",
                 code="fp8_dimensions",
-                key=name,
-            )
-        if not tensor.by_row and tensor.codes.shape[1] % BLOCK:
-            raise InferenceError(
-                f"{name} has {tensor.codes.shape[1]} columns, which is not a multiple of the block size {BLOCK}; use "
-                "--precision bf16",
-                code="block_dimensions",
                 key=name,
             )
         scale = tensor.scale if tensor.by_row else tensor.scale.repeat_interleave(BLOCK, 0)

@@ -72,7 +72,7 @@ def unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; rename it") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from error
     return text
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.interactive import cut_left, typed_prompts
+from fp8_inference_demo.interactive import cut_left
 from fp8_inference_demo.text import TextStream
 from tests.fp8_inference_demo.conftest import Demo, Output
 
@@ -110,12 +110,6 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
         say(b"", "--num_samples", 2)
 
 
-def test_bytes_of_a_terminal_that_are_no_text_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Python itself would refuse them (LANG=en_US.UTF-8)."""
-    monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(b"caf\xe9\ndef main\n"), "utf-8", "strict"))
-    assert list(typed_prompts()) == ["caf\N{REPLACEMENT CHARACTER}", "def main"]
-
-
 @pytest.mark.parametrize(("new", "most"), [(6, 18), (20, 12)])
 def test_a_conversation_beyond_the_context_loses_its_beginning(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, new: int, most: int
@@ -176,12 +170,15 @@ def test_a_terminal_gets_no_control_characters(
     [
         (b"x y " * 300, ()),
         (b"x y " * 40, ("--max_length", 64)),
-        (b"caf\xe9", ()),
-        (b"caf\xe9", ("--interactive",)),
     ],
 )
-def test_after_a_line_that_is_no_prompt_the_next_one_is_answered(
+def test_after_a_line_that_is_too_long_the_next_one_is_answered(
     say: Demo, prompts: list[str], line: bytes, options: tuple[object, ...]
 ) -> None:
     assert say(line + b"\ndef main\n", *options) == 1
     assert prompts == ["<s>def main"]
+
+
+@pytest.mark.parametrize("options", [(), ("--interactive",)])
+def test_input_that_is_not_utf8_is_refused(say: Demo, options: tuple[object, ...]) -> None:
+    assert say(b"caf\xe9\n", *options) == 2

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from fp8_inference_demo import completions, prompts, text
-from fp8_inference_demo.errors import InferenceError
-from tests.conftest import refused
 from tests.fp8_inference_demo.conftest import Demo, Output, refuse
 
 TEXTS = ["def main", "return the", "", "the value of the thing", "東京", "import"]
@@ -92,8 +90,7 @@ BAD_LINES = {
     b'{"prompt": 1}': "no_prompt",
     b'["a"]': "no_prompt",
     b'{"prompt": "a", "choices": 1}': "reserved_field",
-    b'{"prompt": "\\ud83d"}': "surrogate",
-    b'{"prompt": "caf\xe9"}': "not_utf8",
+    b'{"prompt": "\\ud83d"}': "not_json",
     b'{"prompt": "' + b"x y " * 300 + b'"}': "prompt_too_long",
     b"[" * 100_000: "not_json",
     b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}": "not_json",
@@ -112,10 +109,11 @@ def test_a_line_that_will_not_do_is_named_before_anything_runs(
 
 
 def test_files_that_hold_no_prompts(command: list[object], tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_bytes(b"\n")
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n")
     refuse(*command, code="no_prompts", key="--prompts")
-    with refused(InferenceError, code="not_a_file", key="--prompt_file x"):
-        text.read_text(tmp_path, "--prompt_file x")
+    source.write_bytes(b'{"prompt": "caf\xe9"}')
+    refuse(*command, code="not_utf8", key=f"--prompts {source}")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:

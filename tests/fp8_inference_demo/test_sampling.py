@@ -17,9 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampler, Sampling, mix, row_seed, uniform
-from tests.conftest import refused
 
 DRAWS = 20_000
 PROMPT = [3, 39, 39, 11]  # 39: a likely one
@@ -203,8 +201,3 @@ def test_drawing_traces_as_one_graph_without_synchronization() -> None:
     drawn = torch.compile(sampler.draw, fullgraph=True, backend=counts)(rows, steps)
     sampler.begin([PROMPT] * 2, [1, 2])
     assert drawn.equal(sampler.draw(rows, steps)) and len(graphs) == 1
-
-
-def test_a_vocabulary_that_sums_would_not_be_exact_for_is_refused() -> None:
-    with refused(InferenceError, code="vocabulary"):
-        Sampler(Sampling(), 1, 1, 2**21 + 1, "cpu")
