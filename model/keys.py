@@ -86,9 +86,7 @@ def given_path(text: str) -> Path:
 def json_file(text: str) -> Path:
     """Argparse type for the path of a .json file that can be written."""
     if not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(
-            f"{text}: the file name must end in .json; a plot is written next to it as .png"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: the file name must end in .json")
     if why := why_no_file(Path(text)):
         raise argparse.ArgumentTypeError(f"{text} {why}")
     return Path(text)

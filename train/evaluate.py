@@ -21,14 +21,13 @@ Exit status: 0 done; 2 the evaluation is not possible as requested; 130 stopped 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -36,25 +35,11 @@ from model import need
 
 need("evaluation", "pydantic", "psutil", "torch", "transformers")
 
+from model.hub import local_folder
+from model.keys import between, json_file, unicode
 from train import launchers
-
-INTERRUPTED, NOT_AS_IT_IS = 130, 2
-
-
-def interrupted(number: int, frame: FrameType | None) -> None:
-    if launchers.rank() == 0:
-        os.write(2, b"Ctrl-C: evaluation stopped; no results were written\n")
-    os._exit(INTERRUPTED)
-
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, interrupted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # train/launch.py blocks it in its ranks
-
-from model.errors import UserError
-from model.hub import HubError, local_folder
-from model.keys import between, unicode, why_no_file
-from train.files import reason, write_durably
+from train.command import command
+from train.files import write_durably
 from train.preflight.machine import out_of_memory
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 from train.record.log import configure_logging
@@ -129,64 +114,42 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=0,
         help="for text: maximum number of unreadable documents (default: 0)",
     )
-    add("--output", type=Path, metavar="FILE.json", help="write the results to this JSON file")
+    add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.stride and args.by != "document":
         parser.error("--stride needs --by document")
-    if args.output and (args.output.suffix != ".json" or not args.output.absolute().parent.is_dir()):
-        parser.error(f"--output {args.output}: the file must end in .json and its folder must exist")
-    if args.output and (problem := why_no_file(args.output)):
-        parser.error(f"--output {args.output} {problem}")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA: the same data are given twice; name each once")
-    try:
-        args.model = Path(local_folder(str(args.model)))
-        args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
-    except HubError as error:
-        parser.error(str(error))
-    for name in (args.model, *args.data):
-        if not (
-            os.path.exists(name) or (name in args.data and name.startswith("hf:")) or name == "python-stdlib"
-        ):
-            parser.error(f"{name} does not exist; for a data set on the Hugging Face Hub pass hf:NAME")
+    args.model = Path(local_folder(str(args.model)))
+    args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+@functools.partial(command, system_error=2)
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    configure_logging(console="stderr")
     import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
     from train.evaluation.evaluation import evaluate, join_ranks, leave_ranks
 
+    rank, world = join_ranks()
+    configure_logging(rank=rank, console="stderr")
     try:
-        rank, world = join_ranks()
-        configure_logging(rank=rank, console="stderr")
         report = evaluate(args, rank, world)
-        if rank == 0 and args.output:
-            write_durably(args.output, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-            logger.info(f"wrote {args.output}")
     except Exception as error:
+        time.sleep(2 * (rank > 0))  # rank 0 prints first, and the launcher then ends the others
         if line := out_of_memory(error):
-            return fail(f"{line}; pass a smaller --batch_size")
-        if isinstance(error, (ValueError, OSError, UserError)):
-            return fail(reason(error))
+            raise ValueError(f"{line}; pass a smaller --batch_size") from error
         raise
+    if rank == 0 and args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(args.output, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        logger.info(f"wrote {args.output}")
     leave_ranks(world)
-    return 0
-
-
-def fail(message: str) -> int:
-    """Log the current error and end this rank. Rank 0 logs first, so that an error of all ranks is shown once."""
-    if rank := launchers.rank():
-        time.sleep(2)
-        message = f"rank {rank}: {message}"
-    logger.error(message, exc_info=os.environ.get("FP8_TRACEBACK") == "1")
-    if launchers.world_size() > 1:
-        os._exit(NOT_AS_IT_IS)  # the others may wait in a collective
-    return NOT_AS_IT_IS
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status and launchers.world_size() > 1:
+        os._exit(status)  # the other ranks may wait in a collective
+    sys.exit(status)

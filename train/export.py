@@ -29,9 +29,9 @@ need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
 from safetensors import SafetensorError
 
 from model.config import TRAINED_LENGTH
-from model.errors import UserError
 from model.keys import given_path
 from train.checkpoint.files import CheckpointError, RunState, find_checkpoint, identity, rank_file, read_state
+from train.command import command
 from train.data.encoder import (
     TOKENIZER_FILES,
     TextEncoder,
@@ -40,8 +40,7 @@ from train.data.encoder import (
     tokenizer_of,
 )
 from train.data.format import DataError
-from train.files import discarded_name, reason
-from train.record.log import configure_logging
+from train.files import discarded_name
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, why_not_replaced
 
@@ -203,8 +202,8 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return the exit status: 1 after an error of the system, 2 after an error the user can fix."""
+@command
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -223,22 +222,15 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of another tokenizer (default: that of the training data, or else of the run's hf/)",
     )
     arguments = parser.parse_args(argv)
-    configure_logging(console="stderr")
-    try:
-        path = checkpoint_of(arguments.checkpoint)
-        import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
+    path = checkpoint_of(arguments.checkpoint)
+    import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
 
-        lines = export(
-            path,
-            arguments.out.absolute(),
-            arguments.tokenizer or trained_tokenizer(path, read_state(path)),
-            arguments.format,
-        )
-    except (UserError, ValueError, OSError, SafetensorError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UserError | ValueError) else 1
+    tokenizer = arguments.tokenizer or trained_tokenizer(path, read_state(path))
+    try:
+        lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{arguments.out} could not be written: {error}") from error
     print("\n".join([*lines, f"wrote {arguments.out} from {path}"]))
-    return 0
 
 
 def checkpoint_of(given: Path) -> Path:

@@ -25,9 +25,8 @@ from model import need
 need("importing data", "pydantic", "numpy", "sentencepiece", "transformers")
 
 from model.keys import between, given_path, unicode
-from train.files import reason
+from train.command import command
 from train.prepare.corpus import eval_fraction
-from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,8 +35,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    text = "path prefix of each dataset: PREFIX.bin and PREFIX.idx"
-    add("--input", type=unicode, nargs="+", required=True, metavar="PREFIX", help=text)
+    add(
+        "--input",
+        type=unicode,
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="path prefix of each dataset: PREFIX.bin and PREFIX.idx",
+    )
     add(
         "--tokenizer",
         type=given_path,
@@ -45,42 +50,39 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder with the tokenizer.model or tokenizer.json that produced the ids",
     )
     add("--output", type=given_path, required=True, help="the folder to write")
-    text = "end-of-document id of the datasets (default: the tokenizer's EOS)"
-    add("--eod_id", type=between(0), help=text)
-    text = "share of the documents in the eval split; 1: import data for evaluation only (default: 0.01)"
-    add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
-    text = "maximum number of tokens per shard (default: 2^28)"
-    add("--shard_tokens", type=between(1), default=1 << 28, help=text)
+    add(
+        "--eod_id",
+        type=between(0),
+        help="end-of-document id of the datasets (default: the tokenizer's EOS)",
+    )
+    add(
+        "--eval_fraction",
+        type=eval_fraction,
+        default=0.01,
+        help="share of the documents in the eval split; 1: import data for evaluation only (default: 0.01)",
+    )
+    add(
+        "--shard_tokens",
+        type=between(1),
+        default=1 << 28,
+        help="maximum number of tokens per shard (default: 2^28)",
+    )
     add("--overwrite", action="store_true", help="replace the prepared data in --output")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status.
-
-    Returns:
-        0: the data was committed. 1: a system error. 2: the user must change the command or the inputs. 130: Ctrl-C.
-        Errors are printed to stderr.
-    """
+@command
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    configure_logging(console="stderr")
-    try:
-        from train.prepare.megatron import import_datasets  # the import takes seconds
+    from train.prepare.megatron import import_datasets  # the import takes seconds
 
-        manifest = import_datasets(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("stopped; run the same command again", file=sys.stderr)
-        return 130
+    manifest = import_datasets(args)
     counts = manifest.documents
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
         print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
     print(f"ids replaced by EOS (--eod_id): {counts['eod_replaced']:,}")
     print(f"wrote {args.output}\n{manifest.summary()}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Exit status: 1 if a file is damaged, 2 if there is nothing to inspect.
 """
 
 import argparse
-import io
+import functools
 import os
 import signal
 import sys
@@ -21,6 +21,7 @@ from model import need
 need("inspecting data", "pydantic", "numpy")
 
 from model.keys import between
+from train.command import command
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,18 +56,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@functools.partial(command, system_error=2)
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
     args = parse_arguments(argv)
     from train.data.inspection import inspect_folder
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
-    try:
-        problems = inspect_folder(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    problems = inspect_folder(args)
     for problem in problems:
         print(f"damaged: {problem}", file=sys.stderr)
     return 1 if problems else 0

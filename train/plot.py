@@ -14,6 +14,7 @@ Exit status: 0 done; 2 a RUN has no metrics, or the plot cannot be written.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -23,11 +24,13 @@ from model import need
 
 need("drawing", "matplotlib")
 
+from train.command import command
 from train.record import plots
-from train.record.history import HistoryError, read_history, table
+from train.record.history import read_history, table
 
 
-def main(argv: list[str]) -> int:
+@functools.partial(command, system_error=2)
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -43,30 +46,17 @@ def main(argv: list[str]) -> int:
     )
     if output.suffix.lower() != ".png" or output.is_dir():
         parser.error(f"--output {output}: the name of a file must end in .png")
-    histories, problems = [], []
-    for path in dict.fromkeys(options.runs):
-        try:
-            histories.append(read_history(path))
-        except (HistoryError, OSError) as error:
-            problems.append(str(error))
-    if problems:
-        print("error: " + "\n  ".join(problems), file=sys.stderr)
-        return 2
+    histories = [read_history(path) for path in dict.fromkeys(options.runs)]
     print(table(histories))
     for history in histories:
         if why := history.ended().get("why"):
             print(f"{history.path}: {why}")
+    plots.draw(histories, output)
+    print(f"wrote {output.absolute()}")
     health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")
-    try:
-        plots.draw(histories, output)
-        print(f"wrote {output.absolute()}")
-        if len(histories) == 1 and plots.draw_health(histories[0], health):
-            print(f"wrote {health.absolute()}")
-    except OSError as error:
-        print(f"error: {error}; name another file with --output", file=sys.stderr)
-        return 2
-    return 0
+    if len(histories) == 1 and plots.draw_health(histories[0], health):
+        print(f"wrote {health.absolute()}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

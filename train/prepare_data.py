@@ -14,7 +14,11 @@ lost. If more than --max_dropped documents or --max_damaged_files files are lost
 exits with status 2.
 
 datatrove runs the work as tasks on this machine, as Slurm jobs or on a Ray cluster (--executor). The same inputs and
-options give the same bytes with every executor. To resume after a crash, run the same command again.
+options give the same bytes with every executor. Completed tasks are kept: to resume after a stop, an error or a crash,
+run the same command again.
+
+Exit status: 0 done, or with slurm submitted; 1 an error of the system or a failed task; 2 the user must change the
+command or the inputs; 130 Ctrl-C.
 """
 
 import argparse
@@ -24,16 +28,14 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
-from model.errors import UserError
 
 need("preparing data", "sentencepiece", "transformers")
 need("preparing data", "datatrove", requirements="requirements-prep.txt")
 
 from model.keys import between, given_path, unicode
-from train.files import reason
+from train.command import command
 from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, eval_fraction, separator
 from train.prepare.steps import add_arguments
-from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,32 +54,59 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column that holds the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    text = (
-        "share of the documents, or of each document, in the eval split; 1: prepare data for evaluation only "
+    add(
+        "--eval_fraction",
+        type=eval_fraction,
+        default=0.01,
+        help="share of the documents, or of each document, in the eval split; 1: prepare data for evaluation only "
+        "(default: 0.01)",
     )
-    text += "(default: 0.01)"
-    add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
-    text = "how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
-    text += "position (default: hash; position for a single text file)"
-    add("--eval_by", choices=("hash", "position"), help=text)
+    add(
+        "--eval_by",
+        choices=("hash", "position"),
+        help="how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
+        "position (default: hash; position for a single text file)",
+    )
     add_loss_limits(parser)
-    text = "maximum number of tokens per shard (default: 2^28)"
-    add("--shard_tokens", type=between(1), default=1 << 28, help=text)
-    text = "shuffle the documents within each shard; each task derives its own seed (default: no shuffling)"
-    add("--shuffle_seed", type=between(0), help=text)
-    text = "replace the prepared data in --output, or an unfinished preparation with other inputs or options"
-    add("--overwrite", action="store_true", help=text)
+    add(
+        "--shard_tokens",
+        type=between(1),
+        default=1 << 28,
+        help="maximum number of tokens per shard (default: 2^28)",
+    )
+    add(
+        "--shuffle_seed",
+        type=between(0),
+        help="shuffle the documents within each shard; each task derives its own seed (default: no shuffling)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the prepared data in --output, or an unfinished preparation with other inputs or options",
+    )
     add = parser.add_argument_group("execution").add_argument
-    text = "where the tasks run (default: local)"
-    add("--executor", choices=("local", "slurm", "ray"), default="local", help=text)
-    text = "number of tasks (default: one per 16 MiB of input, at most 1000)"
-    add("--tasks", type=between(1), help=text)
-    text = "number of tasks to run at a time (default: local: one per core, at most 16; slurm and ray: all)"
-    add("--workers", type=between(1), help=text)
+    add(
+        "--executor",
+        choices=("local", "slurm", "ray"),
+        default="local",
+        help="where the tasks run (default: local)",
+    )
+    add("--tasks", type=between(1), help="number of tasks (default: one per 16 MiB of input, at most 1000)")
+    add(
+        "--workers",
+        type=between(1),
+        help="number of tasks to run at a time (default: local: one per core, at most 16; slurm and ray: all)",
+    )
     add("--slurm_partition", default="", help="partition of the jobs; required for slurm")
     add("--slurm_time", default="24:00:00", help="time limit per task (default: 24:00:00)")
-    more: dict = {"nargs": "*", "type": _key_value, "default": [], "metavar": "KEY=VALUE"}
-    add("--slurm_args", help="additional sbatch options, such as account=team", **more)
+    add(
+        "--slurm_args",
+        nargs="*",
+        type=_key_value,
+        default=[],
+        metavar="KEY=VALUE",
+        help="additional sbatch options, such as account=team",
+    )
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.executor == "slurm" and not args.slurm_partition:
@@ -94,28 +123,13 @@ def _key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status.
-
-    Returns:
-        0: the data was committed (with slurm: the jobs were submitted). 1: a system error or a failed task. 2: the
-        user must change the command or the inputs. 130: Ctrl-C. Errors are printed to stderr.
-    """
+@command
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    configure_logging(console="stderr")
-    try:
-        from train.prepare.preparation import prepare  # the import takes seconds
+    from train.prepare.preparation import prepare  # the import takes seconds
 
-        manifest = prepare(args)
-    except (UserError, ValueError, RuntimeError, OSError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("stopped. Completed tasks are kept; run the same command again to resume", file=sys.stderr)
-        return 130
-    if manifest is not None:
+    if manifest := prepare(args):
         print(f"wrote {args.output}\n{manifest.summary()}")
-    return 0
 
 
 if __name__ == "__main__":

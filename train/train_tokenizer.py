@@ -17,14 +17,12 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
-from model.errors import UserError
 
 need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 
 from model.keys import between, given_path
-from train.files import reason
+from train.command import command
 from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, separator
-from train.record.log import configure_logging
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,46 +32,40 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help=f"files, folders or datasets: {ALLOWED}")
-    text = "vocabulary size, including the special ids and the 256 bytes"
-    add("--vocab_size", type=between(260), required=True, help=text)
+    add(
+        "--vocab_size",
+        type=between(260),
+        required=True,
+        help="vocabulary size, including the special ids and the 256 bytes",
+    )
     add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column that holds the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    text = (
-        "size of the training sample, in bytes of text; documents are not cut, so the sample has at least one "
-        "(default: 250,000,000, which needs about 3 GB of memory)"
+    add(
+        "--max_bytes",
+        type=between(1),
+        default=250_000_000,
+        help="size of the training sample, in bytes of text; documents are not cut, so the sample has at least one "
+        "(default: 250,000,000, which needs about 3 GB of memory)",
     )
-    add("--max_bytes", type=between(1), default=250_000_000, help=text)
-    text = (
-        "share of the characters that get a piece of their own; others are encoded as bytes (default: 0.9995)"
+    add(
+        "--character_coverage",
+        type=between(0.98, 1, float),
+        default=0.9995,
+        help="share of the characters that get a piece of their own; others are encoded as bytes (default: 0.9995)",
     )
-    add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
     add_loss_limits(parser)
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status.
-
-    Returns:
-        0: the tokenizer was written. 1: a system error. 2: the user must change the command or the inputs.
-        130: Ctrl-C. Errors are printed to stderr.
-    """
+@command
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    configure_logging(console="stderr")
-    try:
-        from train.prepare.tokenizer import train_tokenizer  # the import takes seconds
+    from train.prepare.tokenizer import train_tokenizer  # the import takes seconds
 
-        train_tokenizer(args)
-    except (UserError, ValueError, RuntimeError, OSError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("stopped; --output was not changed", file=sys.stderr)
-        return 130
+    train_tokenizer(args)
     print(f"wrote {args.output}")
-    return 0
 
 
 if __name__ == "__main__":

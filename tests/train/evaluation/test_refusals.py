@@ -67,10 +67,9 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "{data}", "{data}"], "DATA"),
         (["{run}", "{data}", "{data}/."], "DATA"),
         (["{run}", "--stride", "8"], "--stride"),
-        (["{run}", "--output", "{none}/x.json"], "--output {none}/x.json"),
-        (["{run}", "--output", "{empty}/x.txt"], "--output {empty}/x.txt"),
-        (["{run}", "--output", "{folder}"], "--output {folder}"),
-        (["{run}", "--output", "{locked}/x.json"], "--output {locked}/x.json"),
+        (["{run}", "--output", "{empty}/x.txt"], "{empty}/x.txt"),
+        (["{run}", "--output", "{folder}"], "{folder}"),
+        (["{run}", "--output", "{locked}/x.json"], "{locked}"),
         (["{run}", "--batch_size", "0"], "--batch_size"),
     ],
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from train import import_megatron, prepare_data, train_tokenizer
+from train import command
 from train.files import reason
 
 
@@ -17,6 +17,5 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         errors.append(error)
         return reason(error)
 
-    for program in (prepare_data, train_tokenizer, import_megatron):
-        monkeypatch.setattr(program, "reason", record)
+    monkeypatch.setattr(command, "reason", record)
     return errors

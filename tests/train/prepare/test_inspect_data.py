@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import tracemalloc
 from bisect import bisect_right
 from collections.abc import Callable
@@ -14,10 +13,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from tests import programs
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts, write_jsonl
-from tests.train.runs import ROOT
 from train.data.format import DataError, Manifest, Shard, open_index, read_manifest, write_manifest
 from train.data.inspection import count_lengths, examine, histogram_table, read_lengths
 from train.files import sha256_file
@@ -320,20 +317,3 @@ def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
     assert run(data, "--samples", 0)[0] == 0  # nothing to decode
     (data / "manifest.json").write_text("{}")
     assert run(data)[0] == 2
-
-
-@pytest.mark.process
-def test_as_a_command_on_a_terminal_without_unicode(tmp_path, prepare):
-    path = write_jsonl(tmp_path / "a.jsonl", ["dernière 日本 😀 " * 30])
-    assert prepare(tmp_path / "out", path, all_train=True) == 0
-    command = [
-        sys.executable,
-        str(ROOT / "train" / "inspect_data.py"),
-        str(tmp_path / "out"),
-        "--seq_length",
-        "50",
-    ]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = programs.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "derni\\xe8re \\u65e5" in done.stdout

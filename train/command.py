@@ -1,0 +1,40 @@
+"""Turn the errors of a command into one line and an exit status."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+from model.errors import UserError
+from train.files import reason
+from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS
+from train.record.log import configure_logging
+
+
+def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[..., int]:
+    """Decorate the main function of a command.
+
+    Log messages go to stderr, so that stdout has only results.
+
+    Args:
+        main: returns an exit status, or None for 0.
+        system_error: exit status after an OSError.
+
+    Returns: `main`, which then returns 2 after an error that the user can fix, and 130 after Ctrl-C.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str] | None = None) -> int:
+        configure_logging(console="stderr")
+        try:
+            return main(argv) or 0
+        except (UserError, ValueError, OSError) as error:
+            print(f"error: {reason(error)}", file=sys.stderr)
+            is_users = isinstance(error, UserError | ValueError) and not getattr(error, "may_pass", False)
+            return NOT_AS_IT_IS if is_users else system_error
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            return INTERRUPTED
+
+    return run
