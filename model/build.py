@@ -26,8 +26,7 @@ def choose_attention(
     Args:
         asked: a value of model.attention_backend.
 
-    Raises BackendError: unknown backend, or with a document mask one that cannot attend within documents on this
-    machine.
+    Raises BackendError: with a document mask, a backend that cannot attend within documents on this machine.
     """
     if document_mask:
         asked = te_backend.document_attention(asked, precision.te, precision.dtype)
@@ -54,18 +53,16 @@ def build_model(
     Args:
         seed: seed of the initial weights.
         init_from: a Hugging Face folder with the initial weights; None initializes them from `seed`.
+        variant: a key of VARIANTS.
         compile: whether torch.compile compiles the layers of hf and torchao. None: compile torchao's if there is a GPU.
         document_mask: te_* only: attention stays within the `documents` passed to each forward.
 
     Raises:
-        ModelConfigError: unknown variant, or a variant without a document mask.
+        ModelConfigError: a variant without a document mask.
         WeightsError: `init_from` has another architecture or unusable weights.
         PrecisionError: the variant does not support the precision or `compile`, a bf16_modules pattern matches nothing,
             or FP8 does not accept the dimensions.
     """
-    if variant not in VARIANTS:
-        message = f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}"
-        raise ModelConfigError(message, key="model.variant")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
     if document_mask and not VARIANTS[variant].documents:

@@ -190,7 +190,7 @@ class MistralBase(nn.Module):
             loss: float32 scalar, nats per token.
             logits: [B, T, V], or None if a fused loss overwrites them with their gradient.
 
-        Raises ValueError: `documents` has another shape, or the model has no document mask.
+        Raises ValueError: there are `documents`, but the model has no document mask.
         """
         documents = self._documents(documents, input_ids)
         with self.precision.autocast():
@@ -225,11 +225,6 @@ class MistralBase(nn.Module):
         if not self.document_mask:
             raise ValueError(
                 "documents were passed to a model without a document mask; build it with document_mask=True"
-            )
-        if documents.positions.shape != input_ids.shape:
-            raise ValueError(
-                f"documents has the batch shape {list(documents.positions.shape)}, but input_ids has "
-                f"{list(input_ids.shape)}"
             )
         return documents
 

@@ -24,7 +24,7 @@ from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
 
-def _split_and_rotate(
+def split_and_rotate(
     rotate: Callable[..., torch.Tensor], packed: torch.Tensor, freqs: torch.Tensor, N: int, K: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split and rotate as model/fused/qkv_rope.py, which needs one kernel.
@@ -48,7 +48,7 @@ class FusedAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         D = head_dim(config)
         fused = te.split_and_rotate if speed.fused_rope else None
-        self.split_and_rotate = fused or partial(_split_and_rotate, te.apply_rotary_pos_emb)
+        self.split_and_rotate = fused or partial(split_and_rotate, te.apply_rotary_pos_emb)
         self.layernorm_qkv = te.LayerNormLinear(
             config.hidden_size,
             (self.num_heads + 2 * self.num_kv_heads) * D,

@@ -5,8 +5,6 @@ The description has hardware and versions, but no host, user or path.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import logging
 import platform
 import re
@@ -57,8 +55,8 @@ def describe() -> tuple[dict[str, Any], dict[str, Any]]:
         if te is not None:
             versions["transformer_engine_cudnn"] = _cudnn(te_backend.cudnn_versions()[0])
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package.replace("-", "_")] = importlib.metadata.version(package)
+        if version := te_backend.version_of(package):
+            versions[package.replace("-", "_")] = version
     return machine, versions
 
 

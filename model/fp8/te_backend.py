@@ -346,12 +346,7 @@ def choose_attention_backend(name: str) -> None:
     Args:
         name: "fused" (cuDNN), "flash" (FlashAttention), "unfused", or "auto" (TE's choice within the user's
             environment).
-
-    Raises BackendError: unknown name.
     """
-    if name not in ATTENTION_BACKENDS:
-        message = f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}"
-        raise BackendError(message, key="model.attention_backend")
     for variable in ATTENTION_BACKENDS["fused"]:
         before = _attention_environment.setdefault(variable, os.environ.get(variable))
         if before is None:

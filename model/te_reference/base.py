@@ -22,11 +22,10 @@ from model.te_reference.quantize import (
     quantize_current,
     quantize_per_tensor,
 )
-from model.te_reference.recipe import Float8CurrentScaling, Recipe
+from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from model.te_reference.state import (
     DelayedScalingState,
     RecipeState,
-    make_recipe_state,
     register,
     running,
     take_first_module,
@@ -137,7 +136,11 @@ class FP8Module(nn.Module):
             if key not in self.fp8_meta:
                 device = next(self.parameters()).device
                 num_tensors = tensors * self.fp8_meta["num_gemms"]
-                self.fp8_meta[key] = make_recipe_state(recipe, forward, num_tensors, device)
+                self.fp8_meta[key] = (
+                    DelayedScalingState(recipe, forward, num_tensors, device)
+                    if isinstance(recipe, DelayedScaling)
+                    else RecipeState(recipe, forward)
+                )
 
     def prepare_fp8(self, inp: Tensor) -> FP8Call | None:
         """Return the FP8 call for the current autocast, or None. Call it at the start of each forward.

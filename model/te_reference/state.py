@@ -55,12 +55,6 @@ class DelayedScalingState(RecipeState):
         row[column] = torch.maximum(row[column], amax)
 
 
-def make_recipe_state(recipe: Recipe, forward: bool, num_tensors: int, device: torch.device) -> RecipeState:
-    if isinstance(recipe, DelayedScaling):
-        return DelayedScalingState(recipe, forward, num_tensors, device)
-    return RecipeState(recipe, forward)
-
-
 @dataclass
 class _Running:
     """The current autocast of the process."""

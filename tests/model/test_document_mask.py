@@ -148,9 +148,6 @@ def test_what_is_refused() -> None:
     ids = batch(model.config)[0]
     with pytest.raises(ValueError):
         model(ids, documents=documents)
-    model = build("te_linear", **FP32)
-    with pytest.raises(ValueError):
-        model(ids[:2], documents=documents)
 
 
 @kinds

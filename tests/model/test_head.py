@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.health import measure, statistics
-from model.fp8.precision import Precision, PrecisionError
+from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
-from model.startup_check import check_startup
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
-from tests.conftest import random_ids, refused, small_config
-from tests.model.conftest import NO_GPU
+from tests.conftest import random_ids, small_config
 
 M, H, V = 32, 48, 272
 
@@ -75,19 +71,6 @@ def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(te_backend.load(), "fp8_gradients", plain)
     assert trained("te_layer")[2].problem()
-
-
-def test_a_machine_without_block_scaling_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(te: Any, recipe: str, *instead: str) -> None:
-        if recipe == "block":
-            raise te_backend.BackendError(code="no_block_scaling")
-
-    monkeypatch.setattr(te_backend, "require_fp8", without)
-    for on in (False, True):
-        precision = Precision(PrecisionConfig(fp8_head_gradients=on))
-        model = build_model(small_config(head_dim=64), "te_layer", precision, seed=3)
-        with refused(PrecisionError, code="no_block_scaling") if on else nullcontext():
-            check_startup(model, precision)
 
 
 def operands(label: float = -0.9) -> tuple[torch.Tensor, ...]:
@@ -245,10 +228,11 @@ def some_logits(
 SOME, ALL = slice(None, None, 5), slice(None)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("size", [V, 2 * 4096, 4096 + 37])
-def test_the_kernels_of_the_loss_equal_torchs(fused: Callable, size: int, ignored: slice) -> None:
-    kernels = fused("cross_entropy")
+def test_the_kernels_of_the_loss_equal_torchs(size: int, ignored: slice) -> None:
+    kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(48, size, ignored)
     exact = logits.float().requires_grad_()
     losses = F.cross_entropy(exact, labels, ignore_index=-100, reduction="sum")
@@ -264,13 +248,12 @@ def test_the_kernels_of_the_loss_equal_torchs(fused: Callable, size: int, ignore
         loss.backward()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("tokens", [128, 144])
-def test_one_kernel_writes_what_casting_the_gradient_makes(
-    fused: Callable, tokens: int, ignored: slice
-) -> None:
+def test_one_kernel_writes_what_casting_the_gradient_makes(tokens: int, ignored: slice) -> None:
     """Squares at both edges are partial."""
-    kernels = fused("cross_entropy")
+    kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(tokens, ignored=ignored)
     upstream = torch.tensor(0.125, device=logits.device)
     _, statistics = kernels.loss_and_statistics(logits, labels)
@@ -291,34 +274,6 @@ def test_one_kernel_writes_what_casting_the_gradient_makes(
     assert torch.equal(columns, of_columns[0].t().view(torch.uint8))
     assert torch.equal(column_scales, of_columns[1])
     assert rows.any() == (ignored != ALL)
-
-
-class LossInFP8:
-    """`fp8_cross_entropy` of a GPU with a gradient that is yet to be cast."""
-
-    def __init__(self, fused: Any) -> None:
-        self.fused, self.forwards = fused, 0
-
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
-        self.forwards += 1
-        return self.fused.loss_and_statistics(logits, labels)
-
-    def gradient(self, logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> torch.Tensor:
-        return self.fused.gradient_in_place(logits.clone(), statistics, upstream)
-
-
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=NO_GPU)], indirect=True)
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-def test_a_head_that_computes_the_loss_changes_no_bit(
-    variant: str, fused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    te, ours = te_backend.load(), LossInFP8(fused("cross_entropy"))
-    monkeypatch.setattr(te, "cross_entropy", ours.fused.cross_entropy)
-    loss, gradients, _ = trained(variant)
-    monkeypatch.setattr(te, "fp8_cross_entropy", ours)
-    other, others, gemms = trained(variant)
-    assert ours.forwards == 1 and not gemms.problem() and loss == other
-    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
 
 
 @pytest.mark.gpu

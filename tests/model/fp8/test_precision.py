@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.config import ModelConfigError
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision, PrecisionError
@@ -116,11 +115,6 @@ def test_what_does_not_go_together_is_refused(
         build_model(
             small_config(), variant, precision_of(**{"backend": "reference", **keys}), compile=compile
         )
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with refused(ModelConfigError, key="model.variant"):
-        build_model(small_config(), "te", precision_of())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")

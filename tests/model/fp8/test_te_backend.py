@@ -81,13 +81,6 @@ def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
         te_backend.load("auto")
 
 
-def test_an_attention_of_another_name_is_refused_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: value for name, value in os.environ.items() if name.startswith("NVTE")}
-    with refused(te_backend.BackendError, key="model.attention_backend"):
-        choose_attention_backend("cudnn")
-    assert {name: value for name, value in os.environ.items() if name.startswith("NVTE")} == before
-
-
 def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a forward, when TE has chosen for these shapes; "auto" is the user's environment again."""
     monkeypatch.setattr(te_backend, "_attention_environment", {})

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.gpu
+
 
 def check_sum_by_row(
     kernel: Callable[..., torch.Tensor], device: str, ids: list[int], V: int, H: int, dtype: torch.dtype
@@ -53,7 +55,6 @@ def test_the_embeddings_gradient_is_exact(
     check_sum_by_row(fused("embedding").sum_by_row, device, many_ids(M, V, kind), V, H, dtype)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("M", "V", "H", "kind"), [(32768, 32000, 2048, "many"), (32768, 64, 512, "one")])
 def test_the_gradient_of_large_embeddings_is_exact(

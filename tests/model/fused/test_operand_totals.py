@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -15,6 +13,8 @@ from torch import Tensor
 from model.fp8.health import TOTALS, measure
 from model.fp8.quantizers import Source
 from model.te_reference.quantize import dequantize, quantize_blocks
+
+pytestmark = pytest.mark.gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -103,20 +103,10 @@ def expected_totals(exact: Tensor, codes: Tensor, scale_inv: Tensor, moments: bo
     ]
 
 
-@pytest.fixture
-def totals(fused: Callable, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device on which `measure` takes the kernel."""
-    monkeypatch.setitem(sys.modules, "model.fused.operand_totals", fused("operand_totals"))
-    if device == "cpu":
-        monkeypatch.setattr(Tensor, "is_cuda", True)
-    return device
-
-
 @pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
 def test_the_sums_are_those_of_float64(
-    totals: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
+    device: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
 ) -> None:
-    device = totals
     for shape, moments in product(SHAPES, (True, False)):
         source, exact = source_and_matrix(kind, rounded, *shape, device)
         codes, scale_inv = quantized(exact, dtype, tiles)
@@ -135,7 +125,6 @@ def test_the_sums_are_those_of_float64(
                 assert abs(ours - theirs) <= allowed, (shape, what)
 
 
-@pytest.mark.gpu
 def test_memory_in_another_order_makes_no_difference() -> None:
     """A matrix that is a part of rows, codes that are a transpose, scales that lie by columns."""
     x = torch.randn(160, 512, device="cuda").bfloat16()
@@ -147,8 +136,7 @@ def test_memory_in_another_order_makes_no_difference() -> None:
     assert torch.equal(measure(Source("matrix", (x[:, :256],)), turned, by_columns, True), plain)
 
 
-def test_what_is_not_finite_is_not_hidden(totals: str) -> None:
-    device = totals
+def test_what_is_not_finite_is_not_hidden(device: str) -> None:
     codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device=device).to(E4M3)
     for second, beyond in ((math.nan, math.isnan), (2.0, math.isinf)):
         x = torch.tensor([[1.0, second, math.inf, 0.0]], device=device)

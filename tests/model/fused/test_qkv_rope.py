@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+from model.modeling_mistral_fp8_trans import split_and_rotate
 from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
-from model.te_reference.rotary import split_and_rotate as reference_split
+
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ def test_split_and_rotate_equals_the_reference(
     torch.manual_seed(0)
     packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device=device, dtype=torch.bfloat16)
     results = []
-    for function in (kernel, reference_split):
+    for function in (kernel, partial(split_and_rotate, apply_rotary_pos_emb)):
         leaf = packed.clone().requires_grad_()
         parts = function(leaf, freqs, heads, kv_heads)
         assert [tuple(p.shape) for p in parts] == [(2, tokens, n, D) for n in (heads, kv_heads, kv_heads)]
