@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
-from train.config.schema import Node, all_keys, options
+from train.config.schema import Node, all_keys, describe
 from train.planning.memory import checkpoint_bytes
 
 BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
@@ -38,7 +38,6 @@ PARTS = {
 }
 # Short forms of a key's `resume` rule (model/keys.py) and of JSON schema limits for the table.
 ON_A_RESUME = {"free": "free", "allowed": "flag", "structural": "no"}
-SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, at the micro-batch of the training.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
@@ -78,18 +77,13 @@ def _described(key: str, node: Node) -> list[str]:
 
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
     resume = ON_A_RESUME[node["resume"]]
-    return [f"`{key}`", plain(_values(node)), default, resume, plain(node["description"])]
-
-
-def _values(node: Node) -> str:
-    """Return the allowed values in a few words, such as "integer ≥ 0"; --help has the full text."""
-    shown = []
-    for choice in options(node):
-        limits = [f"{sign} {choice[limit]:.12g}" for limit, sign in SIGNS.items() if limit in choice]
-        if choice.get("type") != "null":
-            kind = "list" if choice["type"] == "array" else choice["type"]
-            shown.append(", ".join(choice.get("enum", [f"{kind} {', '.join(limits)}".strip()])))
-    return " or ".join(shown)
+    return [
+        f"`{key}`",
+        plain(describe(node).removesuffix(" or null")),
+        default,
+        resume,
+        plain(node["description"]),
+    ]
 
 
 def hardware() -> str:

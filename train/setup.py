@@ -44,7 +44,7 @@ from train.checkpoint.load import (
 )
 from train.checkpoint.resume import is_partitioned_differently, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.ds_config import describe_msamp, resolve_ds_config
+from train.config.ds_config import msamp_settings, resolve_ds_config
 from train.config.load import describe_arguments
 from train.config.schedule import (
     arguments_of_phase,
@@ -358,8 +358,10 @@ def _description(args: TrainingArguments, data: RunData, state: RunState) -> lis
     if args.save_strategy == "no":
         lines.append("save_strategy is no: the trained model will not be saved")
     assert isinstance(args.deepspeed, dict)
-    if described := describe_msamp(args.deepspeed):
-        lines.append(described)
+    if settings := msamp_settings(args.deepspeed):
+        lines.append(
+            f"the section msamp of the DeepSpeed configuration is replaced by {settings} in precision"
+        )
     return lines
 
 

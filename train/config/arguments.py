@@ -1,15 +1,18 @@
 """The training configuration: one dataclass per section.
 
 Each field holds all facts about its key: type, default, limits, help text with the unit, an example if the value is an
-object, and whether a resume may change it (see `option` in model/keys.py). `--help`, error messages, the JSON schema
-and the tables in docs/configuration.md are generated from the fields. Keys are named as in transformers'
-TrainingArguments where it has the same concept.
+object, and whether a resume may change it. `--help`, error messages, the JSON schema and the tables in
+docs/configuration.md are generated from the fields. Keys are named as in transformers' TrainingArguments where it has
+the same concept.
+
+Whether a resume may change a key (`resume=`): "free": yes, it has no effect on the result of a step; "allowed" (the
+default): if allow_changes_on_resume names it; "structural": no, for the reason in `why=`. differences.py compares the
+configuration with that of the checkpoint, train/checkpoint/resume.py refuses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -333,16 +336,11 @@ def find_config(name: str, what: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    if Path(name).is_dir():
-        raise ConfigurationError(f"{what}: {name} is a folder; pass a JSON file", code="folder", key=name)
     kind = "ds" if what == "deepspeed" else "train"
     shipped = sorted(path.name for path in CONFIG_FOLDER.glob(f"{kind}_config_*.json"))
-    here = [str(path) for path in Path(name).parent.glob("*.json")]
-    near = difflib.get_close_matches(name, [*here, *shipped], n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigurationError(
-        f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; {hint}train_args/ has "
-        f"{', '.join(shipped)}, which you can name without the folder",
+        f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; train_args/ has {', '.join(shipped)}, "
+        "which you can name without the folder",
         code="no_such_file",
         key=name,
     )

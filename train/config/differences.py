@@ -50,20 +50,18 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     sections = (values.get("precision") or {} for values in (old, new))
     unread_keys = {f"precision.{name}" for section in sections for name in unread(section)}
 
+    defaults = {
+        key: node.get("before", node["default"]) for key, node in all_keys().items() if "default" in node
+    }
+
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         data = values["data"]
         # a resume compares the content of the folders, not their paths
         whole = {"data.sources": sorted(data["sources"]), "data.weights": data.get("weights")}
         given = {k: v for k, v in flatten(values).items() if key_of(k) not in ("", *whole)} | whole
         named = {key_of(key) for key in given}
-        for key, node in all_keys().items():
-            if key not in named and "default" in node:
-                given[key] = node.get("before", node["default"])
-        return {
-            key: value
-            for key, value in given.items()
-            if key_of(key) not in unread_keys and rule_of(key) != "free" and not _is_free_in_deepspeed(key)
-        }
+        given |= {key: value for key, value in defaults.items() if key not in named}
+        return {k: v for k, v in given.items() if not (key_of(k) in unread_keys or is_free(k))}
 
     return differences(relevant(old), relevant(new))
 
@@ -74,21 +72,16 @@ def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[st
     return all(one.get(key) == other.get(key) for key in compared - unread(one) - unread(other))
 
 
-def _is_free_in_deepspeed(key: str) -> bool:
-    top, _, path = key.partition(".")
-    section, _, name = path.rpartition(".")
-    remark = KEYS.get(section, {}).get(name, ("", ""))[1]
-    return top == "deepspeed" and (remark in FREE or section in ("msamp", "optimizer", "optimizer.params"))
-
-
 def key_of(key: str) -> str:
     """Return the configuration key that contains the dotted `key`, or ""."""
     return key_at(key.split("."))
 
 
-def rule_of(key: str) -> str:
-    """Return the resume rule (model.keys.RESUME) of the configuration key that contains the dotted `key`."""
-    return all_keys()[key_of(key)]["resume"]
+def is_free(key: str) -> bool:
+    """Return whether a resume may change the dotted `key`. A key of DeepSpeed has its rule in ds_config.KEYS."""
+    if key_of(key) == "deepspeed":
+        return KEYS.get(key.removeprefix("deepspeed."), (None, ""))[1] in FREE
+    return all_keys()[key_of(key)]["resume"] == "free"
 
 
 def why_never(difference: Difference) -> str:

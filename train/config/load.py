@@ -18,9 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from model.config import JsonError
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE
-from model.hub import HubError, local_folder
+from model.hub import local_folder
 from model.keys import RESUME
 from model.variants import VARIANTS, variant_problems, why_no_graphs
 from train.config.arguments import (
@@ -81,25 +80,24 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
 
     Raises:
         ConfigurationError: The file or the command line is invalid.
+        JsonError: The file is not valid JSON.
+        HubError: The model cannot be downloaded.
     """
     for option, printed in (("--help", help_text), ("-h", help_text), ("--schema", schema_text)):
         if option in argv:
             print(printed())
             raise SystemExit(0)
-    try:
-        config, overrides = split_argv(argv)
-        path = find_config(config, "CONFIG")
-        raw = read_json_object(path)
-        for key, text in overrides:
-            override(raw, key, text)
-        if raw.get("output_dir") is None:
-            raw["output_dir"] = str(Path("output") / path.stem)
-        arguments = build_arguments(raw, f"{path} with the command line" if overrides else str(path))
-        model = arguments.model
-        model.config = local_folder(model.config, weights=False)
-        model.init_from = model.init_from and local_folder(model.init_from)
-    except (JsonError, HubError) as error:
-        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
+    config, overrides = split_argv(argv)
+    path = find_config(config, "CONFIG")
+    raw = read_json_object(path)
+    for key, text in overrides:
+        override(raw, key, text)
+    if raw.get("output_dir") is None:
+        raw["output_dir"] = str(Path("output") / path.stem)
+    arguments = build_arguments(raw, f"{path} with the command line" if overrides else str(path))
+    model = arguments.model
+    model.config = local_folder(model.config, weights=False)
+    model.init_from = model.init_from and local_folder(model.init_from)
     for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
         for name, folder in folders.items():
             folders[name] = data_folder(folder)
@@ -133,7 +131,7 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Split a command line into CONFIG and (key, text) pairs.
 
     Raises:
-        ConfigurationError: There is no CONFIG or more than one, or a key has no value.
+        ConfigurationError: There is no CONFIG or more than one, or a key is unknown or has no value.
     """
     configs, overrides, words = [], [], list(argv)
     while words:
@@ -142,18 +140,19 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
             configs.append(word)
             continue
         key, equals, text = word[2:].partition("=")
+        is_launchers = key.replace("-", "_") == "local_rank"
+        if not (is_launchers or key_at(key.split(".")) or key in full_schema()["properties"]):
+            raise ConfigurationError(
+                f"--{key}: unknown key{suggest_key(key)}; --help lists all keys", code="unknown_key", key=key
+            )
         if not equals:
             text = _take_value(key, words)
-        if key.replace("-", "_") != "local_rank":
+        if not is_launchers:
             overrides.append((key, text))
     if len(configs) != 1:
-        given = ", ".join(configs) or "none"
-        unknown = [
-            _unknown(key) for key, _ in overrides if not _is_known(key)
-        ]  # an unknown key may have taken CONFIG as its value
         raise ConfigurationError(
-            f"{len(configs)} configuration files are given ({given}); pass one CONFIG, see --help",
-            problems=unknown,
+            f"{len(configs)} configuration files are given ({', '.join(configs) or 'none'}); pass one CONFIG, see "
+            "--help",
             code="config_count",
         )
     return configs[0], overrides
@@ -161,24 +160,13 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 def _take_value(key: str, words: list[str]) -> str:
     """Remove the value of `--key` from the front of `words` and return it."""
-    if words and words[0] in ("true", "false", "null"):
+    node = node_at(key.split(".")) or {}
+    is_switch = {option.get("type") for option in options(node)} <= {"boolean", "null"}
+    if words and (words[0] in ("true", "false", "null") if is_switch else not words[0].startswith("--")):
         return words.pop(0)
-    node = node_at(key.split("."))
-    if node is not None and {option.get("type") for option in options(node)} <= {"boolean", "null"}:
+    if is_switch:
         return "true"
-    if words and not words[0].startswith("--"):
-        return words.pop(0)
-    if not _is_known(key):
-        raise ConfigurationError(_unknown(key), code="unknown_key", key=key)
     raise ConfigurationError(f"--{key} needs a value: --{key} VALUE", code="no_value", key=key)
-
-
-def _is_known(key: str) -> bool:
-    return node_at(key.split(".")) is not None or key.replace("-", "_") == "local_rank"
-
-
-def _unknown(key: str) -> str:
-    return f"--{key}: unknown key{suggest_key(key)}; --help lists all keys"
 
 
 def override(raw: dict[str, Any], path: str, text: str) -> None:
@@ -245,17 +233,12 @@ def build_arguments(raw: dict[str, Any], source: str = "configuration") -> Train
             allowed.
     """
     raw = {key: value for key, value in raw.items() if key != "$schema"}  # only for editors
-    text = json.dumps(raw, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(
-            f"{source}: {text[error.start :][:40]!a} is not Unicode text", code="not_unicode"
-        ) from error
     sections: Node = {name: {} for name, node in full_schema()["properties"].items() if "properties" in node}
     given = sections | raw
     try:
-        arguments = TypeAdapter(TrainingArguments).validate_json(json.dumps(given))
+        arguments = TypeAdapter(TrainingArguments).validate_json(
+            json.dumps(given, ensure_ascii=False).encode()
+        )
     except ValidationError as error:
         raise_problems(source, _validation_problems(given, error.errors(include_url=False)))
         raise
@@ -288,13 +271,9 @@ def _place(given: Any, error: ErrorDetails) -> Place:
 def _problem(given: Any, place: Place, kind: str) -> str:
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
     key = key_at(place)
-    if kind == UNKNOWN and not key:
-        return f"{name}: unknown key{suggest_key(name)}"
-    if kind == UNKNOWN:  # in an item of a list
-        whole = f"{key.rpartition('.')[0]}.{place[-1]}"
-        if whole in all_keys():
-            return f"{name}: this key cannot differ between items; set {whole} for the whole run"
-        return f"{name}: unknown key{suggest(name, (node_at(place[:-1]) or {}).get('properties', {}))}"
+    if kind == UNKNOWN:
+        section, known = name.rpartition(".")[0], (node_at(place[:-1]) or {}).get("properties", {})
+        return f"{name}: unknown key{suggest_key(name, [f'{section}.{key}' for key in known])}"
     node = node_at(place) or {}
     expected = f"allowed is {describe(node)}"
     if not key:
@@ -307,51 +286,81 @@ def _problem(given: Any, place: Place, kind: str) -> str:
     for step in place:
         given = given[step]
     if isinstance(given, float) and not math.isfinite(given):
-        expected = expected.replace("a number", "a finite number")
+        expected = expected.replace("number", "finite number")
     return f"{name}: the value is {shown(given)}; {expected}"
 
 
 def problems_across_keys(args: TrainingArguments) -> list[str]:
     """Return the combinations of keys that are not allowed, one line per problem."""
-    problems: list[str] = []
-
-    def check(keys: str, allowed: object, message: str) -> None:
-        if not allowed:
-            values = (f"{key} {shown(attrgetter(key)(args))}" for key in keys.split())
-            problems.append(f"{', '.join(values)}: {message}")
-
     decays = args.lr_scheduler_type == "warmup_stable_decay"
-    check(
-        "warmup_steps max_steps",
-        args.warmup_steps <= args.max_steps,
-        "the warmup is longer than the run; reduce warmup_steps",
+    is_rollback = args.on_spike == "rollback"
+    bf16_moments = (
+        args.precision.optimizer_states == "bf16_remainder" and args.precision.optimizer_moments == "bf16"
     )
-    check(
-        "lr_scheduler_type decay_steps",
-        (args.decay_steps is not None) == decays,
-        "warmup_stable_decay needs decay_steps, and no other schedule accepts it; set or remove it",
-    )
-    check(
-        "warmup_steps decay_steps max_steps",
-        not decays or args.warmup_steps + (args.decay_steps or 0) <= args.max_steps,
-        "warmup and decay together are longer than the run; reduce one of them",
-    )
-    check(
-        "optim muon_momentum",
-        args.optim == "muon" or args.muon_momentum == type(args).muon_momentum,
-        "muon_momentum has an effect only with muon; remove it",
-    )
-    rollback = args.on_spike == "rollback"
-    check(
-        "on_spike save_strategy",
-        not rollback or args.save_strategy != "no",
-        "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
-    )
-    check(
-        "on_spike spike_threshold",
-        not rollback or args.spike_threshold > 0,
-        "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
-    )
+    no_graphs = why_no_graphs(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
+    rules: list[tuple[object, str, str]] = [  # (whether the combination is refused, its keys, the reason)
+        (
+            args.warmup_steps > args.max_steps,
+            "warmup_steps max_steps",
+            "the warmup is longer than the run; reduce warmup_steps",
+        ),
+        (
+            (args.decay_steps is not None) != decays,
+            "lr_scheduler_type decay_steps",
+            "warmup_stable_decay needs decay_steps, and no other schedule accepts it; set or remove it",
+        ),
+        (
+            decays and args.warmup_steps + (args.decay_steps or 0) > args.max_steps,
+            "warmup_steps decay_steps max_steps",
+            "warmup and decay together are longer than the run; reduce one of them",
+        ),
+        (
+            args.optim != "muon" and args.muon_momentum != type(args).muon_momentum,
+            "optim muon_momentum",
+            "muon_momentum has an effect only with muon; remove it",
+        ),
+        (
+            is_rollback and args.save_strategy == "no",
+            "on_spike save_strategy",
+            "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
+        ),
+        (
+            is_rollback and args.spike_threshold == 0,
+            "on_spike spike_threshold",
+            "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
+        ),
+        (
+            bf16_moments and args.adam_beta2 > BF16_MOMENTS_MOST_BETA2,
+            "precision.optimizer_states precision.optimizer_moments adam_beta2",
+            f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MOST_BETA2}; "
+            "set optimizer_moments to fp32",
+        ),
+        (
+            args.data.document_mask and not VARIANTS[args.model.variant].documents,
+            "data.document_mask model.variant",
+            "the attention of transformers cannot separate documents; set document_mask to false, or use te_linear or "
+            "te_layer",
+        ),
+        (
+            args.speed.cuda_graphs and no_graphs,
+            "speed.cuda_graphs gradient_checkpointing model.variant",
+            no_graphs or "",
+        ),
+        *(
+            (
+                any(own.compute == "fp8" for own in precisions_of(args.precision))
+                and (getattr(args, key) or 0) * args.max_seq_length % FP8_TRAIN_ROW_MULTIPLE,
+                f"{key} max_seq_length precision.compute",
+                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
+            )
+            for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
+        ),
+    ]
+    problems = [
+        f"{', '.join(f'{key} {shown(attrgetter(key)(args))}' for key in keys.split())}: {reason}"
+        for is_refused, keys, reason in rules
+        if is_refused
+    ]
     if args.output_dir and not (place := existing(Path(args.output_dir))).is_dir():
         problems.append(
             f"output_dir {shown(args.output_dir)}: {place} is not a folder; choose another folder"
@@ -361,48 +370,21 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     problems += args.precision.problems()
     problems += variant_problems(args.model.variant, args.precision, args.model.compile)
     problems += phase_problems(args)
-    check(
-        "precision.optimizer_states precision.optimizer_moments adam_beta2",
-        args.precision.optimizer_states != "bf16_remainder"
-        or args.precision.optimizer_moments == "fp32"
-        or args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2,
-        f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MOST_BETA2}; "
-        "set optimizer_moments to fp32",
-    )
-    check(
-        "data.document_mask model.variant",
-        VARIANTS[args.model.variant].documents or not args.data.document_mask,
-        "the attention of transformers cannot separate documents; set document_mask to false, or "
-        "use te_linear or te_layer",
-    )
-    no_graphs = why_no_graphs(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
-    check(
-        "speed.cuda_graphs gradient_checkpointing model.variant",
-        no_graphs is None or not args.speed.cuda_graphs,
-        no_graphs or "",
-    )
-    fp8 = any(own.compute == "fp8" for own in precisions_of(args.precision))
-    for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        rows = (getattr(args, key) or 0) * args.max_seq_length
-        check(
-            f"{key} max_seq_length precision.compute",
-            not fp8 or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
-            f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
-        )
     if isinstance(args.allow_changes_on_resume, list):
-        problems += _allow_problems(args.allow_changes_on_resume)
+        problems += [
+            f"allow_changes_on_resume {shown(name)}: {why}"
+            for name in args.allow_changes_on_resume
+            if (why := _why_not_allowed(name))
+        ]
     return problems
 
 
-def _allow_problems(names: list[str]) -> list[str]:
-    problems = []
-    for name in names:
-        given = f"allow_changes_on_resume {shown(name)}"
-        if name not in all_keys():
-            problems.append(f"{given}: unknown key{suggest(name, all_keys())}; --help lists all keys")
-        elif why := all_keys()[name].get("why"):
-            problems.append(f"{given}: this key cannot change on a resume: {why}; remove it")
-    return problems
+def _why_not_allowed(name: str) -> str:
+    """Return why allow_changes_on_resume cannot name this key, or ""."""
+    if name not in all_keys():
+        return f"unknown key{suggest(name, all_keys())}; --help lists all keys"
+    why = all_keys()[name].get("why")
+    return f"this key cannot change on a resume: {why}; remove it" if why else ""
 
 
 # ---------------------------------------------------------------- keys determined by other keys

@@ -88,47 +88,47 @@ def _end_step(
 
 def phase_problems(args: TrainingArguments) -> list[str]:
     """Return the problems of the individual phases, one line per problem."""
-    section, found = args.precision, []
+    section, phases = args.precision, args.precision.schedule or []
     sections = precisions_of(section)
-    if args.save_strategy == "no" and any(
-        s.on_trouble == "escalate" and s.compute == "fp8" for s in sections
-    ):
-        found.append(
-            "precision.on_trouble, save_strategy: a fallback continues from a checkpoint; set save_strategy to steps, "
-            "or on_trouble to warn"
-        )
-    if not (phases := section.schedule):
-        return found
-    for number, phase in enumerate(phases):
-        given, name = [key for key in ENDS if key in phase], _name(number, len(phases))
-        if number == len(phases) - 1 and given:
-            found.append(f"{name}: the last phase ends with the run; remove its {' and '.join(given)}")
-        elif number < len(phases) - 1 and len(given) != 1:
-            has = f"has {' and '.join(given)}" if given else "has no end"
-            found.append(f"{name}: this phase {has}; each phase but the last needs one of {', '.join(ENDS)}")
-    if section.auto:
-        found.append(
-            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them"
-        )
-    if args.save_strategy == "no" and len(phases) > 1:
-        found.append(
-            "precision.schedule, save_strategy: each phase continues from a checkpoint; set save_strategy to steps, or "
-            "remove the schedule"
-        )
     computes = {section.compute, *(own.compute for own in sections)}
-    if len(computes) > 1 and not computes <= {"fp8", "bf16"}:
-        found.append(
-            f"precision.schedule: compute is {' and '.join(sorted(computes))}; a schedule can only combine "
-            "fp8 and bf16, which store weights and optimizer state in the same type"
-        )
+    falls_back = any(own.on_trouble == "escalate" and own.compute == "fp8" for own in sections)
+    saves = args.save_strategy != "no"
+    rules: list[tuple[object, str]] = [  # (whether the combination is refused, the problem)
+        (
+            falls_back and not saves,
+            "precision.on_trouble, save_strategy: a fallback continues from a checkpoint; set save_strategy to steps, "
+            "or on_trouble to warn",
+        ),
+        (
+            phases and section.auto,
+            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them",
+        ),
+        (
+            len(phases) > 1 and not saves,
+            "precision.schedule, save_strategy: each phase continues from a checkpoint; set save_strategy to steps, or "
+            "remove the schedule",
+        ),
+        (
+            len(computes) > 1 and not computes <= {"fp8", "bf16"},
+            f"precision.schedule: compute is {' and '.join(sorted(computes))}; a schedule can only combine fp8 and "
+            "bf16, which store weights and optimizer state in the same type",
+        ),
+    ]
+    found = [problem for is_refused, problem in rules if is_refused]
 
     def problems(own: PrecisionConfig) -> list[str]:
         return own.problems() + variant_problems(args.model.variant, own, args.model.compile)
 
     known = problems(section)
-    for number, own in enumerate(sections):
-        wrong = (problem for problem in problems(replace(own, auto=False)) if problem not in known)
-        found += [f"{_name(number, len(phases))}: {problem}" for problem in wrong]
+    for number, phase in enumerate(phases):
+        name, ends = _name(number, len(phases)), [key for key in ENDS if key in phase]
+        if len(ends) != (number < len(phases) - 1):
+            found.append(
+                f"{name}: the phase has {' and '.join(ends) or 'no end'}; each phase but the last needs one of "
+                f"{', '.join(ENDS)}, and the last phase ends with the run"
+            )
+        own = replace(sections[number], auto=False)
+        found += [f"{name}: {problem}" for problem in problems(own) if problem not in known]
     return found
 
 
@@ -151,12 +151,10 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
             continue
         (key,) = (key for key in ENDS if key in phase)
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)
-        given = f"{_name(number, len(phases))}: {key} {phase[key]} is step {end}, and"
-        if end >= args.max_steps:
+        if not begin < end < args.max_steps:
             found.append(
-                f"{given} max_steps is {args.max_steps}; end the phase earlier, or remove the phases after it"
+                f"{_name(number, len(phases))}: {key} {phase[key]} is step {end}, but the phase begins after step "
+                f"{begin} and max_steps is {args.max_steps}; each phase needs at least one step"
             )
-        elif end <= begin:
-            found.append(f"{given} the phase begins after step {begin}; each phase needs at least one step")
         begin = max(begin, end)
     return found

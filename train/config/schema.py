@@ -18,21 +18,7 @@ from train.config.arguments import TrainingArguments
 
 Node = dict[str, Any]  # JSON schema of one value, with references resolved
 
-WORDS = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a string",
-    "object": "an object",
-    "array": "a list",
-    "null": "null",
-}
-LIMITS = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "above",
-    "maximum": "of at most",
-    "exclusiveMaximum": "below",
-}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 # Name of a key in other programs -> advice, which starts with the key to use here.
 FOREIGN = {
@@ -157,27 +143,18 @@ def json_type(value: Any) -> str:
 
 
 def describe(node: Node) -> str:
-    """Describe the allowed values in words, for example "an integer above 0 or null"."""
+    """Describe the allowed values in words, for example "integer > 0 or null"."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node:
-        return f"one of {', '.join(node['enum'])}"
-    kind = node.get("type")
-    if kind is None:
-        return "anything"
-    words = WORDS[kind]
-    if kind == "string" and node.get("minLength"):
-        words += " that is not empty"
-    if node.get("minItems") or node.get("minProperties"):
-        words += " with at least one entry"
-    if kind == "array":
-        words += f" in which each item is {describe(node['items'])}"
-    if kind == "object" and "properties" not in node:
-        words += f" in which each value is {describe(value_schema(node) or {})}"
-    if {"minimum", "maximum"} <= node.keys():
-        return f"{words} between {node['minimum']:.12g} and {node['maximum']:.12g}"
-    limits = [f"{text} {node[limit]:.12g}" for limit, text in LIMITS.items() if limit in node]
-    return f"{words} {' and '.join(limits)}" if limits else words
+        return ", ".join(node["enum"])
+    words = [node.get("type", "anything")]
+    if not {"minLength", "minItems", "minProperties"}.isdisjoint(node):  # all are 1
+        words.insert(0, "non-empty")
+    if inner := node.get("items") or value_schema(node):
+        words.append(f"of {describe(inner)}")
+    limits = [f"{sign} {node[limit]:.12g}" for limit, sign in LIMITS.items() if limit in node]
+    return " ".join([*words, ", ".join(limits)]).strip()
 
 
 def example(key: str, node: Node) -> str:
@@ -187,22 +164,22 @@ def example(key: str, node: Node) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" with the most similar known dotted key, or ""."""
-    known = list(known)
-    leaf = name.rsplit(".", 1)[-1]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # correct name in the wrong section
-    close = same_leaf or difflib.get_close_matches(name, known, 1, 0.6)
-    if not close:
-        by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
-        close = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, 1, 0.6)]
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return " (did you mean X?)" with the known dotted key whose last part is the most similar, or ""."""
+    by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
+    close = difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, 1, 0.6)
+    return f" (did you mean {by_leaf[close[0]]}?)" if close else ""
 
 
-def suggest_key(name: str) -> str:
-    """Return " (use X)" for a name from another program, " (did you mean X?)" for a similar name, or ""."""
+def suggest_key(name: str, others: Sequence[str] = ()) -> str:
+    """Return " (use X)" for a name from another program, " (did you mean X?)" for a similar name, or "".
+
+    Args:
+        name: the unknown name.
+        others: more known names, such as those in an item of a list.
+    """
     if use := FOREIGN.get(name.replace("-", "_").lower()):
         return f" (use {use})"
-    return suggest(name, [*all_keys(), *full_schema()["properties"]])
+    return suggest(name, [*others, *all_keys(), *full_schema()["properties"]])
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.conftest import refused
 from train.config import ds_config
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
-from train.config.ds_config import INSTEAD, KEYS, Kind, describe_msamp, load_deepspeed
+from train.config.ds_config import INSTEAD, KEYS, SECTIONS, load_deepspeed, msamp_settings
 from train.config.load import build_arguments, resolve_arguments
 from train.files import REPOSITORY
 
@@ -114,26 +114,24 @@ def with_msamp(level, precision=(), **section) -> TrainingArguments:
     return arguments(deepspeed, precision={"compute": "bf16", **dict(precision)})
 
 
-@pytest.mark.parametrize(("level", "states"), [("O1", "fp32"), ("O2", "fp8"), ("O3", "fp8")])
-def test_a_section_for_ms_amp_becomes_the_nearest_keys_here(level, states):
-    given = with_msamp(level, use_te=True)
+@pytest.mark.parametrize(
+    ("level", "enabled", "own"),
+    [
+        ("O1", True, {"gradient_communication": "bf16"}),
+        ("O2", True, {"gradient_communication": "bf16", "optimizer_states": "fp8"}),
+        ("O3", True, {"gradient_communication": "bf16", "optimizer_states": "fp8"}),
+        ("O2", False, {}),
+    ],
+)
+def test_a_section_for_ms_amp_becomes_the_nearest_keys_here(level, enabled, own):
+    given = with_msamp(level, use_te=True, enabled=enabled)
     found = resolve_arguments(given, 2)
-    own = {"optimizer_states": states, "gradient_communication": "bf16"}
-    assert {key: getattr(found.precision, key) for key in own} == own
+    same = resolve_arguments(arguments("ds_config_zero1.json", precision={"compute": "bf16", **own}), 2)
+    assert found.precision == same.precision and msamp_settings(found.deepspeed) == own
     assert given.precision.optimizer_states == "fp32" and resolve_arguments(found, 2) == found
-    assert describe_msamp(found.deepspeed)
-    config = ds_config.resolve_ds_config(found, 2)
-    assert config["communication_data_type"] == "bf16" and "msamp" not in config
+    assert ds_config.resolve_ds_config(found, 2) == ds_config.resolve_ds_config(same, 2)
     # a run with these keys in place of the section may resume from it
-    same = arguments("ds_config_zero1.json", precision={"compute": "bf16", **own})
-    assert resume_differences(found.to_dict(), resolve_arguments(same, 2).to_dict()) == []
-
-
-def test_a_section_for_ms_amp_that_is_off_does_nothing():
-    off = with_msamp("O2", enabled=False)
-    found = resolve_arguments(off, 2)
-    assert found.precision == off.precision and describe_msamp(found.deepspeed) is None
-    assert ds_config.resolve_ds_config(found, 2) == resolved()
+    assert resume_differences(found.to_dict(), same.to_dict()) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,8 @@ def test_a_section_for_ms_amp_that_is_off_does_nothing():
         ({"level": "O1", "enabled": "yes"}, "msamp.enabled"),
         ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel"),
         ({"level": "O1", "precision": {"gradient_communication": "fp32"}}, "msamp.opt_level"),
-        ({"level": "O2", "precision": {"compute": "fp32"}}, "msamp.opt_level"),
+        ({"level": "O1", "enabled": "auto"}, "msamp.enabled"),
+        ({"level": "O2", "precision": {"compute": "fp32"}}, "precision.optimizer_states"),
     ],
 )
 def test_a_section_for_ms_amp_that_cannot_be_applied_is_refused(changes, key):
@@ -174,7 +173,7 @@ STAGE = "zero_optimization.stage"
         ({"bf16": {"enabled": False}}, {}, "bf16.enabled", "precision.compute"),
         ({"fp16": {"enabled": True}}, {}, "fp16.enabled", "precision.compute"),
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, "optimizer.type", '"Lion"'),
-        ({"optimizer": {"type": "Muon"}}, {}, "optimizer", "optim"),
+        ({"optimizer": {"type": "Muon"}}, {}, "optimizer.type", "AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {}, "optimizer.params.lr", "learning_rate"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, {}, "optimizer.params.betas", "adam_beta1"),
         ({"steps_per_print": "auto"}, {}, "steps_per_print", '"auto"'),
@@ -337,17 +336,18 @@ def test_all_problems_come_at_once_and_name_the_configuration():
     given = resolve_arguments(arguments({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}}), 2)
     with refused(ConfigurationError, key="zero") as error:
         ds_config.resolve_ds_config(given, 2, "own.json")
-    assert error.value.keys == ["zero", "gradient_clipping", "optimizer.type"]
+    assert error.value.keys == ["zero", "optimizer.type", "gradient_clipping"]
     assert "own.json" in str(error.value)
 
 
 def test_every_key_is_accepted_with_each_value_that_it_takes():
     given = {"leaf_module": {"classes": "A", "names": ["b"], "name_suffixes": []}}
-    for key, (allowed, _) in KEYS["zero_optimization"].items():
-        values = [v for v in (7, True) if allowed.holds(v)] if isinstance(allowed, Kind) else allowed
-        for value in values:
-            zero = {"stage": 3, **given, key: value}
-            assert resolved({"zero_optimization": zero})["zero_optimization"] == zero
+    for path, (allowed, _) in KEYS.items():
+        section, _, key = path.rpartition(".")
+        for value in (7, 1, True, False, None, {"device": "none"}) if section == "zero_optimization" else ():
+            if allowed.holds(value):
+                zero = {"stage": 3, **given, key: value}
+                assert resolved({"zero_optimization": zero})["zero_optimization"] == zero
 
 
 DEEPSPEED_SCRIPT = """
@@ -414,7 +414,7 @@ def deepspeed_result():
 @pytest.mark.process
 def test_supported_keys_are_read_by_deepspeed(deepspeed_result):
     read = set(deepspeed_result["read"])
-    assert {key for key in (*KEYS[""], *KEYS) if key and "." not in key} <= read
+    assert {key for key in (*KEYS, *SECTIONS - {"msamp"}) if "." not in key} <= read
     assert {key for key in INSTEAD if "." not in key} <= read
 
 
