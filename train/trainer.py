@@ -24,7 +24,7 @@ import torch.distributed as dist
 from model.config import flops_per_token
 from model.errors import UserError
 from model.fp8.gemms import Gemms, count_gemms
-from model.fp8.health import HealthCheck, check_due, modules_with_operands
+from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.modules import of_transformer_engine
 from model.startup_check import check_attention
 from train import setup
@@ -178,9 +178,7 @@ class Trainer:
         self.skip_decision = SkipDecision(engine, self.precision)
         self.health = Health(args.spike_window, args.spike_threshold)
         self.health.load_state_dict(self.state.health)
-        self.has_fp8_checks = bool(
-            self.precision.health_steps and modules_with_operands(self.model, self.precision)
-        )
+        self.has_fp8_checks = has_health_checks(self.model, self.precision)
         if args.replica_check_steps:
             count = len(replicated_tensors(engine, self.precision)) if self.world > 1 else 0
             logger.info(f"replica check, every {args.replica_check_steps} steps: {count} tensors with copies")

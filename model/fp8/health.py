@@ -117,6 +117,12 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
     }
 
 
+def has_health_checks(model: nn.Module, precision: Precision) -> bool:
+    """Return whether FP8 health checks run (precision.health_steps): `model` has FP8 operands, and not of torchao."""
+    is_on = precision.config.health_steps > 0 and precision.fp8 and not precision.torchao
+    return is_on and bool(modules_with_operands(model, precision))
+
+
 def check_due(model: nn.Module, precision: Precision, step: int, again: bool = False) -> HealthCheck | None:
     """Return a health check for the first micro-batch of `step`, or None.
 
@@ -125,10 +131,10 @@ def check_due(model: nn.Module, precision: Precision, step: int, again: bool = F
     Args:
         again: the last check found trouble. With on_trouble escalate, this step checks again to confirm it.
     """
-    steps = precision.health_steps
+    steps = precision.config.health_steps
     again &= precision.config.on_trouble == "escalate"
-    check = HealthCheck(model, precision) if steps and (step % steps == 0 or again) else None
-    return check if check and check.gemms else None
+    is_due = steps and (step % steps == 0 or again)
+    return HealthCheck(model, precision) if is_due and has_health_checks(model, precision) else None
 
 
 @contextmanager

@@ -117,11 +117,6 @@ class Precision:
         """Return whether torchao runs FP8 instead of TE."""
         return self.fp8 and RECIPES[self.config.recipe].package == "torchao"
 
-    @property
-    def health_steps(self) -> int:
-        """Return the steps between FP8 health checks; 0 without checks or with torchao."""
-        return self.config.health_steps if self.fp8 and not self.torchao else 0
-
     @cached_property
     def te(self) -> SimpleNamespace:
         """Return the namespace of TE modules. It is loaded on first use, because transformers' own model and torchao

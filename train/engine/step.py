@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from model.fp8 import te_backend
+from model.fp8.health import has_health_checks
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
@@ -133,7 +134,7 @@ class MicroStep:
                 labels,
                 self.cache_weights,
                 documents,
-                self.precision.health_steps > 0,
+                has_health_checks(engine.module, self.precision),
             )
             if self.main_grads:
                 self.main_grads.zero()

@@ -229,7 +229,8 @@ def test_modules_without_fp8_are_left_out(keys: dict, levels: dict[str, str], ge
 
 
 def test_when_a_check_is_due() -> None:
-    assert Precision(PrecisionConfig(compute="bf16", backend="reference", health_steps=5)).health_steps == 0
+    model, precision = model_of("te_layer", compute="bf16", health_steps=5)
+    assert check_due(model, precision, 5) is None
     model, precision = model_of("te_layer", recipe="current", health_steps=5)
     assert [step for step in range(1, 13) if check_due(model, precision, step)] == [5, 10]
 
