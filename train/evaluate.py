@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
-    from train.evaluation.evaluation import evaluate, join_ranks, leave_ranks
+    from train.evaluation.evaluation import evaluate, join_ranks
 
     rank, world = join_ranks()
     configure_logging(rank=rank, console="stderr")
@@ -145,7 +145,6 @@ def main(argv: list[str] | None = None) -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_durably(args.output, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         logger.info(f"wrote {args.output}")
-    leave_ranks(world)
 
 
 if __name__ == "__main__":

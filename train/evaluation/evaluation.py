@@ -32,11 +32,6 @@ def join_ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def leave_ranks(world: int) -> None:
-    if world > 1:
-        dist.destroy_process_group()
-
-
 def plan_evaluation(args: argparse.Namespace) -> Plan:
     """Return the evaluation plan.
 
@@ -114,6 +109,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     total = torch.cat(sums).to(precision.device)
     if world > 1:
         dist.all_reduce(total)
+        dist.destroy_process_group()
     sources = [source for part in data for source in part.sources]
     by_source, everything = scores.results(total.cpu(), sources)
     if precision.fp8:

@@ -161,7 +161,7 @@ class Plan:
         """Build the model in evaluation mode with its weights. Delayed scaling uses the scales of training (rank 0).
 
         Raises:
-            EvaluationError, CheckpointError: Weights are missing, damaged, or of another model.
+            ValueError, CheckpointError: Weights are missing, damaged, or of another model.
             PrecisionError, BackendError: This machine does not support the precision.
         """
         from model.build import choose_attention, make_modules
@@ -176,10 +176,7 @@ class Plan:
         speed = self.speed or SpeedConfig()
         model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
         apply_precision(model, precision)
-        try:
-            load_hf_state_dict(model, weights)
-        except ValueError as error:
-            raise EvaluationError(f"{self.path}: {error}", code="weights", key=str(self.path)) from error
+        load_hf_state_dict(model, weights)
         if precision.has_state:
             from train.checkpoint.reshard import load_shard
 

@@ -88,7 +88,6 @@ class MetricsLogger:
         folder.path.mkdir(parents=True, exist_ok=True)
         again = (*NOTED_AT_START, "eval_loss") if evaluates_again else NOTED_AT_START
         self._open(start_step, again)
-        self._trackers = Trackers(folder, config, start_step)
 
     def _open(self, step: int, again: Sequence[str] = ()) -> None:
         path = self.folder.metrics
@@ -96,6 +95,7 @@ class MetricsLogger:
             logger.info(f"metrics: the lines after step {step} were moved to {discarded.name}")
         # a buffer keeps what could not be written, and the next flush writes it
         self._file = path.open("ab", buffering=2**20)
+        self._trackers = Trackers(self.folder, self.config, step)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step. They must have "step" (completed optimizer steps) and "tokens".
@@ -129,9 +129,8 @@ class MetricsLogger:
     def rewind(self, step: int) -> None:
         """Continue from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
         if self.is_main:
-            self._file.close()
+            self.close()
             self._open(step)
-            self._trackers.rewind(step)
 
     def close(self) -> None:
         """Close the file and the trackers. A second call does nothing."""

@@ -100,7 +100,5 @@ def _describe_quantization(config: dict[str, Any] | None) -> str:
     """Describe the quantization_config of an export. None: ""."""
     if config is None:
         return ""
-    if config["quant_method"] == COMPRESSED:
-        return f"FP8 weights with a scale per row ({COMPRESSED}); {NEEDS_COMPRESSED}"
-    rows, columns = config["weight_block_size"]
-    return f"FP8 weights with a scale per block of {rows} x {columns} (quant_method {config['quant_method']})"
+    method = config["quant_method"]
+    return f"FP8 weights (quant_method {method})" + (f"; {NEEDS_COMPRESSED}" if method == COMPRESSED else "")

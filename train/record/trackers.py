@@ -1,6 +1,6 @@
 """Send metrics to wandb and TensorBoard (report_to). Used only on rank 0.
 
-A resumed run continues its run in the tracker. A new run in the same folder starts a new one.
+A resumed run continues its run in the tracker, also after a rollback. A new run in the same folder starts a new one.
 """
 
 from __future__ import annotations
@@ -74,9 +74,6 @@ class Trackers:
             metrics = others | scalars(metrics[FP8_HEALTH])
         self._call("log", metrics)
 
-    def rewind(self, step: int) -> None:
-        self._call("rewind", step)
-
     def close(self) -> None:
         self._call("close")
 
@@ -127,9 +124,6 @@ class Wandb:
         # no step= argument: wandb merges lines of the same step and drops lines that are not newer than its last step
         self.run.log(metrics)
 
-    def rewind(self, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self.run.finish()
 
@@ -138,16 +132,13 @@ class TensorBoard:
     """The TensorBoard tracker. Writes to tensorboard/ of the run; `tensorboard --logdir output` shows all runs."""
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
-        self.folder = str(folder.tensorboard)
-        self._open(start_step)
-        if start_step == 0:
-            self.writer.add_text("configuration", f"```json\n{json.dumps(config, indent=1)}\n```", 0)
-
-    def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         # TensorBoard hides later steps of older event files; a new run may write a step 0
-        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0, flush_secs=FLUSH_S)
+        purge_step = start_step + 1 if start_step else 0
+        self.writer = SummaryWriter(str(folder.tensorboard), purge_step=purge_step, flush_secs=FLUSH_S)
+        if start_step == 0:
+            self.writer.add_text("configuration", f"```json\n{json.dumps(config, indent=1)}\n```", 0)
 
     def log(self, metrics: dict[str, Any]) -> None:
         # for example fp8_alarms, an object with counts
@@ -155,10 +146,6 @@ class TensorBoard:
         for key, value in (metrics | inner).items():
             if key not in ("step", "time") and is_number(value):
                 self.writer.add_scalar(key, value, metrics["step"])
-
-    def rewind(self, step: int) -> None:
-        self.writer.close()
-        self._open(step)
 
     def close(self) -> None:
         self.writer.close()

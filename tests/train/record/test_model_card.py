@@ -92,7 +92,7 @@ def test_facts_of_the_run_up_to_the_checkpoint(card: Card, tmp_path: Path) -> No
     ("config", "words"),
     [
         (quantization_config(False, []), ["compressed-tensors", "pip install"]),
-        (quantization_config(True, []), ["128 x 128"]),
+        (quantization_config(True, []), ["quant_method fp8"]),
     ],
 )
 def test_quantization_of_an_fp8_export(card: Card, config: dict, words: list[str]) -> None:
