@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from train.prepare.tally import Tally
 if TYPE_CHECKING:
     from train.prepare.preparation import Preparation
 
-BATCH_BYTES = 1 << 20  # size of the text that is encoded at a time
+BATCH_DOCUMENTS = 16  # number encoded at a time; books of several MB fit into memory
 
 encoder_of = lru_cache(1)(TextEncoder)  # loaded once per process, for all its tasks
 
@@ -99,29 +100,19 @@ class WriteShards(PipelineStep):
         writer = SplitWriter(what.work("new"), encoder.vocab_size, what.eval_fraction, what.shard_tokens,
                              f"{rank:05d}_", seed)  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
-        for documents in self._batches(data):
-            texts = [document.text for document in documents]
+        documents = iter(data)
+        while batch := list(islice(documents, BATCH_DOCUMENTS)):
+            texts = [document.text for document in batch]
+            contents = list(map(str.encode, texts))
+            self.tally.kept += len(batch)
+            self.tally.text_bytes += sum(map(len, contents))
             encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
-            splits = [document.metadata.get("split") for document in documents]
-            writer.write([np.array(ids, dtype) for ids in encoded], map(str.encode, texts), splits)
+            splits = [document.metadata.get("split") for document in batch]
+            writer.write([np.array(ids, dtype) for ids in encoded], contents, splits)
         shards = [asdict(shard) for shard in writer.close()]
         np.savez_compressed(self.results / f"{rank:05d}.npz", **writer.counts)  # type: ignore[arg-type]
         values = {"tally": self.tally.to_json(), "shards": shards}
         write_durably(self.results / f"{rank:05d}.json", json.dumps(values) + "\n")
-
-    def _batches(self, data: Iterable[Document]) -> Iterator[list[Document]]:
-        documents: list[Document] = []
-        size = 0
-        for document in data:
-            bytes_ = len(document.text.encode())
-            self.tally.kept += 1
-            self.tally.text_bytes += bytes_
-            documents.append(document)
-            if (size := size + bytes_) >= BATCH_BYTES:
-                yield documents
-                documents, size = [], 0
-        if documents:
-            yield documents
 
 
 def read_results(

@@ -17,6 +17,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from model import need
@@ -59,20 +60,15 @@ SPLIT_ON = (
 
 def add_loss_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that limit how many documents and files a program may lose."""
-    text = "number of unreadable documents to tolerate (default: 0)"
-    parser.add_argument("--max_dropped", type=between(0), default=0, help=text)
-    text = "number of damaged files to tolerate (default: 0)"
-    parser.add_argument("--max_damaged_files", type=between(0), default=0, help=text)
+    add = partial(parser.add_argument, type=between(0), default=0)
+    add("--max_dropped", help="number of unreadable documents to tolerate (default: 0)")
+    add("--max_damaged_files", help="number of damaged files to tolerate (default: 0)")
 
 
 def separator(text: str) -> str:
     """Check the value of --split_on (an argparse type)."""
-    if not unicode(text):
-        raise argparse.ArgumentTypeError(f"the separator is empty; give the {SPLIT_ON}")
-    if "\n" in text or "\\n" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: a separator cannot contain a line end; to split at blank lines, give {BLANK_LINE}"
-        )
+    if not unicode(text) or "\n" in text or "\\n" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or contains a line end; give the {SPLIT_ON}")
     return text
 
 
@@ -108,13 +104,6 @@ class Source:
     def is_text(self) -> bool:
         """Whether the file is plain text rather than records."""
         return _unpacked(self.kind) in TEXT_SUFFIXES
-
-    def is_changed(self) -> bool:
-        """Return whether the file was modified or removed."""
-        try:
-            return self != Source.at(Path(self.path), self.kind)
-        except FileNotFoundError:
-            return True
 
 
 def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
@@ -204,15 +193,8 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
 
 def _saved_files(folder: Path) -> list[tuple[Path, str]]:
     """Return the files that the state.json of a saved Hugging Face dataset lists."""
-    try:
-        state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
-        return [(folder / entry["filename"], ".arrow") for entry in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder / SAVED_DATASET} does not describe a saved dataset ({error}); save the dataset again",
-            code="not_a_saved_dataset",
-            key=str(folder),
-        ) from error
+    state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
+    return [(folder / entry["filename"], ".arrow") for entry in state.get("_data_files", [])]
 
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import dill
@@ -54,7 +55,11 @@ def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
     """
     for stage in stages:
         ranks = incomplete_tasks(stage, folder)
-        tasks = _in_pool(stage, folder, ranks, workers) if workers > 1 else _in_turn(stage, folder, ranks)
+        tasks = (
+            _in_pool(stage, folder, ranks, workers)
+            if workers > 1
+            else map(partial(_run_task, stage, folder), ranks)
+        )
         done = stage.tasks - len(ranks)
         try:
             for _ in tqdm(tasks, stage.name, stage.tasks, initial=done, unit="task", mininterval=PROGRESS_S):
@@ -87,12 +92,6 @@ def _run_task(stage: Stage, folder: Path, rank: int) -> None:
     marker = _marker(stage, folder, rank)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
-
-
-def _in_turn(stage: Stage, folder: Path, ranks: list[int]) -> Iterator[None]:
-    for rank in ranks:
-        _run_task(stage, folder, rank)
-        yield
 
 
 def _in_pool(stage: Stage, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:

@@ -28,6 +28,12 @@ from train.prepare.tally import Tally
 
 ENGLISH = ("en", "eng")
 LABEL = "__label__"
+QUALITY_FILTERS = {
+    "gopher_quality": GopherQualityFilter,
+    "gopher_repetition": GopherRepetitionFilter,
+    "c4": C4QualityFilter,
+    "fineweb": FineWebQualityFilter,
+}
 
 
 def find_step_options(args: argparse.Namespace) -> StepOptions:
@@ -59,10 +65,12 @@ def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[Pipeli
     Args:
         index: the folder with the index of the evaluation texts.
     """
-    found: dict[str, BaseFilter] = {}
+    found: dict[str, Any] = {}
     if options.language_model:
         languages = list(options.languages)
-        found["language"] = language_filter(languages, options.language_threshold, options.language_model)
+        # keeps a document if any of them scores above the threshold, even if it is not the highest
+        found["language"] = LanguageFilter(languages, options.language_threshold)
+        found["language"].model = FileLanguages(languages, options.language_model)
     for name in options.quality:
         found[f"quality {name}"] = quality_filter(name, options.quality_language)
     if options.decontaminate:
@@ -103,13 +111,6 @@ class FileLanguages(FT176LID):
 
             self._model = _FastText(self.file)
         return self._model
-
-
-def language_filter(languages: list[str], threshold: float, file: str) -> BaseFilter:
-    """Return a filter that keeps a document if any of `languages` scores above the threshold, even if not highest."""
-    block = LanguageFilter(languages, threshold)
-    block.model = FileLanguages(languages, file)
-    return block
 
 
 def language_model(languages: list[str], given: str | None) -> str:
@@ -157,15 +158,9 @@ def language_model(languages: list[str], given: str | None) -> str:
 
 
 def quality_filter(name: str, language: str) -> BaseFilter:
-    if name == "gopher_quality":
-        stop_words = {} if language in ENGLISH else {"min_stop_words": None}
-        return GopherQualityFilter(language=language, **stop_words)
-    kinds = {
-        "gopher_repetition": GopherRepetitionFilter,
-        "c4": C4QualityFilter,
-        "fineweb": FineWebQualityFilter,
-    }
-    return kinds[name](language=language)
+    if name == "gopher_quality" and language not in ENGLISH:
+        return GopherQualityFilter(language=language, min_stop_words=None)
+    return QUALITY_FILTERS[name](language=language)
 
 
 def check_splitter(language: str) -> None:

@@ -21,7 +21,7 @@ import argparse
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-BLOCK_ENTRIES = 1 << 19  # entries of an index array that are checked at a time
 BLOCK_TOKENS = 1 << 21  # tokens that are read at a time, unless a document is longer
 REMEDY = "the file is damaged or not a Megatron index; copy both files again, or recreate the dataset"
 EMPTY = "empty document"
-SHARE_TO_WARN = 0.9  # share of the documents that end in the same token other than EOS
 PROGRESS_S = 5.0
 
 
@@ -57,25 +55,17 @@ class IndexedDataset:
 
     Attributes:
         bin: path of the .bin file.
-        dtype: type of the ids on disk.
-        tokens: number of tokens in all sequences.
-        pointers: [S], offset of each sequence in bytes, memory-mapped.
-        bounds: [D + 1], number of sequences before each document, memory-mapped.
+        tokens: [tokens], the ids with their type on disk, memory-mapped.
+        ends: int64 [documents], the end of each document in `tokens`.
     """
 
     bin: Path
-    dtype: np.dtype
-    tokens: int
-    pointers: np.ndarray
-    bounds: np.ndarray
-
-    @property
-    def documents(self) -> int:
-        return len(self.bounds) - 1
+    tokens: np.ndarray
+    ends: np.ndarray
 
 
 def open_dataset(prefix: str) -> IndexedDataset:
-    """Check every field of PREFIX.idx and the size of PREFIX.bin, with constant memory.
+    """Check every field of PREFIX.idx and the size of PREFIX.bin.
 
     Raises:
         DataError: a file is missing, is invalid, or does not match the other one; or the dataset is empty or not text.
@@ -83,10 +73,11 @@ def open_dataset(prefix: str) -> IndexedDataset:
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
         if not path.is_file():
-            name = Path(prefix)
-            hint = f"pass the prefix of both files, {name.with_suffix('')}" if name.suffix in (".idx", ".bin") else (
-                "a dataset consists of PREFIX.idx and PREFIX.bin; pass PREFIX as --input")  # fmt: skip
-            raise DataError(f"{path} does not exist; {hint}", code="file_missing", key=str(path))
+            raise DataError(
+                f"{path} does not exist; a dataset consists of PREFIX.idx and PREFIX.bin; pass PREFIX as --input",
+                code="file_missing",
+                key=str(path),
+            )
     dtype, sequences, documents = _read_header(idx)
     kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
     ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
@@ -102,90 +93,50 @@ def open_dataset(prefix: str) -> IndexedDataset:
         np.asarray(content[start:end]).view(kind)
         for (kind, _), start, end in zip(kinds, ends, ends[1:], strict=False)
     )
-    tokens = _check_sequences(idx, lengths, pointers, dtype.itemsize)
-    if bounds[0] != 0 or bounds[-1] != sequences or any((b[1:] < b[:-1]).any() for b in _blocks(bounds, 1)):
-        raise DataError(
-            f"{idx}: the document indices do not increase from 0 to {sequences}, the number of sequences: {REMEDY}",
-            code="bad_document_indices",
-            key=str(idx),
-        )
-    if any(block.any() for block in _blocks(modes)):
-        raise DataError(
-            f"{idx} contains multimodal data, but only text (mode 0) can be imported; remove it from --input",
-            code="multimodal",
-            key=str(idx),
-        )
-    if (size := bin_path.stat().st_size) != tokens * dtype.itemsize:
-        what = "it is truncated" if size < tokens * dtype.itemsize else "it does not belong to this index"
-        raise DataError(
-            f"{bin_path} has {size} bytes, but its index says {tokens * dtype.itemsize} ({tokens} tokens of "
-            f"{dtype.name}): {what}; copy both files again, or recreate the dataset",
-            code="wrong_size",
-            key=str(bin_path),
-        )
-    if not tokens or not documents:
-        raise DataError(
-            f"{idx}: the dataset is empty ({documents} documents, {tokens} tokens); remove it from --input",
-            code="empty_dataset",
-            key=str(idx),
-        )
-    return IndexedDataset(bin_path, dtype, tokens, pointers, bounds)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    tokens = int(lengths.sum(dtype=np.int64))
+    is_contiguous = (lengths >= 0).all() and (pointers == starts * dtype.itemsize).all()
+    is_increasing = bounds[0] == 0 and bounds[-1] == sequences and (bounds[1:] >= bounds[:-1]).all()
+    _require(idx, is_contiguous, "bad_sequences", f"the sequences are not contiguous: {REMEDY}")
+    what = f"the document indices do not increase from 0 to {sequences}, the number of sequences: {REMEDY}"
+    _require(idx, is_increasing, "bad_document_indices", what)
+    _require(idx, not modes.any(), "multimodal", "multimodal data cannot be imported; remove it from --input")
+    _require(idx, tokens and documents, "empty_dataset", "the dataset is empty; remove it from --input")
+    size, expected = bin_path.stat().st_size, tokens * dtype.itemsize
+    what = f"it has {size} bytes, but its index says {expected} ({tokens} tokens of {dtype.name}): {REMEDY}"
+    _require(bin_path, size == expected, "wrong_size", what)
+    logger.info(
+        f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} tokens of {dtype.name}"
+    )
+    return IndexedDataset(
+        bin_path, np.memmap(bin_path, dtype, mode="r"), np.append(starts, tokens)[bounds[1:]]
+    )
 
 
 def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     """Return the type of the ids, the number of sequences and the number of documents."""
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
-    if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
-        raise DataError(
-            f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}, so it is not the index of a Megatron "
-            "dataset; pass the PREFIX of one",
-            code="not_an_index",
-            key=str(idx),
-        )
+    is_index = len(content) == HEADER.size and content.startswith(MAGIC)
+    what = (
+        f"it begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset"
+    )
+    _require(idx, is_index, "not_an_index", what)
     _, version, code, sequences, indices = HEADER.unpack(content)
-    if version != VERSION:
-        raise DataError(
-            f"{idx} has version {version}, but only version {VERSION} is supported; recreate the dataset with a "
-            f"Megatron-LM that writes version {VERSION}",
-            code="unknown_version",
-            key=str(idx),
-        )
-    if code not in INTEGER_TYPES:
-        allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
-        raise DataError(
-            f"{idx} has ids of type {code}, but token ids must be integers ({allowed}): {REMEDY}",
-            code="not_token_ids",
-            key=str(idx),
-        )
-    if indices < 1:
-        raise DataError(
-            f"{idx} has 0 document indices, but there must be at least one: {REMEDY}",
-            code="bad_document_indices",
-            key=str(idx),
-        )
+    what = f"version {version} is not supported; recreate the dataset with a Megatron-LM that writes version {VERSION}"
+    _require(idx, version == VERSION, "unknown_version", what)
+    allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
+    what = f"the ids have type {code}, but token ids must be integers ({allowed}): {REMEDY}"
+    _require(idx, code in INTEGER_TYPES, "not_token_ids", what)
+    _require(
+        idx, indices, "bad_document_indices", f"there is no document index, but there must be one: {REMEDY}"
+    )
     return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
 
 
-def _blocks(array: np.ndarray, overlap: int = 0) -> Iterator[np.ndarray]:
-    """Yield the array in blocks, each with the first `overlap` entries of the next one."""
-    for first in range(0, len(array), BLOCK_ENTRIES):
-        yield array[first : first + BLOCK_ENTRIES + overlap]
-
-
-def _check_sequences(idx: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Check that the sequences are contiguous, and return their total number of tokens."""
-    tokens = 0
-    for part, begins in zip(_blocks(lengths), _blocks(pointers), strict=True):
-        expected = (np.cumsum(part, dtype=np.int64) - part + tokens) * itemsize
-        if (part < 0).any() or (begins != expected).any():
-            raise DataError(
-                f"{idx}: the sequences are not contiguous: {REMEDY}",
-                code="bad_sequences",
-                key=str(idx),
-            )
-        tokens += int(part.sum(dtype=np.int64))
-    return tokens
+def _require(path: Path, condition: object, code: str, problem: str) -> None:
+    if not condition:
+        raise DataError(f"{path}: {problem}", code=code, key=str(path))
 
 
 def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -193,29 +144,13 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
 
     Yields:
         (tokens [n] with the dtype on disk, end of each document in these tokens).
-
-    Raises:
-        DataError: the .bin was truncated after `open_dataset`.
     """
-    begin = 0
-    with open(dataset.bin, "rb") as file:
-        for numbers in _blocks(dataset.bounds[1:]):
-            ends = np.full(len(numbers), dataset.tokens)
-            inner = numbers < len(dataset.pointers)  # the others end with the last sequence
-            ends[inner] = dataset.pointers[numbers[inner]] // dataset.dtype.itemsize
-            done = 0
-            while done < len(ends):
-                now = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right")), done + 1)
-                tokens = np.fromfile(file, dataset.dtype, int(ends[now - 1]) - begin)
-                if len(tokens) != ends[now - 1] - begin:
-                    raise DataError(
-                        f"{dataset.bin} was truncated while it was read, because another process writes to it; "
-                        "import it after that process has ended",
-                        code="file_shrank",
-                        key=str(dataset.bin),
-                    )
-                yield tokens, ends[done:now] - begin
-                done, begin = now, int(ends[now - 1])
+    begin = done = 0
+    while done < len(dataset.ends):
+        now = max(int(np.searchsorted(dataset.ends, begin + BLOCK_TOKENS, side="right")), done + 1)
+        end = int(dataset.ends[now - 1])
+        yield np.array(dataset.tokens[begin:end]), dataset.ends[done:now] - begin
+        done, begin = now, end
 
 
 # ---------------------------------------------------------------- import
@@ -227,7 +162,6 @@ class Framing:
 
     Attributes:
         eod_id: end-of-document id of the dataset, which is replaced by EOS.
-        last_ids: [V], counts the last tokens of the documents without EOS.
     """
 
     encoder: TextEncoder
@@ -237,9 +171,6 @@ class Framing:
     bos_added: int = 0
     eos_added: int = 0
     eod_replaced: int = 0
-
-    def __post_init__(self) -> None:
-        self.last_ids = np.zeros(self.encoder.vocab_size, dtype=np.int64)
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
         """Return the documents of a block of `read_documents` with BOS and EOS. Skip documents without other tokens.
@@ -263,7 +194,6 @@ class Framing:
                 documents.append(framed)
                 self.bos_added += not has_bos
                 self.eos_added += not has_eos
-                self.last_ids[document[-1]] += not has_eos
         self.found += len(ends)
         self.empty += len(ends) - len(documents)
         return documents
@@ -305,38 +235,6 @@ class Framing:
             "eod_replaced": self.eod_replaced,
         }
 
-    def likely_eod(self) -> str:
-        """Return a warning if nearly all documents end in one id other than EOS, probably the EOD id; else ""."""
-        most = int(self.last_ids.argmax())
-        number, kept = int(self.last_ids[most]), self.found - self.empty
-        if kept < 2 or number < SHARE_TO_WARN * kept:
-            return ""
-        return (f"{number:,} of {kept:,} documents end in the id {most}, not in the tokenizer's EOS; if it is the "
-                f"end-of-document id of the datasets, import them with --eod_id {most} --overwrite")  # fmt: skip
-
-
-def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
-    """Open and check all datasets before anything is written.
-
-    Raises:
-        DataError: a dataset is invalid or given twice.
-    """
-    datasets: dict[str, IndexedDataset] = {}
-    for prefix in prefixes:
-        dataset = open_dataset(prefix)
-        if (real := os.path.realpath(dataset.bin)) in datasets:
-            raise DataError(
-                f"{dataset.bin} is given twice (directly or by a link); name each dataset once",
-                code="given_twice",
-                key=str(dataset.bin),
-            )
-        datasets[real] = dataset
-        logger.info(
-            f"{prefix}: {dataset.documents:,} documents, {len(dataset.pointers):,} sequences, {dataset.tokens:,} "
-            f"tokens of {dataset.dtype.name}"
-        )
-    return list(datasets.values())
-
 
 def import_datasets(args: argparse.Namespace) -> Manifest:
     """Import datasets into a folder and return its manifest.
@@ -351,8 +249,14 @@ def import_datasets(args: argparse.Namespace) -> Manifest:
     encoder = TextEncoder(local_folder(str(args.tokenizer), weights=False))
     check_tokenizer(encoder, [])
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
-    datasets = open_all(args.input)
-    total = sum(dataset.tokens for dataset in datasets)
+    datasets = [open_dataset(prefix) for prefix in args.input]  # before anything is written
+    if len({os.path.realpath(dataset.bin) for dataset in datasets}) < len(datasets):
+        raise DataError(
+            "--input names a dataset twice (directly or by a link); name each one once",
+            code="given_twice",
+            key="--input",
+        )
+    total = sum(len(dataset.tokens) for dataset in datasets)
     folder = OutputFolder(args.output, encoder, args.overwrite)
     with folder.open():
         writer = SplitWriter(folder.new, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
@@ -374,6 +278,4 @@ def import_datasets(args: argparse.Namespace) -> Manifest:
             documents=framing.documents(writer.counts),
             text_bytes=None,
         )
-    if args.eod_id is None and (warning := framing.likely_eod()):
-        logger.warning(warning)
     return manifest

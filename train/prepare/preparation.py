@@ -26,7 +26,7 @@ from train.prepare.ngrams import build_index, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder
 from train.prepare.steps import StepOptions
 from train.prepare.tally import Stage, Tally
-from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, report_lines, sample_sources
+from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sources
 
 logger = logging.getLogger(__name__)
 TASK_BYTES = 16 << 20  # input bytes per task; the number of tasks must not depend on the machine
@@ -139,8 +139,6 @@ class Preparation:
                 )
             output.begin_anew()
         check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
-        for line in report_lines(check):
-            logger.warning(line)
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
         stages = self.stages()
         # last: a preparation that is refused leaves no work to resume
@@ -160,18 +158,19 @@ class Preparation:
                 than allowed, no document is left, or a split is empty.
         """
         output.encoder = self.encoder()
-        if changed := [source.path for source in self.sources if source.is_changed()]:
+        paths = [(source, Path(source.path)) for source in self.sources]
+        if changed := [
+            path for source, path in paths if not path.exists() or Source.at(path, source.kind) != source
+        ]:
             raise DataError(
                 f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
                 "command again with --overwrite when the files are final",
                 code="input_changed",
-                key=changed[0],
+                key=str(changed[0]),
             )
         tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
-        if tally.dropped or tally.by_step or tally.damaged:
-            logger.warning(tally.table())
-        tally.check(max_dropped, max_damaged_files, " and run it again with --overwrite")
+        tally.check(max_dropped, max_damaged_files, " with --overwrite")
         steps = asdict(self.steps)
         if self.steps.decontaminate:
             steps["evaluation_files"] = read_report(self.work("scratch") / INDEX_FOLDER)

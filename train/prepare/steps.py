@@ -56,25 +56,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the optional steps to the command line."""
     add = parser.add_argument_group("optional steps").add_argument
     texts: dict[str, Any] = {"type": unicode, "nargs": "+", "default": []}
-    text = "keep only documents in these languages, such as en de (fastText's score above 0.65)"
-    add("--languages", metavar="CODE", help=text, **texts)
-    text = "path of a fastText model such as lid.176.bin (default: download it once)"
-    add("--language_model", type=unicode, metavar="FILE", help=text)
-    text = "remove documents by these heuristics, in this order, with datatrove's defaults. c4 also removes lines, and "
-    text += "documents with a curly bracket in a whole sentence"
-    add("--quality", choices=QUALITY, help=text, **texts)
-    text = (
-        "language whose rules split text into words and sentences (default: en). gopher_quality requires its "
+    add(
+        "--languages",
+        metavar="CODE",
+        help="keep only documents in these languages, such as en de (fastText's score above 0.65)",
+        **texts,
     )
-    text += "English stop words only for en"
-    add("--quality_language", default="en", metavar="CODE", help=text)
-    text = "remove documents that share an n-gram of words with a text in these files. Each line of a .txt and each "
-    text += "record of another format is one text; all formats of --input are accepted"
-    add("--decontaminate", metavar="FILE", help=text, **texts)
-    text = "key of the text in the records of these files (default: text)"
-    add("--decontaminate_key", type=unicode, default="text", metavar="KEY", help=text)
-    text = "length of the n-grams in words (default: 13). Shorter evaluation texts are counted and ignored"
-    add("--decontaminate_ngram", type=between(1, 100), default=13, help=text)
-    text = "remove duplicates and keep the first one. exact: identical documents; minhash: documents that share about "
-    text += "0.7 or more of their 5-grams of words, where all numbers count as equal"
-    add("--dedup", choices=DEDUP, help=text)
+    add(
+        "--language_model",
+        type=unicode,
+        metavar="FILE",
+        help="path of a fastText model such as lid.176.bin (default: download it once)",
+    )
+    add(
+        "--quality",
+        choices=QUALITY,
+        help="remove documents by these heuristics, in this order, with datatrove's defaults. c4 also removes lines, "
+        "and documents with a curly bracket in a whole sentence",
+        **texts,
+    )
+    add(
+        "--quality_language",
+        default="en",
+        metavar="CODE",
+        help="language whose rules split text into words and sentences (default: en). gopher_quality requires its "
+        "English stop words only for en",
+    )
+    add(
+        "--decontaminate",
+        metavar="FILE",
+        help="remove documents that share an n-gram of words with a text in these files. Each line of a .txt and each "
+        "record of another format is one text; all formats of --input are accepted",
+        **texts,
+    )
+    add(
+        "--decontaminate_key",
+        type=unicode,
+        default="text",
+        metavar="KEY",
+        help="key of the text in the records of these files (default: text)",
+    )
+    add(
+        "--decontaminate_ngram",
+        type=between(1, 100),
+        default=13,
+        help="length of the n-grams in words (default: 13). Shorter evaluation texts are counted and ignored",
+    )
+    add(
+        "--dedup",
+        choices=DEDUP,
+        help="remove duplicates and keep the first one. exact: identical documents; minhash: documents that share "
+        "about 0.7 or more of their 5-grams of words, where all numbers count as equal",
+    )

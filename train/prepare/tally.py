@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from train.prepare.readers import MISSING_KEY, Damaged, Dropped
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep
 
+logger = logging.getLogger(__name__)
 EXAMPLES_PER_REASON = 3
 
 
@@ -76,16 +78,8 @@ class Tally:
         self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
-        """Return the manifest's field "documents".
-
-        Raises:
-            RuntimeError: the counts do not add up, which is a bug in this program.
-        """
-        if self.read != self.kept + self.by_step.total():
-            raise RuntimeError(
-                f"{self.read} documents were read, but {self.kept} were kept and {self.by_step.total()} removed. This "
-                "is a bug in the preparation; please report it"
-            )
+        """Return the manifest's field "documents"."""
+        assert self.read == self.kept + self.by_step.total(), f"the preparation lost documents: {self}"
         counts = {
             "in": self.read + self.dropped.total(),
             "out": self.kept,
@@ -96,44 +90,41 @@ class Tally:
 
     def table(self) -> str:
         """Return a table of the removed documents, the dropped documents with examples, and the damaged files."""
-        lines = [f"{'documents':>11}"] * bool(self.by_step or self.dropped)
-        for step, count in self.by_step.most_common():
-            lines.append(f"{count:>11,}  removed: {step}")
+        lines = [f"{'documents':>11}"]
+        lines += [f"{count:>11,}  removed: {step}" for step, count in self.by_step.most_common()]
         for reason, count in self.dropped.most_common():
-            lines.append(f"{count:>11,}  dropped: {reason}")
-            lines += [f"{'':>13}  {example}" for example in self.examples[reason]]
-        lines += [f"{'rows lost':>11}"] * bool(self.damaged)
+            lines += [f"{count:>11,}  dropped: {reason}", *self._example_lines(reason)]
         for path, rows in sorted(self.damaged.items()):
-            lines.append(f"{f'{rows:,}' if rows else 'unknown':>11}  damaged: {path}")
-            lines += [f"{'':>13}  {example}" for example in self.examples[path]]
+            lines += [
+                f"{rows or 'unknown':>11}  rows lost in damaged file {path}",
+                *self._example_lines(path),
+            ]
         return "\n".join(lines)
 
+    def _example_lines(self, key: str) -> list[str]:
+        return [f"{'':>13}  {example}" for example in self.examples[key]]
+
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
-        """Check that the losses are within the limits and that at least one document is left.
+        """Log the losses, and check that they are within the limits and that at least one document is left.
 
         Args:
-            again: appended to the advice in the message: what to do after the repair.
+            again: what to do after the inputs are repaired, for the message.
 
         Raises:
             DataError: the check failed. `key` is --max_dropped or --max_damaged_files.
         """
+        if self.dropped or self.by_step or self.damaged:
+            logger.warning(self.table())
         dropped, damaged = self.dropped.total(), len(self.damaged)
         is_empty = bool(dropped or damaged) and not self.read
         if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
             return
-        found = f"dropped documents: {dropped} (--max_dropped is {max_dropped}), damaged files: {damaged} "
-        found += (
-            f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_empty else ''}"
-        )
-        ways = [f"repair the inputs listed in the table{again}"]
-        if self.dropped[MISSING_KEY]:
-            ways.append(f"pass the key of the text as --text_key{again}")
-        if not is_empty:
-            limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
-            options = " ".join(f"{name} {count}" for name, count in limits.items() if count)
-            ways.append(f"accept the loss and run it again with {options}")
+        limits = f"--max_dropped {dropped} --max_damaged_files {damaged}"
+        remedy = f"Repair the inputs{', or pass the key of the text as --text_key,' * bool(self.dropped[MISSING_KEY])}"
         raise DataError(
-            f"{found}. Nothing was written. Either {', or '.join(ways)}",
+            f"{dropped} documents were dropped (--max_dropped is {max_dropped}), {damaged} files are damaged "
+            f"(--max_damaged_files is {max_damaged_files}){', and no document is left' * is_empty}. "
+            f"{remedy} and run the command again{again}{f', or accept the loss with {limits}' * (not is_empty)}",
             code="nothing_left" if is_empty else "too_much_lost",
             key="--max_dropped" if dropped > max_dropped else "--max_damaged_files",
         )

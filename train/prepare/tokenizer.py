@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,7 @@ from train.data.encoder import (
 )
 from train.data.format import DataError
 from train.prepare.corpus import Source, list_sources, read_share
-from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Text
+from train.prepare.readers import EMPTY, Damaged, Dropped, Text
 from train.prepare.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ def sample_texts(
 
     Raises:
         DataError: more than `max_dropped` documents or `max_damaged_files` files cannot be read, or there is no text.
-            Reading stops early if documents lack the key of the text.
     """
     tally = Tally()
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
@@ -87,10 +85,6 @@ def sample_texts(
             tally.damage(item)
         elif item.reason != EMPTY:
             tally.drop(item)
-            if tally.dropped[MISSING_KEY] > max_dropped:
-                break
-    if tally.dropped or tally.damaged:
-        logger.warning(tally.table())
     tally.check(max_dropped, max_damaged_files)
     if not kept:
         raise DataError("the inputs contain no text; add some to train a tokenizer", code="no_text")
@@ -150,7 +144,12 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
             **required,
         )
     except RuntimeError as error:
-        raise _training_problem(str(error), vocab_size) from error
+        raise DataError(
+            f"--vocab_size {vocab_size} does not fit this corpus: {str(error).rpartition('] ')[2]} A larger "
+            "--max_bytes may help",
+            code="training_failed",
+            key="--vocab_size",
+        ) from error
     data = model.getvalue()
     # In text without spaces, such as DNA, the added leading space is too rare for character_coverage and gets no piece.
     # Then every text would begin with three byte pieces that do not decode to the space.
@@ -158,24 +157,6 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
     if not required and trained.piece_to_id(SPACE) == trained.unk_id():
         return train_model(texts, vocab_size, character_coverage, required_chars=SPACE)
     return data
-
-
-def _training_problem(message: str, vocab_size: int) -> DataError:
-    if found := re.search(r"value <= (\d+)", message):
-        return DataError(
-            f"--vocab_size {vocab_size} is too large for this corpus, which allows at most {found[1]}; lower it, "
-            "add more text or raise --max_bytes",
-            code="vocab_size_too_large",
-            key="--vocab_size",
-        )
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return DataError(
-            f"--vocab_size {vocab_size} is too small: the bytes, the special ids and the characters of the corpus "
-            f"need {found[1]}; raise it, or lower --character_coverage",
-            code="vocab_size_too_small",
-            key="--vocab_size",
-        )
-    return DataError(f"sentencepiece could not train on this text: {message}", code="training_failed")
 
 
 def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
@@ -258,7 +239,7 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
 
 
 def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Check that `encoder` and transformers (as in an export) give the same ids.
+    """Check that `encoder` and transformers (as in an export) give the same ids, and warn of text that is lost.
 
     The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces.
 
@@ -293,23 +274,19 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         report["first_change"] = [text[part], decoded[part]]
     report["tokens"] = sum(map(len, ids))
     unk_id = encoder.markers().unk_id
-    report["unknown_tokens"] = sum(own.count(unk_id) for own in ids)
-    return report
-
-
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a warning for each problem in the report of `check_tokenizer`."""
-    if changed := report["texts_changed"]:
+    report["unknown_tokens"] = unknown = sum(own.count(unk_id) for own in ids)
+    remedy = "To keep it, train a tokenizer with train/train_tokenizer.py"
+    if changed:
         before, after = report["first_change"]
-        yield (
-            f"{changed} of {report['texts']} sampled texts do not decode to the same text: {before!r} becomes "
-            f"{after!r}. To keep all text, train a tokenizer with train/train_tokenizer.py"
+        logger.warning(
+            f"{len(changed)} of {len(texts)} sampled texts lose text in the tokenizer: {before!r} becomes {after!r}. "
+            f"{remedy}"
         )
-    if unknown := report["unknown_tokens"]:
-        yield (
-            f"{unknown} of {report['tokens']} tokens ({unknown / report['tokens']:.2%}) of the sampled texts "
-            "are unknown, so their text is lost. To keep it, train a tokenizer with train/train_tokenizer.py"
+    if unknown:
+        logger.warning(
+            f"{unknown} of {report['tokens']} tokens of the sampled texts are unknown, so their text is lost. {remedy}"
         )
+    return report
 
 
 def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
@@ -349,7 +326,6 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             code="already_there",
             key=str(output),
         )
-    start = time.monotonic()
     sources = list_sources(args.input, args.split_on)
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
@@ -373,9 +349,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
             path.replace(output / path.name)
     print(
-        f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers and sentencepiece "
+        f"{output}: {args.vocab_size:,} pieces; transformers and sentencepiece "
         f"give the same ids for {report['texts']} texts",
         flush=True,
     )
-    for line in report_lines(report):
-        logger.warning(line)

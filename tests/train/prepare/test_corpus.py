@@ -200,7 +200,7 @@ def test_saved_datasets(tmp_path):
     with refused(DataError, code="unreadable", key=str(file)):
         list_sources([str(tmp_path / "picked")])
     (tmp_path / "picked" / "state.json").write_text("{}")
-    with refused(DataError, code="not_a_saved_dataset"):
+    with refused(DataError, code="nothing_to_read"):
         list_sources([str(tmp_path / "picked")])
 
 

@@ -168,7 +168,6 @@ def test_bytes_do_not_depend_on_the_run_or_on_the_blocks(tmp_path, run_import, m
     options = {"eval_fraction": 0.2, "shard_tokens": 4000}
     assert run_import(tmp_path / "one", prefix, **options) == 0
     assert run_import(tmp_path / "two", prefix, **options) == 0
-    monkeypatch.setattr("train.prepare.megatron.BLOCK_ENTRIES", 7)
     monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 50)
     assert run_import(tmp_path / "three", prefix, **options) == 0
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two") == content_of(tmp_path / "three")

@@ -30,7 +30,7 @@ def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
 
 def test_a_document_that_is_neither_kept_nor_counted_is_a_defect():
     tally = Tally(read=5, kept=3, by_step=Counter({"language": 1}))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(AssertionError):
         tally.documents()
     tally.by_step["language"] += 1
     assert tally.documents() == {"in": 5, "out": 3, "dropped": {}, "removed": {"language": 2}}
