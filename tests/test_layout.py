@@ -45,7 +45,6 @@ LAYERS = [
     [
         "train/launch.py",
         "train/evaluate.py",
-        "train/setup.py",
         "train/export.py",
         "train/inspect_checkpoint.py",
         "train/inspect_data.py",

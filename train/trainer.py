@@ -1,56 +1,113 @@
-"""The training loop in one precision.
+"""Train a run: build its parts, take its steps, save and export. Read from top to bottom.
+
+run -> run_training -> start_run -> Trainer -> Trainer.fit -> export_last
 
 A Trainer trains one phase of precision.schedule, or the rest of it after a fallback (precision.on_trouble). Its model,
-engine and precision never change. If the next step needs another precision, `fit` saves and returns, and train.py
+engine and precision never change. If the next step needs another precision, `fit` saves and returns, and `run_training`
 builds the next Trainer from that checkpoint.
 
 A step waits for the GPU only for logging, FP8 health checks, evaluation and saving. It waits for a background save only
-if the next save is due.
+if the next save is due. Every rank must call the functions and methods at the same points.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
+import random
+import socket
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from model.config import flops_per_token
+from model.build import build_model, choose_attention
+from model.config import GIB, flops_per_token, load_config, load_sizes, num_parameters, numbers_of
 from model.errors import UserError
+from model.fp8.calibration import calibrate
 from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due, has_health_checks
-from model.fp8.modules import of_transformer_engine
-from model.startup_check import check_attention
-from train import setup
-from train.checkpoint.files import RunState, committed, name_of
-from train.checkpoint.resume import half_rate_options, resume_option, starting_precision
+from model.fp8.machine import describe, headline
+from model.fp8.modules import check_precision, fp8_modules, of_transformer_engine
+from model.fp8.precision import Precision
+from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
+from train.checkpoint.files import RunState, belongs_to, identity, name_of, read_state
+from train.checkpoint.load import (
+    choose_checkpoint,
+    fits_fp8_state,
+    load_checkpoint,
+    move_later_checkpoints,
+    read_weights,
+)
+from train.checkpoint.resume import (
+    is_partitioned_differently,
+    resume_option,
+    resume_state,
+    starting_precision,
+)
 from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
-from train.config.arguments import TrainingArguments
-from train.config.schedule import arguments_of_phase, describe_phase, phase_at
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.ds_config import msamp_settings, resolve_ds_config
+from train.config.load import describe_arguments, resolve_arguments
+from train.config.schedule import (
+    arguments_of_phase,
+    describe_phase,
+    phase_at,
+    phase_end_problems,
+    precisions_of,
+)
+from train.data.encoder import tokenizer_of
 from train.data.order import next_position
-from train.data.stream import MicroBatches
+from train.data.source import check_fit
+from train.data.stream import MicroBatches, SampleStream, open_held_out, open_stream, unigram_loss_of
+from train.engine import distributed
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
-from train.engine.step import SkipDecision, free_memory, release
+from train.engine.step import MicroStep, SkipDecision, build_engine, free_memory, release
+from train.export import export
+from train.files import bytes_of, discarded_name
 from train.monitor.fp8_alarms import find_fallbacks
 from train.monitor.health import Health, ranks_without_finite_loss, samples_record, samples_text
-from train.monitor.replicas import check_replicas, replicated_tensors
-from train.monitor.signals import Stopped, StopVote
+from train.monitor.lock import held
+from train.monitor.replicas import check_replicas
+from train.monitor.signals import (
+    STOPPED,
+    Interrupted,
+    Stopped,
+    StopVote,
+    taking_steps,
+    write_stopped,
+)
 from train.monitor.slow_ranks import SlowRanks
 from train.monitor.watchdog import Watchdog
+from train.planning.autotune import resolve_auto
+from train.planning.plan import Prediction
+from train.planning.setting import Setting
+from train.preflight.gradients import check_gradients
+from train.preflight.ranks import check_alike, check_configured_alike, is_on
+from train.preflight.sizes import disk_plan
 from train.record.fp8_health import FP8_HEALTH, health_record
 from train.record.history import typical_speed
+from train.record.log import configure_logging, open_log_file
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
+from train.record.provenance import RunRecord, origin
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+
+ADVICE = (
+    "Resume from an earlier checkpoint (--resume_from_checkpoint) with a lower learning_rate or another "
+    "precision.recipe, and allow the change (--allow_changes_on_resume)"
+)
 
 
 class TrainingError(UserError):
@@ -59,11 +116,438 @@ class TrainingError(UserError):
     code = "training"
 
 
+# ---------------------------------------------------------------- a run
+
+
+def run(args: TrainingArguments) -> int:
+    """Initialize the process group, lock the run folder and train. Return the exit status 0 or STOPPED."""
+    distributed.init_distributed()
+    status = 0
+    with contextlib.ExitStack() as folder:
+        with Watchdog(args.hang_timeout_s) as watchdog:
+            watchdog.at("comparing the configurations of the ranks")
+            args = resolve_arguments(args, dist.get_world_size())
+            check_configured_alike(args)
+            watchdog.phase("waiting for run.lock")
+            if not args.dry_run:
+                folder.enter_context(held(RunFolder(args.output_dir)))
+        try:
+            run_training(args)
+        except Stopped:
+            status = STOPPED
+    dist.destroy_process_group()
+    return status
+
+
+def run_training(args: TrainingArguments) -> None:
+    """Train with one Trainer per precision, then export the model.
+
+    Args:
+        args: The resolved arguments.
+    """
+    began, is_main = round(time.time(), 1), dist.get_rank() == 0
+    configure_logging(args.log_level, dist.get_rank(), has_file=True)
+    with Watchdog(args.hang_timeout_s) as watchdog:
+        trainer = start_run(args, watchdog)
+        args, state, folder = trainer.args, trainer.state, trainer.folder
+        watchdog.phase("opening the output folder")
+        if args.dry_run:
+            plan = disk_plan(args, load_sizes(args.model.config), state.zero_stage)
+            return log_lines(plan, f"dry_run: step {state.step + 1} would follow; nothing was written")
+        metrics = open_run_folder(args, state, trainer.first_checkpoint)
+        open_log_file(folder.log if is_main else folder.rank_log(dist.get_rank()))
+        start = {"time": began, **describe_start(trainer)}
+        stop_vote = StopVote()
+    endings: dict[type[BaseException], str] = {Stopped: "stopped", Interrupted: "interrupted"}
+    record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), endings, is_main)
+    try:
+        with contextlib.closing(metrics), record:
+            with taking_steps():
+                checkpoint = trainer.fit(metrics, stop_vote)
+                while state.step < args.max_steps:
+                    trainer, change = build_next_trainer(trainer)
+                    record.add_stage(change)
+                    checkpoint = trainer.fit(metrics, stop_vote)
+            record.part = "export"
+            with Watchdog(args.hang_timeout_s) as watchdog:
+                watchdog.phase(f"waiting for rank 0 to export {checkpoint}", reads=bytes_to_read(checkpoint))
+                if is_main:
+                    export_last(args, folder, checkpoint)
+                    metrics.draw_last()
+                watchdog.at("waiting for all ranks to end")
+                dist.barrier()
+    except Stopped as stopped:
+        with Watchdog(args.hang_timeout_s) as watchdog:
+            watchdog.at("waiting for all ranks to stop")
+            if (
+                is_main
+            ):  # a full disk does not matter: the checkpoint exists, and the exit status reports the stop
+                with contextlib.suppress(OSError):
+                    write_stopped(folder.path, stopped)
+            logger.info(str(stopped))
+            dist.barrier()
+        raise
+
+
+def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
+    """Run the preflight checks and build the first Trainer. Does not write to the run folder.
+
+    Raises:
+        PreflightError: The ranks differ, or the gradients of the first step are wrong.
+        Other errors of the functions below.
+    """
+    if is_on(args):
+        watchdog.phase("comparing the ranks and measuring their links")
+        check_alike(args)
+    seed_generators(args)
+    watchdog.phase("waiting for the measurements of precision.auto")
+    args = resolve_auto(args, dist.get_world_size())
+    watchdog.phase("opening the data")
+    data = open_data(args, watchdog)
+    state, checkpoint = find_start(args, data.train, watchdog)
+    describe_run(args, data, state)
+    trainer = Trainer(args, data, state, checkpoint, watchdog)
+    if is_on(args) and state.step < args.max_steps:
+        watchdog.phase("checking the gradients of a step")
+        check_gradients(args, trainer.engine, trainer.micro_step, trainer.precision, data.train, state)
+    return trainer
+
+
+def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
+    """Export the last checkpoint, if there is one, to hf/, unless that is done. Called on rank 0 only."""
+    if checkpoint is not None and not folder.is_exported(identity(checkpoint)):
+        again = f"if this fails, the same command{resume_option(args)} exports it without training"
+        logger.info(f"training is complete; exporting {checkpoint}. {again}")
+        log_lines(*export(checkpoint, folder.hf, tokenizer_of(args.data.sources)))
+        logger.info(f"wrote {folder.hf}, a Hugging Face folder")
+
+
+def log_lines(*lines: str) -> None:
+    for line in lines:
+        logger.info(line)
+
+
+def seed_generators(args: TrainingArguments) -> None:
+    """Seed the random generators of this rank. With full_determinism, also select deterministic kernels."""
+    own = args.seed + dist.get_rank()
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+    if args.full_determinism:
+        distributed.make_deterministic()
+
+
+def ds_config_of(args: TrainingArguments) -> dict[str, Any]:
+    """Return the DeepSpeed configuration. It is the same in every phase."""
+    return resolve_ds_config(args, dist.get_world_size())
+
+
+def bytes_to_read(*places: Path | str | None) -> int:
+    """Return the total size in bytes of the files in these folders.
+
+    Only rank 0 reads the sizes, to keep the load on a shared file system low.
+    """
+    return distributed.from_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
+
+
+def ranks_by_value(value: str) -> dict[str, list[int]]:
+    """Return the ranks that pass each value. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return {found: [r for r, other in enumerate(every) if other == found] for found in dict.fromkeys(every)}
+
+
+# ---------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run."""
+
+    train: SampleStream
+    held_out: dict[str, SampleStream]  # evaluation data by name of the loss
+    unigram_loss: float  # loss of a unigram model on the samples of eval_loss, nats per token
+
+
+def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
+    """Open the data. With data.verify, each rank verifies its share of the shards.
+
+    Raises:
+        DataError, ValueError: The data are damaged or do not fit the model.
+    """
+    data, config = args.data, load_config(args.model.config)
+    train = open_stream(
+        data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
+    )
+    held_out = open_held_out(train, data.sources, data.eval_sources or {}, args.max_eval_samples)
+    check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
+    unigram_loss = unigram_loss_of(train, held_out["eval_loss"])
+    if data.verify:
+        streams, rank, world = [train, *held_out.values()], dist.get_rank(), dist.get_world_size()
+        watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
+        shards = sum(stream.verify(rank, world) for stream in streams)
+        logger.info(
+            f"data.verify: hashes and token ids of {shards} shards are correct (share of rank 0 of {world})"
+        )
+    return RunData(train, held_out, unigram_loss)
+
+
+# ---------------------------------------------------------------- where the run starts
+
+
+def find_start(
+    args: TrainingArguments, stream: SampleStream, watchdog: Watchdog
+) -> tuple[RunState, Path | None]:
+    """Return the position at which the run starts, and the checkpoint to resume from (None: a new run).
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or belongs to a run that this one does not continue.
+        ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no step.
+    """
+    state = RunState(
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        world_size=dist.get_world_size(),
+        zero_stage=ds_config_of(args).get("zero_optimization", {}).get("stage", 0),
+        train_config=args.to_dict(),
+        model_config=numbers_of(load_config(args.model.config)),
+        data_fingerprint=stream.fingerprint(),
+    )
+    checkpoints, given = RunFolder(args.output_dir).checkpoints, args.resume_from_checkpoint
+    watchdog.phase("waiting for rank 0 to verify the checkpoint", reads=bytes_to_read(checkpoints, given))
+    checkpoint = choose_checkpoint(checkpoints, given)
+    if checkpoint is not None:
+        saved = read_state(checkpoint)
+        log_lines(*resume_state(state, saved, checkpoint, args.allow_changes_on_resume))
+    if problems := phase_end_problems(args, state.step, state.consumed_tokens):
+        raise ConfigurationError(problems=problems)
+    return state, checkpoint
+
+
+# ---------------------------------------------------------------- model, startup check, engine
+
+
+def build_model_and_precision(
+    args: TrainingArguments, checkpoint: Path | None = None, fallbacks: dict[str, str] | None = None
+) -> tuple[nn.Module, Precision]:
+    """Build the model on this rank's device with the configured attention backend.
+
+    Args:
+        args: The arguments of one phase.
+        checkpoint: The checkpoint to resume from. None: the weights come from model.init_from.
+        fallbacks: Module name -> recipe (see `Precision`).
+
+    Raises:
+        ValueError: model.config does not name a model, or see `build_model`.
+        BackendError: Transformer Engine or the attention backend is not available.
+    """
+    config, precision = load_config(args.model.config), Precision(args.precision, levels=fallbacks)
+    choose_attention(
+        args.model.attention_backend, args.model.variant, precision, config, args.data.document_mask
+    )
+    model = build_model(
+        config,
+        args.model.variant,
+        precision,
+        seed=args.seed,
+        init_from=None if checkpoint else args.model.init_from,
+        gradient_checkpointing=args.gradient_checkpointing,
+        compile=args.model.compile,
+        speed=args.speed,
+        document_mask=args.data.document_mask,
+    )
+    return model, precision
+
+
+@dataclass(frozen=True)
+class StartupReport:
+    """Results of the startup check."""
+
+    fp8: str  # summary: number of FP8 modules, number of modules, recipe
+    attention: str  # attention backend of this rank
+    attention_by_rank: dict[str, list[int]]
+    lines: list[str]  # as logged
+
+
+def check_later_phases(
+    args: TrainingArguments, model: nn.Module, device: torch.device, fallbacks: dict[str, str]
+) -> None:
+    """Check that this machine supports all phases of precision.schedule and the fallbacks of precision.on_trouble.
+
+    Raises:
+        PrecisionError: A phase or a fallback is not supported.
+    """
+    for section in precisions_of(args.precision):
+        precision = Precision(section, device, fallbacks)
+        if precision.fp8:
+            check_precision(model, precision)
+            if section.on_trouble == "escalate":
+                precision.require("block", "precision.on_trouble escalate needs it; set it to warn")
+
+
+def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Precision) -> StartupReport:
+    """Check and log which FP8 GEMMs and which attention backend run.
+
+    Raises:
+        StartupCheckError: They differ from the configuration.
+    """
+    lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
+    log_lines(f"modules: {backend_in_use(model, precision)}", *lines)
+    attention = attention_in_use(model, precision)
+    ranks = ranks_by_value(attention)  # shows a node that differs from the others
+    logger.info("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
+    fp8: str = precision.config.compute
+    if precision.fp8:
+        report = fp8_modules(model, precision)
+        fp8 = f"{len(report.planned)}/{len(report.planned) + len(report.kept)} {precision.config.recipe}"
+        fallbacks = f", {len(report.levels)} of these with a fallback" if report.levels else ""
+        fp8 += fallbacks + (", emulated" if precision.emulated else "")
+    return StartupReport(fp8, attention, ranks, lines)
+
+
+def build_engine_and_resume(
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    stream: SampleStream,
+    state: RunState,
+    checkpoint: Path | None,
+) -> tuple[Any, MicroStep]:
+    """Build the DeepSpeed engine and load the checkpoint into it.
+
+    In a new run, or if the checkpoint has no FP8 state for this precision, the FP8 scales are calibrated on the first
+    micro-batch.
+
+    Args:
+        args: The arguments of one phase.
+    """
+    saved = None if checkpoint is None else read_state(checkpoint)
+    if saved is None or not fits_fp8_state(saved, precision):
+        if checkpoint is not None and precision.has_state:  # scales depend on the weights
+            model.load_state_dict(read_weights(checkpoint))
+        size = args.per_device_train_batch_size
+        first = state.consumed_samples + dist.get_rank() * size
+        ids, labels, documents = stream.batch(first, size).to(precision.device)
+        log_lines(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
+    engine = build_engine(model, args, ds_config_of(args))
+    if checkpoint is not None and saved is not None:
+        with distributed.without_prints():
+            load_checkpoint(engine, checkpoint, precision, is_partitioned_differently(saved, state))
+    micro_step = MicroStep(engine, precision, args)
+    weights = checkpoint or args.model.init_from or "random weights"
+    log_lines(
+        "; ".join(micro_step.notes),
+        f"starting from {weights} at step {state.step}, {state.consumed_tokens:,} tokens",
+    )
+    return engine, micro_step
+
+
+# ---------------------------------------------------------------- what is logged
+
+
+def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> None:
+    """Log the configuration, the model and the data."""
+    config, stream, most = load_config(args.model.config), data.train, args.max_steps
+    tokens_per_step = args.train_batch_size_tokens or 0
+    total = state.consumed_tokens + (most - state.step) * tokens_per_step
+    log_lines(
+        f"output: {RunFolder(args.output_dir).path.resolve()}",
+        *describe_arguments(args),
+        f"{state.world_size} ranks; {headline(*describe())}",
+        f"model: {args.model.variant}, {num_parameters(config) / 1e6:,.1f} M parameters, "
+        f"{flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token at {args.max_seq_length} tokens",
+        f"data: {stream.describe()}; the evaluation loss of a unigram model of these tokens is "
+        f"{data.unigram_loss:.4f}",
+        f"{most - state.step} of {most} steps are left, {tokens_per_step:,} tokens each; the run will see "
+        f"{total:,} tokens, {total / stream.num_tokens:.2f} times the training data",
+    )
+    assert isinstance(args.deepspeed, dict)
+    if settings := msamp_settings(args.deepspeed):
+        logger.info(f"the section msamp of deepspeed is replaced by {settings} in precision")
+
+
+def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
+    """Log and return the predicted memory and speed of the first phase. None if they cannot be predicted."""
+    phase_args = arguments_of_phase(args, phase_at(args, state.step, state.consumed_tokens))
+    sizes = load_config(args.model.config)
+    setting = Setting.of(phase_args, ds_config_of(args), sizes, dist.get_world_size())
+    if not (torch.cuda.is_available() and setting.is_planned):
+        return None
+    prediction = Prediction.of(setting, torch.cuda.get_device_name())
+    logger.info(prediction.line())
+    return prediction.to_json()
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path | None) -> MetricsLogger:
+    """Open the run folder for writing, after all checks have passed.
+
+    Moves checkpoints and exports of steps after `checkpoint` to another folder, and records the configuration changes
+    of a resume in metrics.jsonl.
+
+    Raises:
+        OSError, ValueError: output_dir cannot be written, or see `MetricsLogger`.
+    """
+    is_main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
+    if is_main:
+        if aside := move_later_checkpoints(folder.checkpoints, state.step):
+            logger.info(f"checkpoints of later steps were moved to {aside}")
+        if folder.exported()[0] > name_of(state.step):
+            aside = folder.hf.rename(discarded_name(folder.hf))
+            logger.info(f"the export of a later step was moved to {aside}")
+    metrics = MetricsLogger(folder, args.to_dict(), is_main, state.step, state.evaluation_due)
+    if is_main:
+        folder.stopped.unlink(missing_ok=True)
+        for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config_of(args))):
+            path.write_text(json.dumps(content, indent=2) + "\n")
+    changed = [change for change in state.changes if change["step"] == state.step]
+    is_other = checkpoint is not None and not belongs_to(checkpoint, folder.checkpoints)
+    notes = ({"changes": changed} if changed else {}) | ({"began_at": state.began_at} if is_other else {})
+    if notes:
+        metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
+    return metrics
+
+
+def describe_start(trainer: Trainer) -> dict[str, Any]:
+    """Return the entry of this start in run.json, without its time. {} on ranks other than 0."""
+    args, state, checkpoint = trainer.args, trainer.state, trainer.first_checkpoint
+    hosts = ranks_by_value(socket.gethostname())
+    if dist.get_rank() != 0:
+        return {}
+    machine, versions = describe()
+    return {
+        "step": state.step,
+        "tokens": state.consumed_tokens,
+        "resumed_from": checkpoint and str(checkpoint.resolve()),
+        **origin(args.to_dict()),
+        "hosts": hosts,
+        "gpus": dist.get_world_size() if torch.cuda.is_available() else 0,
+        "machine": machine,
+        "versions": versions,
+        "model": {
+            "config": args.model.config,
+            "variant": args.model.variant,
+            "parameters": num_parameters(load_config(args.model.config)),
+        },
+        "data": trainer.data.train.describe(),
+        "fp8": trainer.report.fp8,
+        "attention": trainer.report.attention_by_rank,
+        "proof": trainer.report.lines,
+        "plan": predict(args, state),
+        "escalations": state.escalations,  # the list grows during training
+    }
+
+
+# ---------------------------------------------------------------- training
+
+
 @dataclass(frozen=True)
 class Step:
     """The result of an optimizer step. Reading a tensor waits for the GPU."""
 
-    learning_rate: float
     loss: torch.Tensor  # mean over the micro-batches of this rank; float32 scalar on the device
     share: torch.Tensor | None  # share of tokens with a label; None: all tokens have one
     skipped: bool  # no weight changed, on any rank
@@ -87,7 +571,7 @@ class Trainer:
     def __init__(
         self,
         args: TrainingArguments,
-        data: setup.RunData,
+        data: RunData,
         state: RunState,
         checkpoint: Path | None,
         watchdog: Watchdog,
@@ -97,20 +581,19 @@ class Trainer:
         self.folder = RunFolder(args.output_dir)
         self.phase, fallbacks = starting_precision(args, state)
         phase_args = arguments_of_phase(args, self.phase)
-        read = setup.bytes_to_read(checkpoint or args.model.init_from)
+        read = bytes_to_read(checkpoint or args.model.init_from)
         watchdog.phase("building the model", read)
-        self.model, self.precision = setup.build_model_and_precision(phase_args, checkpoint, fallbacks)
+        self.model, self.precision = build_model_and_precision(phase_args, checkpoint, fallbacks)
         watchdog.phase("running the startup check")
-        setup.check_later_phases(args, self.model, self.precision.device, state.levels)
-        self.report = setup.run_startup_check(args, self.model, self.precision)
+        check_later_phases(args, self.model, self.precision.device, state.levels)
+        self.report = run_startup_check(args, self.model, self.precision)
         watchdog.phase("building the engine", read)
-        self.engine, self.micro_step = setup.build_engine_and_resume(
+        self.engine, self.micro_step = build_engine_and_resume(
             phase_args, self.model, self.precision, data.train, state, checkpoint
         )
         state.precision = phase_args.to_dict()["precision"]
-        self.world = dist.get_world_size()
         self.accumulation = args.gradient_accumulation_steps or 1
-        self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # per step
+        self.samples = args.per_device_train_batch_size * self.accumulation * dist.get_world_size()
         self.tokens = self.samples * args.max_seq_length
         self.speeds: list[float] = []  # tokens/s over all ranks in each logged interval
 
@@ -129,65 +612,45 @@ class Trainer:
             ReplicaError: The weights of ranks differ.
             SaveError: A save failed, and on_save_failure is stop or it was the last save.
         """
+        args, engine, samples = self.args, self.engine, self.data.train
         self.metrics, self.stop_vote = metrics, stop_vote
-        self.watchdog = Watchdog(self.args.hang_timeout_s)
-        self.saver = Saver(self.engine, self.folder.checkpoints, self.precision, self.args.save_total_limit)
+        self.watchdog = Watchdog(args.hang_timeout_s)
+        self.saver = Saver(engine, self.folder.checkpoints, self.precision, args.save_total_limit)
+        self.skip_decision = SkipDecision(engine, self.precision)
+        self.slow_ranks = SlowRanks(engine, stop_vote.group, args.speed.cuda_graphs)
+        self.health = Health(args.spike_window, args.spike_threshold)
+        self.health.load_state_dict(self.state.health)
+        self.flops = flops_per_token(self.model.config, args.max_seq_length)
+        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         with self.watchdog:
             self._evaluate_first()
-            if self.state.step == self.args.max_steps:
-                logger.info(f"max_steps is {self.args.max_steps}, and this run is already at that step")
-                return self.first_checkpoint
-            self._prepare_steps()
+            self.batches = MicroBatches(
+                samples, args.per_device_train_batch_size, dist.get_rank(), dist.get_world_size()
+            )
+            engine.train()
+            self.last_save = time.monotonic()
+            self._start_clock()
             try:
                 while not self._is_over():
                     self._run_step()
-            except Exception as error:
+            except Exception:
                 # The save belongs to an earlier step, and its threads do not need the main thread. So it is committed
                 # even if only this rank has failed. The watchdog limits the wait.
-                try:
-                    self._finish_save(after=error)
-                except Exception as failure:
-                    logger.warning(str(failure))
+                with contextlib.suppress(SaveError):
+                    self._finish_save()
                 raise
             finally:
                 self.batches.close()
         return self.checkpoint
 
-    def close(self) -> None:
-        """Free the memory of the model, engine and optimizer. The Trainer cannot be used afterwards."""
-        release(self.engine)
-        vars(self).clear()
-        free_memory()
-
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of the current step, or None with save_strategy no."""
-        if self.first_checkpoint is not None and self.state.step == self.first_step:
+        if self.state.step == self.first_step:
             return self.first_checkpoint
-        if self.args.save_strategy == "no":
-            return None
-        return self.folder.checkpoints / name_of(self.state.step)
+        return None if self.args.save_strategy == "no" else self.folder.checkpoints / name_of(self.state.step)
 
     # ---------------------------------------------------------------- a step
-
-    def _prepare_steps(self) -> None:
-        args, engine = self.args, self.engine
-        self.batches = MicroBatches(
-            self.data.train, args.per_device_train_batch_size, dist.get_rank(), self.world
-        )
-        self.skip_decision = SkipDecision(engine, self.precision)
-        self.health = Health(args.spike_window, args.spike_threshold)
-        self.health.load_state_dict(self.state.health)
-        self.has_fp8_checks = has_health_checks(self.model, self.precision)
-        if args.replica_check_steps:
-            count = len(replicated_tensors(engine, self.precision)) if self.world > 1 else 0
-            logger.info(f"replica check, every {args.replica_check_steps} steps: {count} tensors with copies")
-        engine.train()
-        self.flops = flops_per_token(self.model.config, args.max_seq_length)
-        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-        self.last_save = time.monotonic()
-        self._start_clock()
-        self.slow_ranks = SlowRanks(engine, self.stop_vote.group, args.speed.cuda_graphs)
 
     def _run_step(self) -> None:
         """Take a step, then check, log, evaluate and save as configured."""
@@ -196,9 +659,10 @@ class Trainer:
         number = state.step
         if number == self.first_step + 1:
             check_attention(self.model, self.precision, self.report.attention)
-        self._handle_skip(step, record)
+        if step.skipped:
+            self._report_skip(step, record)
         stop, save_by_time = self._vote()
-        if args.replica_check_steps and number % args.replica_check_steps == 0:
+        if _is_due(number, args.replica_check_steps):
             check_replicas(self.engine, self.precision, number)
 
         is_last = number == args.max_steps
@@ -206,28 +670,26 @@ class Trainer:
         log = ends or self._is_logged(number)
         save = is_last or ends or save_by_time or _is_due(number, args.save_steps)
         evaluate = is_last or _is_due(number, args.eval_steps)
-        judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
-        waits = log or save or evaluate or stop or judge  # wait for the GPU
+        may_fall_back = self.precision.config.on_trouble == "escalate" and step.health_check
+        waits = bool(log or save or evaluate or stop or may_fall_back)  # wait for the GPU
 
         if waits and self._roll_back(record):
             return
         if waits:
             loss = self._mean_loss(step)
             if log:
-                self._log(step, loss, record)
-                if (is_last or ends) and args.precision.schedule:
-                    self._log_phase(record)
+                self._log(step, loss, record, ends_phase=is_last or ends)
         if self._check_fp8(step, record):
             save = ends = True
-        if evaluate and not self._evaluate(stop, record):
-            stop = True
+        if evaluate:  # if a stop is requested, the resumed run evaluates this step
+            stop = state.evaluation_due = stop or not self._evaluate(record)
         if record:
             self._write_metrics(record)
         if ends:
             state.precision_changes.append(number)
         if (save or stop) and args.save_strategy != "no":
             self._save(is_last=is_last or stop or ends)
-        if stop:  # also in the last step: the resumed run then evaluates it
+        if stop:
             raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
@@ -236,8 +698,7 @@ class Trainer:
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon sets lr_scale
-        state.consumed_samples = next_position(state.consumed_samples, self.samples, state.skipped_samples)
-        first_sample = state.consumed_samples
+        first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         if phase := stream.phase_that_begins(first_sample, self.samples):
             logger.info(f"step {state.step + 1}: {phase}")
         loss_sum = torch.zeros((), device=engine.device)
@@ -246,80 +707,75 @@ class Trainer:
         # GEMMs in torchao's compiled layers cannot be counted; the startup check has fixed what they run
         counts = self._is_logged(state.step + 1) and of_transformer_engine(self.model)
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
-        with count_gemms(self.model, self.precision) if counts else nullcontext() as gemms:
+        with count_gemms(self.model, self.precision) if counts else contextlib.nullcontext() as gemms:
             for index in range(self.accumulation):
                 self.watchdog.at(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
                 self.slow_ranks.begin()
                 batch = self.batches.get(first_sample, index).to(engine.device)
-                with check.watching() if check and index == 0 else nullcontext():
+                with check.watching() if check and index == 0 else contextlib.nullcontext():
                     loss_sum += self.micro_step(batch, index)
                 if batch.documents is not None:
                     share_sum += batch.labelled()
         loss = loss_sum / self.accumulation
         share = share_sum / self.accumulation if args.data.document_mask else None
         state.step += 1
-        state.consumed_samples += self.samples
+        state.consumed_samples = first_sample + self.samples
         state.consumed_tokens += self.tokens
         skipped = self.skip_decision.is_skipped(state.step)
         if skipped:
             self.health.record_skipped()
         else:
-            weights, norm = stream.weights_at(state.consumed_samples - 1), engine.get_global_grad_norm()
+            weights = stream.weights_at(state.consumed_samples - 1)
+            norm = engine.get_global_grad_norm()
             self.health.record(state.step, first_sample, weights, loss, share, norm)
-        return Step(learning_rate, loss, share, skipped, gemms, check)
+        return Step(loss, share, skipped, gemms, check)
 
     def _is_over(self) -> bool:
         """Return whether the run has no more steps or the next step has another precision."""
         state = self.state
-        if state.step >= self.args.max_steps or state.levels != self.precision.levels:
-            return True
-        return phase_at(self.args, state.step, state.consumed_tokens) != self.phase
+        return (
+            state.step >= self.args.max_steps
+            or state.levels != self.precision.levels
+            or phase_at(self.args, state.step, state.consumed_tokens) != self.phase
+        )
 
     def _is_logged(self, number: int) -> bool:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
 
-    def _handle_skip(self, step: Step, record: dict[str, Any]) -> None:
+    def _report_skip(self, step: Step, record: dict[str, Any]) -> None:
         """Report a skipped step.
 
         Raises:
             TrainingError: Too many steps in a row were skipped.
         """
         number, most = self.state.step, self.args.max_skipped_steps
-        if step.skipped:
-            found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
-            losses = ranks_without_finite_loss(step.loss)
-            where = ", ".join(f"{value} on rank {rank}" for rank, value in losses.items())
-            why = f"the loss is {where}" if where else "the loss is finite, a gradient is not"
-            logger.info(
-                f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}"
-            )
-            record["skipped"] = {**found, "ranks": list(losses)}
+        found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
+        losses = ranks_without_finite_loss(step.loss)
+        why = f"losses by rank: {losses}" if losses else "the loss is finite, a gradient is not"
+        logger.info(f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}")
+        record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
-            if record:
-                self._write_metrics(record)
+            self._write_metrics(record)
             raise TrainingError(
-                f"the gradients of the last {most} steps, to step {number}, were not finite and no weight changed; "
-                f"{self._advice()}"
+                f"the gradients of the last {most} steps, to step {number}, were not finite and no weight changed. "
+                f"{ADVICE}"
             )
 
     def _vote(self) -> tuple[bool, bool]:
-        """Agree with the other ranks whether to stop, and whether a save is due by time. Returns both."""
-        stop, saving, save_by_time = self.stop_vote.ask(self.saver.busy, self._is_save_due_by_time())
+        """Agree with the other ranks whether to stop, and whether a save is due by time. Returns both.
+
+        Only rank 0 decides by time, since clocks differ, and not before a background save is complete, so that no step
+        waits for it.
+        """
+        minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
+        is_late = bool(minutes) and time.monotonic() - self.last_save >= 60 * minutes
+        due = is_late and dist.get_rank() == 0 and not self.saver.pending
+        stop, saving, save_by_time = self.stop_vote.ask(self.saver.busy, due)
         self.watchdog.renew(f"step {self.state.step} is done", after_step=True)
         if self.saver.pending and not saving:
             self._finish_save()
         self.slow_ranks.step(self.state.step)
         return stop, save_by_time
-
-    def _is_save_due_by_time(self) -> bool:
-        """Return whether save_minutes have passed. Only rank 0 decides, since clocks differ.
-
-        Not before a background save is complete, so that no step waits for it.
-        """
-        minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
-        if not minutes or dist.get_rank() != 0 or self.saver.pending:
-            return False
-        return time.monotonic() - self.last_save >= 60 * minutes
 
     def _roll_back(self, record: dict[str, Any]) -> bool:
         """Report spikes in the last steps. Return whether the run was rolled back to a checkpoint before them.
@@ -327,19 +783,15 @@ class Trainer:
         Waits for the GPU.
         """
         spikes = self.health.find_spikes(self.tokens)
-        if not spikes:
-            return False
-        record["spikes_found"] = []
         for spike in spikes:
             samples = samples_record(self.data.train, spike.first_sample, self.samples)
             logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
-            value = {spike.what: spike.value, "threshold": spike.threshold}
-            record["spikes_found"].append({"step": spike.step, **value, **samples})
-        self.watchdog.renew(f"checked the numbers up to step {self.state.step}")
-        if self.args.on_spike != "rollback":
+            found = {"step": spike.step, spike.what: spike.value, "threshold": spike.threshold, **samples}
+            record.setdefault("spikes_found", []).append(found)
+        if not spikes or self.args.on_spike != "rollback":
             return False
         self._finish_save()  # the rollback may need this checkpoint
-        if not roll_back(
+        rolls_back = roll_back(
             spikes,
             self.samples,
             root=self.folder.checkpoints,
@@ -349,11 +801,10 @@ class Trainer:
             health=self.health,
             metrics=self.metrics,
             stream=self.data.train,
-        ):
-            return False
-        self.watchdog.renew(f"rolled back to step {self.state.step}")
+        )
+        self.watchdog.renew(f"decided about a rollback; the run is at step {self.state.step}")
         self._start_clock()
-        return True
+        return rolls_back
 
     def _mean_loss(self, step: Step) -> float:
         """Return the mean loss of the step over all ranks. Waits for the GPU.
@@ -364,18 +815,17 @@ class Trainer:
         loss = _mean_over_ranks(step.loss)
         if step.share is not None:
             loss /= _mean_over_ranks(step.share)
-        number = self.state.step
         if not (step.skipped or math.isfinite(loss)):
             raise TrainingError(
-                f"the loss of step {number} is {loss} and the step was not skipped; {self._advice()}"
+                f"the loss of step {self.state.step} is {loss} and the step was not skipped. {ADVICE}"
             )
         if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
-            raise TrainingError(f"step {number}: {problem}")
+            raise TrainingError(f"step {self.state.step}: {problem}")
         return loss
 
     # ---------------------------------------------------------------- after a step
 
-    def _log(self, step: Step, loss: float, record: dict[str, Any]) -> None:
+    def _log(self, step: Step, loss: float, record: dict[str, Any], ends_phase: bool) -> None:
         rate = (self.state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
         self.speeds.append(rate)
         norm = self.engine.get_global_grad_norm()
@@ -383,34 +833,33 @@ class Trainer:
             "loss": self.health.interval_loss(),
             "step_loss": loss,
             "grad_norm": None if norm is None else float(norm),
-            "learning_rate": step.learning_rate,
+            "learning_rate": learning_rate_at(self.state.step - 1, self.args),
             "tokens_per_second": rate,
-            "mfu": mfu(rate / self.world, self.flops, self.peak),
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+            "mfu": mfu(rate / dist.get_world_size(), self.flops, self.peak),
+            "memory_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
             "skipped_steps": self.engine.skipped_steps,
             "spikes": self.health.spikes,
         }
+        if ends_phase and self.args.precision.schedule:
+            record["precision_stage"] = {
+                "number": self.phase + 1,
+                "tokens_per_second": typical_speed(self.speeds),
+                "compute": self.state.precision["compute"],
+                "recipe": self.state.precision["recipe"],
+            }
         self._start_clock()
-
-    def _log_phase(self, record: dict[str, Any]) -> None:
-        speed = typical_speed(self.speeds)
-        phase = describe_phase(self.args.precision, self.phase)
-        logger.info(f"step {self.state.step}: {phase} is over, at {speed:,.0f} tokens/s")
-        how = {key: self.state.precision[key] for key in ("compute", "recipe")}
-        record["precision_stage"] = {"number": self.phase + 1, "tokens_per_second": speed, **how}
 
     def _check_fp8(self, step: Step, record: dict[str, Any]) -> bool:
         """Evaluate the FP8 health check of the step, if there was one. Return whether modules fall back."""
         number, alarms = self.state.step, self.health.fp8_alarms
         if step.health_check is None:
-            if alarms.active and not self.has_fp8_checks:
-                logger.info(
-                    f"step {number}: this precision has no FP8 health checks; its FP8 alarms are cleared"
-                )
+            if alarms.active and not has_health_checks(
+                self.model, self.precision
+            ):  # an earlier precision had them
                 record |= alarms.judge(number, {})
             return False
-        found = health_record(step.health_check, self.model.config.num_hidden_layers)  # waits for the GPU
-        record[FP8_HEALTH] = found
+        # waits for the GPU
+        found = record[FP8_HEALTH] = health_record(step.health_check, self.model.config.num_hidden_layers)
         if step.skipped:  # the statistics contain the inf or NaN that caused the skip
             return False
         record |= alarms.judge(number, found)
@@ -420,16 +869,6 @@ class Trainer:
             record["fp8_escalations"] = {"changes": fallbacks, "count": len(self.state.escalations)}
         return bool(fallbacks)
 
-    def _evaluate(self, stop: bool, record: dict[str, Any]) -> bool:
-        """Evaluate. If a stop is requested meanwhile, return False; the resumed run then evaluates this step."""
-        losses = None if stop else self.held_out_losses()
-        if losses is None:
-            self.state.evaluation_due = True
-        else:
-            record |= losses
-        self._start_clock()
-        return losses is not None
-
     def _evaluate_first(self) -> None:
         """Run an evaluation that a stopped run left undone, or evaluate the weights of model.init_from as step 0.
 
@@ -437,20 +876,19 @@ class Trainer:
             Stopped: A stop was requested during an evaluation left by a stopped run. If it was requested during the
                 evaluation of step 0, the run stops after its first step instead.
         """
-        state = self.state
+        state, losses = self.state, dict[str, Any]()
         if not (state.evaluation_due or (state.step == 0 and self.args.model.init_from)):
             return
-        losses = self.held_out_losses()
-        if losses is not None:
+        if self._evaluate(losses):
             state.evaluation_due = False
             self._write_metrics(losses)
         elif state.evaluation_due:
             raise Stopped(state.step, self.checkpoint, resume_option(self.args))
 
-    def held_out_losses(self) -> dict[str, float] | None:
-        """Return the losses of the evaluation data and of their unigram model.
+    def _evaluate(self, record: dict[str, Any]) -> bool:
+        """Add the losses of the evaluation data and of their unigram model to `record`.
 
-        Returns None on every rank if a stop is requested meanwhile.
+        Returns False on every rank if a stop is requested meanwhile.
         """
 
         def asked_to_stop() -> bool:
@@ -460,7 +898,10 @@ class Trainer:
 
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
         losses = held_out_losses(self.engine, self.precision, self.data.held_out, size, asked_to_stop)
-        return None if losses is None else losses | {"unigram_loss": self.data.unigram_loss}
+        if losses is not None:
+            record |= losses | {"unigram_loss": self.data.unigram_loss}
+        self._start_clock()
+        return losses is not None
 
     def _save(self, is_last: bool) -> None:
         """Save a checkpoint, in the background unless it is the last save of this Trainer.
@@ -479,19 +920,18 @@ class Trainer:
         self.watchdog.renew(f"saved step {self.state.step}, or started to save it")
         self._start_clock()
 
-    def _finish_save(self, is_last: bool = False, after: Exception | None = None) -> None:
+    def _finish_save(self, is_last: bool = False) -> None:
         """Wait for a background save, if there is one, and log its result. Collective, except after an error.
 
         Args:
             is_last: No other save follows.
-            after: The error that ends the run.
 
         Raises:
             SaveError: The save failed, and on_save_failure is stop or no other save follows.
         """
         if not self.saver.pending:
             return
-        self.watchdog.at("waiting for the background save" + (f", after {after!r}" if after else ""))
+        self.watchdog.at("waiting for the background save")
         try:
             saved = self.saver.finish()
             assert saved is not None
@@ -499,9 +939,9 @@ class Trainer:
                 f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
             )
         except SaveError as error:
+            logger.warning(f"{error}. on_save_failure is {self.args.on_save_failure}")
             if is_last or self.args.on_save_failure == "stop":
                 raise
-            logger.warning(f"{error}. on_save_failure is continue: the run continues to its next save")
         finally:  # all ranks agree on the result
             self.watchdog.renew("the save is complete")
 
@@ -512,17 +952,6 @@ class Trainer:
         """Measure throughput from this step on."""
         self.clock, self.clock_step = time.perf_counter(), self.state.step
 
-    def _advice(self) -> str:
-        """Return advice for the user after a step with wrong numbers."""
-        saved = committed(self.folder.checkpoints)
-        if not (self.saver.pending or saved):
-            return "this run has no checkpoint yet. Start again with a lower learning_rate or another precision.recipe"
-        last = saved[-1] if saved else self.folder.checkpoints / "step-N"
-        return (
-            "the earlier checkpoints are intact. Resume from one with a lower learning_rate: run the same command with "
-            f"{half_rate_options(last, self.args.learning_rate)}, or with another precision.recipe"
-        )
-
 
 def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     """Replace a Trainer by one with the precision of the next step, built from its last checkpoint.
@@ -532,23 +961,21 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     Returns:
         The new Trainer, and the entry in run.json that describes the change.
     """
-    began, phase, fallbacks = time.monotonic(), trainer.phase, trainer.precision.levels
+    began, phase = time.monotonic(), trainer.phase
     args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
-    logger.info(f"step {state.step + 1} has another precision: rebuilding model and engine")
     with Watchdog(args.hang_timeout_s) as watchdog:
         watchdog.at("freeing model and engine")
-        trainer.close()
+        release(trainer.engine)
+        vars(trainer).clear()
+        free_memory()
         following = Trainer(args, data, state, checkpoint, watchdog)
     is_new_phase = following.phase != phase
-    changes = [f"{describe_phase(args.precision, following.phase)} begins"] if is_new_phase else []
-    moved = sum(fallbacks.get(name) != recipe for name, recipe in state.levels.items())
-    if moved:
-        changes.append(f"{moved} modules fall back (precision.on_trouble)")
+    change = describe_phase(args.precision, following.phase) if is_new_phase else "precision.on_trouble"
     took_s = round(time.monotonic() - began, 2)
-    logger.info(f"{'; '.join(changes)}; the change took {took_s:.1f} s")
+    logger.info(f"{change}: model and engine were rebuilt in {took_s:.1f} s")
     return following, {
         "step": state.step,
-        "stage": "; ".join(changes),
+        "stage": change,
         "new_stage": is_new_phase,
         "took_s": took_s,
         "fp8": following.report.fp8,

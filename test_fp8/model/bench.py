@@ -60,7 +60,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.distributed import from_rank_0, init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, release
-from train.setup import build_model_and_precision
+from train.trainer import build_model_and_precision
 
 MIN_PASSES = 4
 MAX_PASSES = 48

@@ -19,7 +19,7 @@ from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from model.te_reference.recipe import DelayedScaling
-from train import setup, train
+from train import trainer
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
@@ -170,14 +170,14 @@ def whole_run(
     stop: a signal, or crash) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
     place of its own."""
     if left_out is not None:
-        right_read = setup.read_state
+        right_read = trainer.read_state
 
         def read(path: Path) -> Any:
             state = right_read(path)
             state.skipped_samples = left_out
             return state
 
-        setup.read_state = read
+        trainer.read_state = read
     arguments = resolve_arguments(build_arguments(settings), dist.get_world_size())
     right = MicroStep.__call__
     calls = 0
@@ -204,7 +204,7 @@ def whole_run(
 
     MicroStep.__call__ = call
     try:
-        train.run_training(arguments)
+        trainer.run_training(arguments)
     except (TrainingError, ReplicaError, signals.Stopped, Crash) as error:
         return {"error": str(error)}
     finally:
@@ -212,7 +212,7 @@ def whole_run(
         signals.received.clear()
         spoil(None)
         if left_out is not None:
-            setup.read_state = right_read
+            trainer.read_state = right_read
     return {"error": None}
 
 

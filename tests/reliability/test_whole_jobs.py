@@ -19,7 +19,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics, run
-from train import setup, trainer
+from train import trainer
 from train.checkpoint import save
 from train.checkpoint.files import read_state
 from train.monitor import signals
@@ -41,7 +41,7 @@ def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
 
     monkeypatch.setattr(trainer.MicroBatches, "get", get)
     settings |= {"save_steps": 2}
-    for owner, name, call, step in ((setup, "build_engine", 1, 1), (trainer.MicroBatches, "get", 3, 3),
+    for owner, name, call, step in ((trainer, "build_engine", 1, 1), (trainer.MicroBatches, "get", 3, 3),
                                     (save.Saver, "begin", 1, 5)):  # fmt: skip
         with monkeypatch.context() as patch:
             stop_when(patch, owner, name, call, signal.SIGUSR1)

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
-from train import setup, train
+from train import trainer
 from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
@@ -91,7 +91,7 @@ class Watched:
         self.calls, self.loaded_from = 0, None
 
     def run(self) -> None:
-        build, call = setup.build_engine, MicroStep.__call__
+        build, call = trainer.build_engine, MicroStep.__call__
 
         def built(*values: Any) -> Any:
             self.engine = build(*values)
@@ -121,17 +121,17 @@ class Watched:
                 self.dump("kept", step.precision)
             return loss
 
-        setup.build_engine, MicroStep.__call__ = built, micro_step
-        setup.load_checkpoint = rollback.load_checkpoint = loaded
+        trainer.build_engine, MicroStep.__call__ = built, micro_step
+        trainer.load_checkpoint = rollback.load_checkpoint = loaded
         try:
-            train.run_training(self.args)
+            trainer.run_training(self.args)
             if self.loaded_from is not None:
                 with without_prints():
                     load_checkpoint(self.engine, self.loaded_from, self.precision)
                 self.dump("again", self.precision)
         finally:
-            setup.build_engine, MicroStep.__call__ = build, call
-            setup.load_checkpoint = rollback.load_checkpoint = load_checkpoint
+            trainer.build_engine, MicroStep.__call__ = build, call
+            trainer.load_checkpoint = rollback.load_checkpoint = load_checkpoint
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
         (self.folder / f"timeouts_{dist.get_rank()}.json").write_text(json.dumps(group_timeouts()))
 

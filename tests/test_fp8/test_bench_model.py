@@ -28,7 +28,7 @@ from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
 from tests.reliability.launching import launch
 from tests.test_fp8.running import report_of
-from train import setup
+from train import trainer
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
@@ -270,7 +270,7 @@ def test_a_tampered_case_has_no_speed_and_the_program_fails(
                 model.lm_head.weight[3, 7] += 0.5
         return model
 
-    monkeypatch.setattr(setup, "build_model", tampered)
+    monkeypatch.setattr(trainer, "build_model", tampered)
     rows = ["--rows", "te_*_bf16", "--row", "graphs", "model.variant=te_layer", "speed.cuda_graphs=true"]
     options = ["--measure", "bare", "--rounds", "1", "--micro_batch", "1", "2"]
     report = report_of(BENCHMARK, tmp_path, *rows, *options, status=1)

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from model.startup_check import StartupCheckError
 from tests.conftest import refused
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import PRECISIONS, ROOT, curve, gradients_without_fp8, metrics, run
-from train import setup
+from train import trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError
@@ -40,13 +39,8 @@ def tensors(folder: Path, step: int) -> list[Any]:
     return [leaf for leaf in found if isinstance(leaf, int | float | list)]
 
 
-def test_a_change_is_a_stop_and_a_resume(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a startup check and a speed of its own, and a checkpoint to resume from. What is measured beside the plan,
-    which is of the first phase, is measured in that."""
-    prediction = SimpleNamespace(to_json=dict, compare=lambda peak_gib, speed: "compared")
-    monkeypatch.setattr(setup, "predict", lambda *_: prediction)
+def test_a_change_is_a_stop_and_a_resume(settings: dict, tmp_path: Path) -> None:
+    """With a startup check and a speed of its own, and a checkpoint to resume from."""
     first, second = PRECISIONS["bf16"], PRECISIONS["delayed"]
     settings |= {"max_steps": 5, "logging_steps": 2}
     scheduled = {"precision": {"schedule": [{"until_step": 3, **first}, second]}}
@@ -54,7 +48,7 @@ def test_a_change_is_a_stop_and_a_resume(
     phases = {m["step"]: m["precision_stage"] for m in metrics(whole) if "precision_stage" in m}
     assert {s: (v["number"], v["compute"]) for s, v in phases.items()} == {3: (1, "bf16"), 5: (2, "fp8")}
     (start,) = read_starts(RunFolder(whole))
-    assert start["plan"]["measured"]["tokens_per_second"] == phases[3]["tokens_per_second"] > 0
+    assert phases[3]["tokens_per_second"] > 0
     (noted,) = start["stages"]
     assert start["fp8"] == "bf16" and noted["step"] == 3 and noted["fp8"].startswith("6/7 delayed")
     assert noted["new_stage"] and noted["took_s"] > 0 and noted["proof"]
@@ -73,13 +67,13 @@ def test_a_change_is_a_stop_and_a_resume(
 
 def test_a_change_is_watched(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a start and steps are: ranks that hang would be waited for, for the day that they wait for each other."""
-    watched, build_engine = list[int](), setup.build_engine_and_resume
+    watched, build_engine = list[int](), trainer.build_engine_and_resume
 
     def watched_build_engine(*of_run: Any) -> Any:
         watched.append(sum(thread.name == "watchdog" for thread in threading.enumerate()))
         return build_engine(*of_run)
 
-    monkeypatch.setattr(setup, "build_engine_and_resume", watched_build_engine)
+    monkeypatch.setattr(trainer, "build_engine_and_resume", watched_build_engine)
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
     run(settings, max_steps=2, precision={"schedule": schedule})
     assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
@@ -143,7 +137,7 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
 ) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []
-    check_startup, build_engine = setup.check_startup, setup.build_engine_and_resume
+    check_startup, build_engine = trainer.check_startup, trainer.build_engine_and_resume
 
     def proves(*of_run: Any) -> list[str]:
         assert not [each for each in held if each() is not None]
@@ -158,8 +152,8 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
             gradients_without_fp8(monkeypatch)
         return engine, micro_step
 
-    monkeypatch.setattr(setup, "check_startup", proves)
-    monkeypatch.setattr(setup, "build_engine_and_resume", built)
+    monkeypatch.setattr(trainer, "check_startup", proves)
+    monkeypatch.setattr(trainer, "build_engine_and_resume", built)
     one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
     with refused(StartupCheckError, code="fp8_gemms"):
         run(

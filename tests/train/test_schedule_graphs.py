@@ -15,7 +15,7 @@ from model.graphs import _Captured
 from tests.train.engine.test_speed import graphs_on_tapes
 from tests.train.runs import PRECISIONS, curve, run
 from tests.train.test_schedule import tensors
-from train import setup
+from train import trainer
 from train.engine import step
 from train.engine.step import MicroStep
 from train.monitor import signals
@@ -177,7 +177,7 @@ def test_what_a_stage_captured_is_gone_before_the_next_has_a_model(
     if device == "cpu":
         graphs_on_tapes(monkeypatch)
     held, alive = list[weakref.ref](), list[tuple[int, int]]()
-    capture, build = _Captured.__init__, setup.build_model_and_precision
+    capture, build = _Captured.__init__, trainer.build_model_and_precision
 
     def captured(self: _Captured, *of_passes: Any) -> None:
         held.append(weakref.ref(self))
@@ -188,7 +188,7 @@ def test_what_a_stage_captured_is_gone_before_the_next_has_a_model(
         return build(*of_run)
 
     monkeypatch.setattr(_Captured, "__init__", captured)
-    monkeypatch.setattr(setup, "build_model_and_precision", made)
+    monkeypatch.setattr(trainer, "build_model_and_precision", made)
     run(with_schedule(settings, "te_layer", "delayed", True))
     # by a stage: one for all micro-batches, in FP8 one for the first of a step, one for the others, one for health
     assert alive == [(0, 0), (1, 0), (4, 0)]

@@ -1,4 +1,4 @@
-"""train/setup.py: what a run is built from, where it depends on the rank or on what a checkpoint brings."""
+"""train/trainer.py: what a run is built from, where it depends on the rank or on what a checkpoint brings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.config import load_config, numbers_of
 from model.fp8 import te_backend
 from model.fp8.precision import PrecisionError
 from tests.conftest import refused
-from train import setup
+from train import trainer
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
@@ -51,9 +51,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_resumed_run_does_not_load_the_weights_of_init_from(monkeypatch: pytest.MonkeyPatch) -> None:
     init_from = list[Any]()
-    monkeypatch.setattr(setup, "build_model", lambda *_, **keys: init_from.append(keys["init_from"]))
+    monkeypatch.setattr(trainer, "build_model", lambda *_, **keys: init_from.append(keys["init_from"]))
     for checkpoint in (None, Path("checkpoints/step-00000003")):
-        _, precision = setup.build_model_and_precision(arguments(), checkpoint, {"a": "current"})
+        _, precision = trainer.build_model_and_precision(arguments(), checkpoint, {"a": "current"})
         assert precision.levels == {"a": "current"}
     assert init_from == ["other/hf", None]
 
@@ -63,15 +63,17 @@ def test_each_rank_verifies_its_share_of_all_data(
 ) -> None:
     """Terabytes would take each of them hours; that of held-out data is among them."""
     shares: list[tuple[str, int, int]] = []
-    verify = setup.SampleStream.verify
+    verify = trainer.SampleStream.verify
     monkeypatch.setattr(
-        setup.SampleStream, "verify", lambda self, *share: shares.append((self.split, *share)) or verify(self)
+        trainer.SampleStream,
+        "verify",
+        lambda self, *share: shares.append((self.split, *share)) or verify(self),
     )
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     rank[0] = 3
     args = resolve_arguments(build_arguments({**settings, "data": {**settings["data"], "verify": True}}), 8)
     watchdog: Any = SimpleNamespace(phase=lambda *_, **__: None)
-    setup.open_data(args, watchdog)
+    trainer.open_data(args, watchdog)
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 
 
@@ -96,25 +98,12 @@ def test_the_first_scales_are_of_the_rows_that_the_rank_begins_with(
     asked: list[tuple] = []
     row = SimpleNamespace(to=lambda device: (row, row, None))
     stream: Any = SimpleNamespace(batch=lambda *its: asked.append(its) or row)
-    monkeypatch.setattr(setup, "calibrate", lambda *its: asked.append(its[-2:]) or [])
-    monkeypatch.setattr(setup, "build_engine", lambda *_: "engine")
-    monkeypatch.setattr(setup, "MicroStep", lambda *_: SimpleNamespace(notes=[]))
+    monkeypatch.setattr(trainer, "calibrate", lambda *its: asked.append(its[-2:]) or [])
+    monkeypatch.setattr(trainer, "build_engine", lambda *_: "engine")
+    monkeypatch.setattr(trainer, "MicroStep", lambda *_: SimpleNamespace(notes=[]))
     model, precision = SimpleNamespace(), SimpleNamespace(device="cpu")
-    setup.build_engine_and_resume(arguments(), model, precision, stream, state_of(), None)  # type: ignore[arg-type]
+    trainer.build_engine_and_resume(arguments(), model, precision, stream, state_of(), None)  # type: ignore[arg-type]
     assert asked == [(26, 2), (3, None)]
-
-
-def test_a_rehearsal_reads_what_the_next_step_begins_with(
-    monkeypatch: pytest.MonkeyPatch, rank: list[int]
-) -> None:
-    """Behind samples that a rollback has skipped; each rank its own rows, and an evaluation's first."""
-    read: list[tuple] = []
-    stream: Any = SimpleNamespace(batch=lambda *its: read.append(its))
-    monkeypatch.setattr(setup, "disk_plan", lambda *_: "a plan")
-    data = setup.RunData(stream, {"eval_loss": stream}, 6.5)
-    for rank[0] in (0, 1):
-        setup.rehearse(arguments(), data, state_of(skipped_samples=[[24, 30]]))
-    assert read == [(30, 2), (0, 1), (32, 2), (0, 1)]
 
 
 def test_a_phase_that_cannot_run_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +117,7 @@ def test_a_phase_that_cannot_run_is_refused_at_the_start(monkeypatch: pytest.Mon
     args = arguments(precision={"bf16_modules": [], "schedule": [{"until_step": 4, "compute": "bf16"}, {}]})
     model: Any = SimpleNamespace(named_modules=lambda: [])
     with refused(PrecisionError):
-        setup.check_later_phases(args, model, torch.device("cpu"), {"a": "block"})
+        trainer.check_later_phases(args, model, torch.device("cpu"), {"a": "block"})
 
 
 def test_a_start_notes_its_changes_and_no_earlier_ones(tmp_path: Path) -> None:
@@ -140,26 +129,21 @@ def test_a_start_notes_its_changes_and_no_earlier_ones(tmp_path: Path) -> None:
     changes = [{"step": step, "key": "learning_rate", "old": 1, "new": step} for step in (2, 4)]
     state = state_of(changes=changes, began_at={"path": "there"})
     args = arguments(output_dir=str(folder.path))
-    setup.open_run_folder(args, state, other).close()
+    trainer.open_run_folder(args, state, other).close()
     (line,) = map(json.loads, folder.metrics.read_text().splitlines())
     assert (line["step"], line["tokens"]) == (4, 1536)
     assert (line["changes"], line["began_at"]) == (changes[1:], {"path": "there"})
     assert not folder.stopped.exists()
     assert json.loads(folder.train_config.read_text()) == args.to_dict()
     state.changes = changes[:1]
-    setup.open_run_folder(args, state, folder.checkpoints / "step-00000004").close()
+    trainer.open_run_folder(args, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
 
 
-def test_a_start_knows_all_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch, rank: list[int]) -> None:
+def test_a_start_knows_all_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(every: list, own: str) -> None:
         every[:] = ["a", "b", "a"]
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    stream: Any = SimpleNamespace(describe=lambda: "some data")
-    report = setup.StartupReport("6/7 delayed", "fused", {"fused": [0, 1, 2]}, ["a line"])
-    found = setup.describe_start(arguments(), report, stream, state_of(), None)
-    assert found["hosts"] == {"a": [0, 2], "b": [1]} and found["attention"] == {"fused": [0, 1, 2]}
-    rank[0] = 1
-    assert setup.describe_start(arguments(), report, stream, state_of(), None) == {}
+    assert trainer.ranks_by_value("a") == {"a": [0, 2], "b": [1]}

@@ -74,7 +74,7 @@ def test_a_run_saves_by_time_without_other_numbers(
     """Minutes count from the last save; with 0 of them only the steps do."""
     settings |= {"save_steps": 0, "save_total_limit": 9, "save_async": False}
     minutes = itertools.count(0, 60)  # one at each look at the clock: a step, a save
-    clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter)
+    clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter, time=time.time)
     monkeypatch.setattr(trainer, "time", clock)
     by_time = run(settings, save_minutes=2)
     assert [path.name for path in committed(by_time / "checkpoints")] == [name_of(n) for n in (2, 4, 6)]
@@ -98,7 +98,9 @@ def test_only_steps_are_in_their_speed(settings: dict, monkeypatch: pytest.Monke
     takes(100, trainer, "held_out_losses")
     takes(100, Saver, "begin")
     monkeypatch.setattr(
-        trainer, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+        trainer,
+        "time",
+        SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, time=time.time),
     )
     lines = metrics(run(settings, save_steps=2, eval_steps=3))
     assert [line["tokens_per_second"] for line in lines] == [256.0] * 6

@@ -196,20 +196,3 @@ class Prediction:
         """Return the prediction as JSON data."""
         memory = {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts}
         return memory | (asdict(self.estimate) if self.estimate else {})
-
-    def compare(self, peak_gib: float, tokens_per_second: float | None) -> str:
-        """Return a line for the log with predicted and measured values.
-
-        Args:
-            peak_gib: result of torch.cuda.max_memory_allocated(), in GiB.
-            tokens_per_second: measured speed of all ranks together; None if unknown.
-        """
-        planned, estimate = self.memory.measured_as_gib, self.estimate
-        speed = (
-            f", {estimate.tokens_per_second:,.0f} and {tokens_per_second:,.0f} tokens/s "
-            f"({estimate.tokens_per_second / tokens_per_second - 1:+.1%})"
-            if estimate and tokens_per_second
-            else ""
-        )
-        memory = f"{planned:,.2f} and {peak_gib:,.2f} GiB at the peak ({planned / peak_gib - 1:+.1%})"
-        return f"predicted and measured: {memory}{speed}"

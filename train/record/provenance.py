@@ -44,6 +44,7 @@ class RunRecord:
         start: "time" (seconds since the epoch), "step", "tokens" and other facts at the start.
         position: Returns the number of completed steps and tokens.
         expected: Exception type -> how the run ended. Other exceptions are recorded as "failed", with "why".
+        is_main: Whether this is rank 0. Other ranks write nothing.
 
     If run.json cannot be written, a warning is logged.
     """
@@ -54,8 +55,9 @@ class RunRecord:
         start: dict[str, Any],
         position: Callable[[], tuple[int, int]],
         expected: dict[type[BaseException], str],
+        is_main: bool = True,
     ):
-        self.folder, self.position, self.expected = folder, position, expected
+        self.folder, self.position, self.expected, self.is_main = folder, position, expected, is_main
         self.part = ""
         self.start: dict[str, Any] = {**start, "stages": [], "ended": None}
 
@@ -84,6 +86,8 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
+        if not self.is_main:
+            return
         try:
             write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
         except OSError as error:

@@ -19,7 +19,7 @@ from train.engine import states, zero
 from train.engine.distributed import without_prints
 from train.engine.states import MOMENTS, PackedAdamW, decoded, joined, split
 from train.engine.step import MicroStep, build_engine
-from train.setup import build_model_and_precision
+from train.trainer import build_model_and_precision
 
 FLOAT32 = {"compute": "bf16"}
 REMAINDER = {"compute": "bf16", "optimizer_states": "bf16_remainder"}

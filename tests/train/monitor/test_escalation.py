@@ -18,7 +18,6 @@ from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
 from train import trainer
-from train.checkpoint import save
 from train.checkpoint.files import read_state
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, resolve_arguments
@@ -99,11 +98,7 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     before_each_step(monkeypatch, growing("te_layer"))
     section = {**PRECISIONS["delayed"], "health_steps": 1, "schedule": [{"on_trouble": "escalate"}]}
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": section}
-    removed = list[tuple[str, set[int]]]()
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "discard_old", lambda path, keep, others: removed.append((path.name, others)))
-        whole = run(settings)
-    assert removed == [("step-00000003", {3}), ("step-00000004", {3, 4})]
+    whole = run(settings)
     mlp = "model.layers.1.layernorm_mlp"
     assert path_of(whole) == {"1.layernorm_mlp": [(3, "current"), (4, "block")]}
     counts = {m["step"]: m["fp8_escalations"]["count"] for m in metrics(whole) if "fp8_escalations" in m}

@@ -16,7 +16,7 @@ from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
-from train import train
+from train import trainer
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 from train.planning import autotune as glue
@@ -115,7 +115,7 @@ def test_the_optimizer_of_a_rank_is_not_available_to_the_model(settings: dict) -
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)
-    train.run_training(args)
+    trainer.run_training(args)
     lines = (Path(str(args.output_dir)) / "metrics.jsonl").read_text().splitlines()
     return [(m["step"], m["loss"], m["grad_norm"], m.get("eval_loss")) for m in map(json.loads, lines)]
 

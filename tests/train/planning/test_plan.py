@@ -7,15 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
 from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
-from train import setup
 from train.config.ds_config import load_deepspeed
 from train.files import REPOSITORY
 from train.planning.memory import largest_micro_batch, memory_of
@@ -277,17 +275,3 @@ def test_it_needs_no_torch() -> None:
 def test_a_run_predicts_the_speed_of_its_gpu(name: str, gpu: Any) -> None:
     s: Setting = setting()
     assert Prediction.of(s, name).estimate == (estimate(s, gpu) if gpu else None)
-
-
-def test_a_run_records_what_it_measured_beside_its_plan(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
-    prediction = Prediction.of(setting(), "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
-    record = prediction.to_json()
-    setup.compare_with_prediction(prediction, [1.0, 70_000.0, 90_000.0, 80_000.0], record)
-    assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000} and len(logged) == 1
-    setup.compare_with_prediction(
-        prediction, cast(Any, None), record
-    )  # a fault in the comparison ends no run
-    assert len(logged) == 2

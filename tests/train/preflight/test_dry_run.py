@@ -6,15 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import numbers
 from tests.train.runs import run
 from train import train
-from train.data.format import DataError, read_manifest
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -33,23 +30,13 @@ def test_of_a_run_that_resumes(settings: dict, own_trained: Path) -> None:
     assert content(own_trained) == before
 
 
-def test_data_that_an_evaluation_would_stumble_over(settings: dict, data: Path, tmp_path: Path) -> None:
-    own = shutil.copytree(data, tmp_path / "data")
-    shard = own / read_manifest(own).split_shards("eval")[0].name
-    np.full(shard.stat().st_size // 2, 0xFFFF, "<u2").tofile(shard)
-    settings["data"]["sources"] = {"text": str(own)}
-    with pytest.raises(DataError) as error:
-        run(settings, dry_run=True)
-    assert 65535 in numbers(error.value)
-
-
 def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make the folder, or write into that of another run."""
     config, ran = tmp_path / "config.json", []
     config.write_text(json.dumps(settings))
     monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(train, "run_training", lambda args: ran.append(Path(args.output_dir).exists()))
+    monkeypatch.setattr("train.trainer.run_training", lambda args: ran.append(Path(args.output_dir).exists()))
     assert train.main([str(config), "--dry_run"]) == 0
     assert train.main([str(config), "--max_steps", "5", "--dry_run", "false"]) == 0
     assert ran == [False, True]
@@ -66,5 +53,5 @@ def test_memory_that_runs_out_is_worth_a_restart(
         raise error
 
     monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
-    monkeypatch.setattr(train, "run_training", runs_out)
+    monkeypatch.setattr("train.trainer.run_training", runs_out)
     assert train.main([str(config)]) == 1

@@ -52,7 +52,7 @@ def test_the_rank_that_differs_is_named(tmp_path: Path, data: Path, small_model:
 def test_the_ranks_are_checked_before_anything_is_built(
     settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.setup.build_model_and_precision", lambda *_: 1 / 0)
+    monkeypatch.setattr("train.trainer.build_model_and_precision", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(settings, preflight=True)
     monkeypatch.setattr(ranks, "compare_ranks", lambda *_: (["one", "two"], []))
