@@ -100,15 +100,16 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 def training_words(case: Case, options: argparse.Namespace) -> list[str]:
     """Return the arguments of train.py for a case. If its run has a checkpoint, it resumes from that."""
     folder = options.work_dir.resolve() / case.name
-    words = [
+    has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
+    return [
         options.config,
         *([f"--max_steps={options.max_steps}"] if options.max_steps else []),
         *options.behind,
+        *(f"--{key}={text}" for key, text in case.texts().items()),
+        f"--output_dir={folder}",
+        *KEPT,
+        *["--resume_from_checkpoint=auto"] * has_checkpoint,
     ]
-    words += [f"--{key}={text}" for key, text in case.texts().items()]
-    words += [f"--output_dir={folder}", *KEPT]
-    has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
-    return [*words, *["--resume_from_checkpoint=auto"] * has_checkpoint]
 
 
 def train(case: Case, options: argparse.Namespace) -> list[Result]:

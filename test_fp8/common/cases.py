@@ -56,16 +56,15 @@ def parse_cases(
     """Parse --row NAME key=value ... and return the cases. `allowed` limits the keys. Raises CaseError."""
     cases: dict[str, Case] = {}
     for name, *pairs in given:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise CaseError(f"--row {name}: invalid name; use letters, digits and _ - .")
-        if name in taken or name in cases:
-            raise CaseError(f"--row {name}: this name already exists; choose another name")
+        if not re.fullmatch(r"\w[\w.-]*", name) or name in taken or name in cases:
+            raise CaseError(f"--row {name}: choose a new name of letters, digits and _ - .")
         for pair in pairs:
             key, equals, _ = pair.partition("=")
-            if not equals:
-                raise CaseError(f"--row {name} {pair}: expected key=value")
-            if allowed is not None and not any(f"{key}.".startswith(f"{name}.") for name in allowed):
-                raise CaseError(f"--row {name} {pair}: a case may override {', '.join(allowed)}")
+            sections = [key] if allowed is None else allowed
+            if not equals or not any(f"{key}.".startswith(f"{section}.") for section in sections):
+                raise CaseError(
+                    f"--row {name} {pair}: expected key=value with a key of {', '.join(sections)}"
+                )
         cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))
     return cases
 

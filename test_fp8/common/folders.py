@@ -34,10 +34,11 @@ def make_folder(
         for number, tokens in enumerate(parts):
             path = folder / f"{split}_{number:05d}.ds"
             tokens.astype(token_dtype(vocab_size), copy=False).tofile(path)
-            if isinstance(document_tokens, int):
-                ends = np.arange(document_tokens, len(tokens), document_tokens)
-            else:
-                ends = np.cumsum(document_tokens)
+            ends = (
+                np.arange(document_tokens, len(tokens), document_tokens)
+                if isinstance(document_tokens, int)
+                else np.cumsum(document_tokens)
+            )
             ends = np.append(ends[ends < len(tokens)], len(tokens))
             ends.astype(INDEX_DTYPE).tofile(index := path.with_name(path.name + ".index"))
             hashes = sha256_file(path), sha256_file(index)

@@ -94,8 +94,8 @@ class Benchmark:
         if options.output:
             write_json(options.output, self.options.command(argv), outcome.results, **outcome.more)
             if panels := {title: series for title, series in outcome.panels.items() if series}:
-                title = f"{self.options.program} on {machine.get('gpu', machine['cpu'])}"
-                plot(options.output, title, panels, outcome.xlabel)
+                device = machine.get("gpu", machine["cpu"])
+                plot(options.output, f"{self.options.program} on {device}", panels, outcome.xlabel)
         return int(bool(outcome.failures))
 
 
@@ -103,8 +103,9 @@ def print_outcome(outcome: Outcome, columns: Columns) -> None:
     """Print the table, the reasons of cases that were not measured, and the failures."""
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
     for why in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
-        cases = [r for r in outcome.results if r.get("reason") == why]
-        names = [" ".join(str(r[k]) for k in NAMES if k in r) for r in cases]
+        names = [
+            " ".join(str(r[k]) for k in NAMES if k in r) for r in outcome.results if r.get("reason") == why
+        ]
         print(f"not measured: {', '.join(names)}: {why}")
     for failure in outcome.failures:
         print(f"failed: {failure}", file=sys.stderr)
@@ -117,8 +118,15 @@ def write_json(path: Path, command: str, results: Sequence[Result], /, **more: A
     """
     machine, versions = describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    made = dict(command=command, date=date, commit=commit(), machine=machine, versions=versions)
-    report = dict(**made, **more, results=results)
+    report = dict(
+        command=command,
+        date=date,
+        commit=commit(),
+        machine=machine,
+        versions=versions,
+        **more,
+        results=results,
+    )
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(finite, indent=2) + "\n")

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from model import startup_check
 from model.config import weight_shapes
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.startup_check import StartupCheckError
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.bench_model import BENCHMARK
 from test_fp8.common.same_model import DifferentModel
@@ -93,10 +95,10 @@ def test_megatron_chooses_the_attention(before: str | None, monkeypatch: pytest.
 def test_the_attention_that_is_checked_is_the_one_that_was_timed(
     ran: str, errors: tuple[float, float], is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron, "attention_errors", lambda *_: errors)
+    monkeypatch.setattr(startup_check, "attention_errors", lambda *_, **__: errors)
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
     precision = Precision(PrecisionConfig(compute="bf16"))
-    with contextlib.nullcontext() if is_right else pytest.raises(DifferentModel):
+    with contextlib.nullcontext() if is_right else pytest.raises((DifferentModel, StartupCheckError)):
         megatron.check_attention("fused (cuDNN, 1)", small_config(), precision, 64)
 
 
