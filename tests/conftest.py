@@ -144,18 +144,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", compile)
 
 
-@pytest.fixture
-def scalar_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile writes code without vector instructions, which takes a compiler half the time, asks no compiler
-    which of them this CPU has, and starts no processes that would compete with the other tests."""
-    import torch._inductor.config as config
-    from torch._inductor import cpu_vec_isa
-
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
-    with config.patch(compile_threads=1):
-        yield
-
-
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
     """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""

@@ -82,14 +82,6 @@ def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
     assert all(bool((w == 1).all()) for w in weights if w.dim() == 1)
 
 
-@pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_precision_says_the_dtype_and_not_what_a_folder_was_exported_in(variant: str) -> None:
-    config = small_config(dtype="bfloat16")
-    model = build_model(config, variant, Precision(PrecisionConfig(compute="fp32")))
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    assert config.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
 def test_the_embedding_of_the_pad_token_is_trained(variant: str) -> None:
     """It is a token as any other; transformers would leave it as it began."""

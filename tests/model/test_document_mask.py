@@ -12,12 +12,11 @@ from model.documents import FEWEST_PIECES, Documents
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.state import reset_fp8_state, snapshot_fp8_state
+from model.fp8.state import snapshot_fp8_state
 from model.startup_check import attention_errors, check_startup
 from model.te_reference import DotProductAttention
 from tests.conftest import refused, small_config
 from tests.model.document_mask import (
-    BF16_ERROR,
     FP32,
     LENGTHS,
     PIECES,
@@ -76,34 +75,6 @@ def test_a_window_that_no_sample_reaches_is_dropped(
     assert windows == [{(-1, 0)}, {(-1, 0)}, {(T - 2, 0)}]
     assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
     assert torch.equal(logits[0][:, : T - 1], logits[2][:, : T - 1])
-
-
-@kinds
-def test_in_bf16(kind: str) -> None:
-    documents = documents_of(LENGTHS)
-    ours = packed(build(kind, compute="bf16"), documents)
-    same = alone(build(kind, document_mask=False, compute="bf16"), documents)
-    exact = alone(build(kind, document_mask=False, **FP32), documents)
-    assert relative(ours[0], same[0]) < 1e-3  # the same products, summed in another order
-    assert largest_error(ours, exact) < BF16_ERROR
-
-
-@kinds
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_in_fp8(kind: str, recipe: str) -> None:
-    """Logits of one pass: scales of rows (block), or that the first pass has (delayed), do not depend on what else is
-    in the batch, so the same tokens round the same way. Lengths are such as FP8 takes alone."""
-    documents = documents_of([64, 16, 48, 32, 16, 16])
-    keys = dict(recipe=recipe, bf16_modules=["lm_head"])
-    ours, theirs = build(kind, **keys), build(kind, document_mask=False, **keys)
-    ids = batch(ours.config)[0]
-    parts = []
-    with torch.no_grad():
-        together = ours(ids, documents=documents).logits.flatten(0, 1)
-        for piece in pieces(documents):
-            reset_fp8_state(theirs, theirs.precision)
-            parts.append(theirs(ids.flatten()[None, piece]).logits[0])
-    assert relative(together, torch.cat(parts)) < 2e-3
 
 
 @kinds

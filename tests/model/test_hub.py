@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from model.hub import HubError, local_folder
+from model.hub import local_folder
 
 
 @pytest.fixture
@@ -46,14 +46,3 @@ def test_a_path_is_never_downloaded(downloads: list) -> None:
     ):
         assert local_folder(name) == name
     assert downloads == []
-
-
-def test_without_the_hub_the_command_is_named(downloads: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nmore")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
-    with pytest.raises(HubError) as error:
-        local_folder("org/name")
-    assert (error.value.code, error.value.key) == ("hub", "org/name")
-    assert "hf download org/name --local-dir" in str(error.value)

@@ -11,7 +11,7 @@ from transformers import MistralForCausalLM
 
 from model.build import build_model
 from model.conversion import hf_parts, to_hf_state_dict
-from model.fp8.hf_fp8 import Quantized, quantize_rows
+from model.fp8.hf_fp8 import Quantized
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
@@ -99,19 +99,11 @@ def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> Non
         assert ours.codes.float().abs().max() > 16, "the test's weights use the range"
     if "bf16_modules" in keys and keys["bf16_modules"]:
         assert len(wanted) == (6 if variant == "te_linear" else 4)
-
-    assert differences(quantized, quantized) == []
-    first, second = trained.names[0], trained.names[1]
-    codes = quantized[first].codes.view(torch.uint8).clone()
+    name = trained.names[-1]
+    codes = quantized[name].codes.view(torch.uint8).clone()
     codes[-1, -1] ^= 1
-    scale = quantized[second].scale.clone()
-    scale[-1, -1] = scale[-1, -1].nextafter(torch.tensor(9.0))
-    altered = quantized | {
-        first: Quantized(codes.view(torch.float8_e4m3fn), quantized[first].scale),
-        second: Quantized(quantized[second].codes, scale),
-        trained.names[-1]: weights[trained.names[-1]],
-    }
-    assert differences(altered, quantized) == [first, second, trained.names[-1]]
+    altered = quantized | {name: Quantized(codes.view(torch.float8_e4m3fn), quantized[name].scale)}
+    assert differences(quantized, quantized) == [] and differences(altered, quantized) == [name]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
@@ -133,16 +125,6 @@ def test_modules_at_other_levels_have_codes_where_the_folder_can_hold_them(recip
         assert torch.equal(ours.codes.view(torch.uint8), kept.rows.view(torch.uint8))
         assert torch.equal(ours.scale, kept.rows_scale_inv.expand_as(ours.scale))
     assert trained.recipes == (["delayed", "current"] if recipe == "delayed" else [recipe])
-
-
-@pytest.mark.parametrize(("recipe", "level"), [("current", "block"), ("delayed", "bf16"), ("block", "bf16")])
-def test_a_model_whose_modules_have_all_left_the_recipes_scales_is_refused(recipe: str, level: str) -> None:
-    config, precision = small_config(**SIZES), PrecisionConfig(recipe=recipe)
-    levels = dict.fromkeys([m.module for m in TrainedFP8(config, "te_layer", precision).matrices], level)
-    with refused(PrecisionError, code="no_fp8_module"):
-        TrainedFP8(config, "te_layer", precision, levels)
-    levels.popitem()
-    assert TrainedFP8(config, "te_layer", precision, levels).names
 
 
 def _without_fp8(weights: dict[str, torch.Tensor]) -> set[str]:
@@ -216,11 +198,3 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weights[name := "model.layers.1.mlp.up_proj.weight"][0, 0] = value
     with refused(PrecisionError, code="not_finite", key=name):
         TrainedFP8(config, "te_linear", precision).quantize(weights, state)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_any_type_get_the_codes_of_float32(dtype: torch.dtype) -> None:
-    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found, expected = quantize_rows(weight), quantize_rows(weight.float())
-    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(found.scale, expected.scale) and found.scale.dtype == torch.float32

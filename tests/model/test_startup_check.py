@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from model import startup_check
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
@@ -19,7 +18,6 @@ from model.startup_check import (
     attention_errors,
     check_attention,
     check_startup,
-    probe_tokens,
     verify_fp8,
 )
 from tests.conftest import numbers, random_ids, refused, small_config
@@ -28,11 +26,6 @@ from tests.conftest import numbers, random_ids, refused, small_config
 def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
     precision = Precision(PrecisionConfig(backend="reference"))
     return build_model(small_config(**config), "te_linear", precision), precision
-
-
-@pytest.mark.parametrize(("positions", "tokens"), [(5, 16), (16, 16), (100, 96), (255, 240), (4096, 256)])
-def test_probe_tokens_are_what_fp8_takes(positions: int, tokens: int) -> None:
-    assert probe_tokens(small_config(max_position_embeddings=positions)) == tokens
 
 
 def test_a_block_of_passes_runs_fp8_as_planned_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +167,3 @@ def test_the_first_step_may_run_another_kernel_of_the_checked_attention_but_no_o
     check_attention(model, precision, "fused (cuDNN), sub-backend 2")
     with refused(StartupCheckError, code="attention_changed", key="model.attention_backend"):
         check_attention(model, precision, "flash 2")
-
-
-@pytest.mark.parametrize("scores", [2 * 4 * 96 * 25, 1])
-def test_long_samples_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
-    """Of two samples of 131,072 tokens and 32 heads the scores of 256 queries take 8.6 GB, and more than once."""
-    qkv = [torch.randn(2, 96, heads, 8) for heads in (4, 2, 2)]
-    upstream = torch.randn(2, 96, 32)
-    whole = startup_check.sdpa(qkv, upstream, (40, 0), None)
-    monkeypatch.setattr(startup_check, "SCORES_AT_A_TIME", scores)
-    for a, b in zip(startup_check.sdpa(qkv, upstream, (40, 0), None), whole, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,20 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import StartupCheckError
 from test_fp8.bench_model import BENCHMARK
-from test_fp8.common.cases import Case, CaseError, Unavailable, select
+from test_fp8.common.cases import Case, Unavailable, select
 from test_fp8.common.options import choose_defaults
 from test_fp8.common.same_model import Conditions, DifferentModel, Reference, check_same_model, loss_error
-from test_fp8.common.timing import free_memory
 from test_fp8.model import bench
 from test_fp8.model import cases as bench_cases
-from test_fp8.model.bench import Series, add_ratios, mean_pass_ms, measure_case, use_loss
+from test_fp8.model.bench import Series, add_ratios, mean_pass_ms, measure_case
 from test_fp8.model.cases import PRESETS, Setting, chosen_cases
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
-from tests.reliability.launching import launch
 from tests.test_fp8.running import report_of
 from train import trainer
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine import step
-from train.engine.zero import masters
 
 
 def small_model(variant: str, seed: int = 1, **changes: object) -> nn.Module:
@@ -158,19 +152,6 @@ def test_cases_have_the_settings_that_are_theirs() -> None:
     assert found == dict(zip(names, (theirs, theirs, ours, ours), strict=True))
 
 
-def test_several_ranks_choose_nothing_by_their_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = "--rows te_layer_bf16 --step_rows te_layer_bf16 --measure step --micro_batch 2".split()
-    tokens = []
-    for ranks in ("1", "2"):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        ((_, _, settings),) = chosen(*one)
-        tokens.append(settings[Setting(2, "auto")].train_batch_size_tokens)
-    assert tokens[1] == 2 * tokens[0]
-    for more in (["--micro_batch", "2", "4"], ["--attention", "auto", "flash"], ["--measure", "bare"]):
-        with pytest.raises(CaseError):
-            chosen(*one, *more)
-
-
 def series(name: str, measure: str = "bare", *ms: float) -> Series:
     """With these measurements of its first setting."""
     one = Series(PRESETS[name], measure, {Setting(b, "auto"): configured(PRESETS[name], b) for b in (2, 4)})
@@ -230,35 +211,6 @@ def test_ratios_are_to_eager_and_to_the_fastest_bf16() -> None:
     assert fp8["tokens_per_second"] == pytest.approx(4 * 2 * 64 / 0.008) and fp8["step_ms"] == 8
 
 
-def stand_in(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """With Liger's signature and meaning."""
-    assert (hidden.dim(), labels.dim()) == (2, 1)
-    return nn.functional.cross_entropy((hidden @ weight.T).float(), labels)
-
-
-@pytest.mark.parametrize("loss", ["torch", "compiled", "liger"])
-def test_every_loss_is_the_same(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # a minute of a C++ compiler
-    monkeypatch.setattr(bench, "_liger", lambda model: stand_in)
-    ids = random_ids(small_config(), 2, 33)
-    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
-    labels[0, :5] = -100
-    plain, model = small_model("hf"), small_model("hf")
-    use_loss(model, loss)
-    losses = [one(inputs, labels=labels).loss for one in (plain, model)]
-    for one in losses:
-        one.backward()
-    assert losses[0] == losses[1] and torch.equal(model(inputs).logits, plain(inputs).logits)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_liger_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "is_installed", lambda package: False)
-    with pytest.raises(Unavailable):
-        use_loss(small_model("hf"), "liger")
-
-
 @pytest.mark.usefixtures("process_group")
 def test_a_tampered_case_has_no_speed_and_the_program_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -300,24 +252,6 @@ def test_what_is_timed_has_to_run_fp8(measure: str, monkeypatch: pytest.MonkeyPa
     without_fp8(monkeypatch, "nn", "tn")
     with pytest.raises(StartupCheckError):
         measure_case(arguments, measure, Setting(2, "auto"), conditions)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_case_of_zero_3_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and optimizer states were in the memory of all cases behind it."""
-    held: list[weakref.ref] = []
-
-    def built(model: nn.Module, *more: Any) -> Any:
-        engine = step.build_engine(model, *more)
-        held.extend(map(weakref.ref, (model, *model.parameters(), *(m.tensor for m in masters(engine)))))
-        return engine
-
-    monkeypatch.setattr(bench, "build_engine", built)
-    conditions = unchecked(monkeypatch)
-    case = Case("zero_3", {"model.variant": "te_layer", "deepspeed": "ds_config_zero3.json"})
-    measure_case(configured(case), "step", Setting(2, "auto"), conditions)
-    free_memory()
-    assert held and not [each for each in held if each() is not None]
 
 
 @pytest.mark.parametrize(
@@ -365,20 +299,3 @@ def test_program(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("process_group")
 def test_program_on_a_gpu(tmp_path: Path) -> None:
     run_program(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_two_ranks_are_measured_and_reported_once(tmp_path: Path) -> None:
-    rows = ["--rows", "te_layer_bf16", "--step_rows", "te_layer_bf16"]
-    rows += ["--row", "zero_3", "model.variant=te_layer", "deepspeed=ds_config_zero3.json"]
-    words = ["--measure", "step", "--rounds", "1", "--steps", "1", "--seq_length", "16", "--micro_batch", "2"]
-    done = launch(2, "test_fp8/bench_model.py", *words, *rows, "--output", str(tmp_path / "two.json"))
-    assert done.returncode == 0, done.stdout[-3000:]
-    written = json.loads((tmp_path / "two.json").read_text())
-    assert written["ranks"] == 2 and written["command"].startswith(
-        "python train/launch.py --nproc 2 test_fp8/"
-    )
-    for r in written["results"]:
-        assert r["tokens_per_second"] == pytest.approx(2 * 2 * 2 * 16 / r["step_ms"] * 1e3)
-        assert done.stdout.count(f"step {r['row']:<38}") == 1

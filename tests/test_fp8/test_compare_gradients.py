@@ -25,15 +25,6 @@ def test_figures_of_a_gradient_that_is_too_short() -> None:
     assert found["worst_matrix"] == "a", "the only matrix"
 
 
-def test_noise_averages_out_in_the_sum() -> None:
-    torch.manual_seed(0)
-    exact = [{"a": torch.ones(64, 64)} for _ in range(16)]
-    noisy = [{"a": g["a"] + torch.randn(64, 64)} for g in exact]
-    found = gradients.compare("noisy", noisy, exact)
-    assert found["error_of_batch"] == pytest.approx(1.0, rel=0.05)
-    assert found["error_of_sum"] == pytest.approx(0.25, rel=0.05)
-
-
 def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fp8(monkeypatch, "nn")
     assert BENCHMARK.main(["--rows", "bf16", *SMALL]) == 0
@@ -44,9 +35,3 @@ def test_the_program(tmp_path: Path) -> None:
     bf16, fp8 = report_of(BENCHMARK, tmp_path, "--rows", "bf16", "current_e4m3", *SMALL)["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
     assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
-
-
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    for option in ("--init_from", "--data"):
-        assert BENCHMARK.main([option, str(tmp_path)]) == 2

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from test_fp8 import convergence_data
-from test_fp8.common.launch import Program
 from test_fp8.convergence_data import BENCHMARK, extract, read_texts, skip_reason
-from tests.test_fp8.running import report_of
 
 SOURCE = (
     "def area(width, height):\n    # of a rectangle, in the unit of its sides squared\n    return width * height\n"
@@ -86,39 +82,3 @@ def test_the_pinned_wheels_have_hashes() -> None:
     lines = BENCHMARK.options.get_default("packages").read_text().splitlines()
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert len(pinned) > 100 and all("--hash=sha256:" in line for line in pinned)
-
-
-@pytest.mark.slow
-def test_from_wheels_to_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """train_tokenizer.py and prepare_data.py in this process; the second time all of it is there."""
-    from train.data.format import read_manifest
-    from train.prepare_data import main as prepare_data
-    from train.train_tokenizer import main as train_tokenizer
-
-    programs, ran = {"train_tokenizer.py": train_tokenizer, "prepare_data.py": prepare_data}, []
-
-    def run(program: Program) -> None:
-        ran.append(program.script.removeprefix("train/"))
-        assert programs[ran[-1]]([str(option) for option in program.options]) == 0
-
-    draw = random.Random(0)
-
-    def words(count: int) -> str:
-        return " ".join("".join(draw.choices("abcdefgh", k=draw.randint(2, 8))) for _ in range(count))
-
-    copies = {f"shapes/m{i}.py": f"{SOURCE}# number {i} of these\n".encode() for i in range(3)}
-    files = {f"shapes/f{i}.py": "\n".join(words(8) for _ in range(20)).encode() for i in range(30)}
-    prose = {f"shapes/d{i}.md": "\n".join(words(9) for _ in range(20)).encode() for i in range(30)}
-    built = wheel(tmp_path / "shapes-1.0-py3-none-any.whl", files | copies | prose)
-    monkeypatch.setattr(convergence_data, "run", run)
-    monkeypatch.setattr(convergence_data, "download", lambda *_: {"shapes": built})
-    options = ["--work_dir", str(tmp_path / "work"), "--eval_fraction", "0.3", "--vocab_size", "300"]
-    report = report_of(BENCHMARK, tmp_path, *options)
-    assert ran == ["train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
-    code, documents = report["results"]
-    assert (code["source"], code["texts"], documents["texts"]) == ("code", 33, 30)
-    assert code["removed"]["duplicate (minhash)"] >= 2
-    assert code["documents"] == 33 - sum(code["removed"].values())
-    manifest = read_manifest(tmp_path / "work/code")
-    assert code["train_tokens"] == manifest.split_tokens("train") > 0 < code["eval_tokens"]
-    assert BENCHMARK.main(options) == 0 and len(ran) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import StartupCheckError
-from model.variants import ATTENTION_BACKENDS
 from test_fp8.bench_model import BENCHMARK
 from test_fp8.common.same_model import DifferentModel
 from test_fp8.model import megatron
 from test_fp8.model.cases import PRESETS
-from test_fp8.model.megatron import free_attention, to_megatron, transformer_config
+from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import small_config
 from tests.test_fp8.running import report_of
 from tests.test_fp8.test_bench_model import configured
@@ -64,23 +62,6 @@ def test_configuration_is_the_cases(name: str) -> None:
     else:
         assert (options["fp8"], options["fp8_recipe"]) == ("e4m3", recipe[name.split("_")[3]])
     assert ("use_transformer_engine_op_fuser" in options) is ("op_fuser" in name)
-
-
-@pytest.mark.parametrize("before", [None, "1"])
-def test_megatron_chooses_the_attention(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_backend, "_attention_environment", {})
-    monkeypatch.delenv(NONDETERMINISTIC, raising=False)
-    for variable in ATTENTION_BACKENDS["fused"]:
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    if before:
-        monkeypatch.setenv(NONDETERMINISTIC, before)
-    for deterministic, inside in ((True, "0"), (False, before)):
-        with free_attention(deterministic):
-            assert os.environ.get(NONDETERMINISTIC) == inside and "NVTE_FLASH_ATTN" not in os.environ
-            os.environ["NVTE_FUSED_ATTN"] = "1"  # as Megatron does
-        assert os.environ.get(NONDETERMINISTIC) == before and os.environ["NVTE_FLASH_ATTN"] == "0"
-        assert "NVTE_FUSED_ATTN" not in os.environ
 
 
 @pytest.mark.parametrize(

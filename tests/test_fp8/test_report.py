@@ -5,10 +5,8 @@ from __future__ import annotations
 import getpass
 import json
 import platform
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,34 +116,6 @@ def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, t
     program = Program("train/train.py", ["x"], tmp_path / "log", ranks=2, gpus=[0, 2])
     assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7"
     assert program.command()[1:] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py", "x"]
-
-
-LAUNCHING = """
-import sys
-sys.path[0] = sys.argv[1]
-from pathlib import Path
-from test_fp8.common.launch import Program, run_together
-run_together([Program(sys.argv[2] + "/sleep.py", [], Path(sys.argv[2]) / "log")])
-"""
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_program_that_is_stopped_leaves_no_process(number: int, tmp_path: Path) -> None:
-    sleep = "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid'); time.sleep(99)"
-    (tmp_path / "sleep.py").write_text(sleep)
-    command = [sys.executable, "-c", LAUNCHING, str(ROOT), str(tmp_path)]
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not (tmp_path / "pid").exists():
-        assert running.poll() is None and time.monotonic() < until
-        time.sleep(0.02)
-    pid = int((tmp_path / "pid").read_text())
-    running.send_signal(number)
-    assert running.wait(30) != 0
-    while Path(f"/proc/{pid}/stat").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.interpreter

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from model.errors import UserError
-from test_fp8 import zero_matrix
 from test_fp8.zero_matrix import BENCHMARK, compare_runs, make_data, matrix, training_settings
 from tests.test_fp8.running import report_of
 from train.config.load import build_arguments
@@ -74,24 +73,3 @@ def test_cases_are_trained_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = ["zero3-te_linear-fp8", "zero3-te_layer-fp8-optim_muon"]
     report = report_of(BENCHMARK, tmp_path, "--steps", "2", "--rows", *rows)
     assert [r["outcome"] for r in report["results"]] == ["equal", "refused"]
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.usefixtures("forked")
-def test_a_wrong_training_is_found_and_a_failure_costs_its_case_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the ranks of a case begin with other weights, and another case has a configuration that train.py refuses."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    train = zero_matrix.train
-
-    def wrong(settings: dict, folder: Path, ranks: int) -> list[list[dict]]:
-        if settings["gradient_checkpointing"]:
-            return train(settings | {"hang_timeout_s": -1}, folder, ranks)
-        (folder / "other").mkdir()
-        return [train(settings | {"seed": 7}, folder / "other", ranks)[0], train(settings, folder, ranks)[1]]
-
-    monkeypatch.setattr(zero_matrix, "train", wrong)
-    report = report_of(BENCHMARK, tmp_path, "--steps", "2", "--rows", "zero2-te_linear-bf16*", status=1)
-    assert [r["outcome"] for r in report["results"]] == ["apart", "failed"]

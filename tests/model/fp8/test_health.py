@@ -27,7 +27,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.te_reference import gemm as reference_gemm
-from model.te_reference.quantize import dequantize, quantize_blocks
+from model.te_reference.quantize import dequantize
 from tests.conftest import random_ids, small_config
 from tests.model.cuda_graphs import use_tapes
 
@@ -150,26 +150,6 @@ def test_saturation_is_what_rounding_would_not_do(dtype: torch.dtype) -> None:
     shares = statistics(torch.tensor([found[key] for key in TOTALS], dtype=torch.float64))
     assert shares[[UNDERFLOW, SATURATED]].tolist() == [1 / 5, 2 / 5]  # of what is not 0
     assert found["range"] == pytest.approx(1.1 * BEYOND[dtype] / LARGEST[dtype], rel=1e-6)
-
-
-@pytest.mark.parametrize("tiles", ["1x128", "128x1", "128x128"])
-def test_partial_tiles(tiles: str) -> None:
-    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x[128:256] *= 100
-    x[7] *= 1e-4
-    block = tuple(map(int, tiles.split("x")))
-    codes, scale_inv = quantize_blocks(x, (block[0], block[1]), E4M3)
-    whole = measure(Source("matrix", (x,)), codes, scale_inv, True)
-    found = statistics(whole).tolist()
-    assert found[:4] == pytest.approx(share(codes, scale_inv, x), rel=1e-5)
-    assert (found[UNDERFLOW] > 1e-4) == (tiles != "1x128")
-
-
-def test_what_is_not_finite_is_not_hidden() -> None:
-    x = torch.tensor([[1.0, math.nan, math.inf, 0.0]])
-    codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]]).to(E4M3)
-    found = statistics(measure(Source("matrix", (x,)), codes, torch.tensor(1.0), False))
-    assert found[SATURATED] == pytest.approx(1 / 3) and math.isnan(found[ERROR])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

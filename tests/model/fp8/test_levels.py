@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from model.build import build_model
-from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import gemm_modules
@@ -202,20 +198,3 @@ def test_a_model_of_which_every_module_was_taken_out_trains_on() -> None:
     with count_gemms(model, precision) as gemms:
         step(model)
     assert gemms.problem() == "" and not gemms.ran
-
-
-def test_levels_that_the_machine_has_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def require(te: SimpleNamespace, recipe: str, instead: str = "") -> None:
-        if recipe == "block":
-            raise te_backend.BackendError(instead, code="no_block_scaling")
-
-    monkeypatch.setattr(te_backend, "require_fp8", require)
-    for recipe, levels, fits in (
-        ("delayed", {"lm_head": "block"}, False),
-        ("delayed", {"lm_head": "bf16_backward"}, False),
-        ("block", {}, False),
-        ("delayed", {"a": "current", "b": "bf16"}, True),
-        ("current", {"a": "delayed"}, True),
-    ):
-        with nullcontext() if fits else refused(PrecisionError, code="no_block_scaling"):
-            Precision(PrecisionConfig(backend="reference", recipe=recipe), levels=levels)

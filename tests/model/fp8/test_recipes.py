@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from model.fp8.precision import first_key
 from model.fp8.recipes import RECIPES, PrecisionConfig
-from model.variants import compiles, why_no_graphs
+from model.variants import compiles
 
 # key -> (another value than the default, the recipes that read it)
 KNOBS: dict[str, tuple[Any, str]] = {
@@ -40,17 +39,6 @@ def test_a_key_that_a_recipe_does_not_read_is_refused_and_left_out_of_its_stage(
             assert (other.recipe, getattr(other, key)) == (recipe, getattr(PrecisionConfig(), key))
     # without FP8 nobody reads it, and nobody minds
     assert PrecisionConfig(compute="bf16", recipe="rowwise", **{key: value}).problems() == []
-
-
-def test_another_recipe_keeps_what_both_read() -> None:
-    given = PrecisionConfig(recipe="current", fp8_format="hybrid", amax_epsilon=0.5, bf16_modules=["a"])
-    given = dataclasses.replace(given, fast_accumulation_wgrad=True, power_2_scales=True)
-    assert given.with_recipe("block") == dataclasses.replace(
-        given, recipe="block", fast_accumulation_wgrad=False
-    )
-    assert given.with_recipe("delayed") == PrecisionConfig(
-        recipe="delayed", fp8_format="hybrid", fast_accumulation_wgrad=True, bf16_modules=["a"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -111,11 +99,3 @@ def test_what_is_compiled_unless_the_user_says_otherwise(
 ) -> None:
     """torchao where a GPU runs it: there FP8 without torch.compile is slower than bf16."""
     assert compiles(variant, PrecisionConfig(recipe="rowwise", backend=backend), asked) == compiled
-
-
-@pytest.mark.parametrize("keys", [{"gradient_checkpointing": True}, {"zero_stage": 3}, {"emulated": True}])
-def test_where_there_are_no_graphs(keys: dict) -> None:
-    for variant in ("te_linear", "te_layer"):
-        assert not any(why_no_graphs(variant, zero_stage=stage) for stage in (0, 1, 2))
-        assert why_no_graphs(variant, **keys)
-    assert why_no_graphs("hf") and why_no_graphs("torchao")

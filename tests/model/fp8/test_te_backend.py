@@ -37,20 +37,6 @@ def test_attention_in_use(monkeypatch: pytest.MonkeyPatch, chosen: dict, name: s
     assert attention_backend_in_use(SimpleNamespace(name="transformer_engine")) == name
 
 
-@pytest.mark.parametrize("chosen", ["", "/of/the/user"])
-@pytest.mark.parametrize("bundled", [True, False])
-def test_the_cudnn_of_torch_unless_the_user_chose_one(
-    monkeypatch: pytest.MonkeyPatch, chosen: str, bundled: bool
-) -> None:
-    package = SimpleNamespace(__path__=["/of/torch"]) if bundled else None
-    monkeypatch.setitem(sys.modules, "nvidia.cudnn", package)
-    monkeypatch.setenv("CUDNN_HOME", chosen)
-    if not chosen:
-        monkeypatch.delenv("CUDNN_HOME")
-    te_backend._prefer_torchs_cudnn()
-    assert os.environ.get("CUDNN_HOME", "") == (chosen or ("/of/torch" if bundled else ""))
-
-
 @pytest.mark.parametrize(
     ("recipe", "available", "allowed"),
     [("delayed", False, True), ("block", True, True), ("block", False, False)],

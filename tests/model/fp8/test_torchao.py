@@ -120,42 +120,6 @@ def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
     assert not build(precision).compiled and build(precision, compile=True).compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant,keys,checkpointing,compilers",  # those of a fixture
-    [
-        ("torchao", {}, True, "traced"),
-        ("hf", dict(compute="bf16"), False, "scalar_code"),  # torchao's code runs in tests on a GPU
-        ("hf", dict(compute="bf16"), True, "traced"),
-    ],
-)
-@pytest.mark.timeout(900)  # compilers, on a loaded machine
-def test_compiled_layers_compute_the_same(
-    variant: str, keys: dict, checkpointing: bool, compilers: str, request: pytest.FixtureRequest
-) -> None:
-    """One graph for all layers; the startup check before it does not compile, and names stay."""
-    request.getfixturevalue(compilers)
-    torch._dynamo.reset()
-    torch.use_deterministic_algorithms(True)  # as runs are compiled, with an option of their own
-    precision = precision_of(**keys)
-    eager = build(precision, variant, num_hidden_layers=4)
-    model = build(precision, variant, num_hidden_layers=4, compile=True, gradient_checkpointing=checkpointing)
-    assert model.state_dict().keys() == eager.state_dict().keys()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    check_startup(model, precision)
-    assert model.compiled and not counters["stats"]
-    (loss, ours), (true_loss, theirs) = gradients(model), gradients(eager)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert loss == pytest.approx(true_loss, rel=1e-3)
-    # Inductor leaves out roundings to bf16 between operations that it fuses, which FP8 enlarges: no two processors have
-    # the same gradients, but all are as far from float32's.
-    _, exact = gradients(build(precision_of(compute="fp32"), "hf", num_hidden_layers=4))
-    compiled, launched = errors(ours, exact), errors(theirs, exact)
-    assert sum(compiled) == pytest.approx(sum(launched), rel=0.2)
-    assert max(compiled) < 1.2 * max(launched)
-
-
 def scaled_mms(step: Callable[[], object]) -> int:
     """How many FP8 GEMMs `step` runs, compiled or not."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -8,9 +8,7 @@ import torch
 from model.te_reference.quantize import (
     amax,
     dequantize,
-    fp8_matmul,
     quantize_blocks,
-    quantize_current,
     values_of,
 )
 
@@ -39,18 +37,3 @@ def test_dequantize_recovers_values_on_the_grid_in_every_layout(block):
     data, scale_inv = quantize_blocks(x, block, E4M3)
     assert torch.equal(dequantize(data, scale_inv), x)
     assert torch.equal(dequantize(data.t(), scale_inv.t()), x.t())
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_fp8_matmul_is_the_product_of_the_dequantized_matrices(layout):
-    shapes = {"nt": ((32, 256), (48, 256)), "nn": ((32, 256), (256, 48)), "tn": ((256, 32), (256, 48))}
-    left, right = (torch.randn(shape) for shape in shapes[layout])
-    for quantize in (
-        lambda x: (quantize_current(x, E4M3).rows, quantize_current(x, E4M3).rows_scale_inv),
-        lambda x: quantize_blocks(x, (1, 128), E4M3),
-    ):
-        a, b = quantize(left), quantize(right)
-        x, y = dequantize(*a).double(), dequantize(*b).double()
-        expected = (x.T if layout == "tn" else x) @ (y.T if layout == "nt" else y)
-        actual = fp8_matmul(a, b, torch.float32, layout=layout)
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
