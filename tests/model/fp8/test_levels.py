@@ -77,13 +77,8 @@ def test_the_startup_check_counts_what_each_level_runs(variant: str, device: str
         step(model)
     seen = check.totals().isfinite().all(-1)
     exact = check.gemms.index(names["bf16_backward"])
-    assert check.not_fp8 == {(names["bf16_backward"], "gradient")} and seen[exact].tolist() == [
-        True,
-        True,
-        False,
-    ]
+    assert seen[exact].tolist() == [True, True, False]
     assert seen[[row for row in range(len(check.gemms)) if row != exact]].all()
-    assert check.blocks == {n for n in check.gemms if n.startswith((names["block"], names["bf16_backward"]))}
     assert not any(gemm.startswith(names["bf16"]) for gemm in check.gemms)
     with_state = {key.partition(".scaling")[0] for key in fp8_state(model, precision)}
     assert with_state == gemm_modules(model, precision).keys() - levels.keys() - {"lm_head"}
