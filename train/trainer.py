@@ -699,8 +699,6 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon sets lr_scale
         first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
-        if phase := stream.phase_that_begins(first_sample, self.samples):
-            logger.info(f"step {state.step + 1}: {phase}")
         loss_sum = torch.zeros((), device=engine.device)
         share_sum = torch.zeros((), device=engine.device)
         self.skip_decision.keep_fp8_state()

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,24 +27,7 @@ AGREE = (
     "In a copy of the folder, remove tokenizer.model or tokenizer.json, whichever is wrong, or correct "
     "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
 )
-# Text that changes if a tokenizer normalizes letters, or drops or joins spaces.
-PROBE = "A  b\n\n\tdef f(x):  return\u00a0'caf\u00e9' \ufb01 \u2460 \u6771\u4eac \U0001f642 \r\n"
 SPACE = "\u2581"  # stands for a space in sentencepiece
-
-
-class Pieces(NamedTuple):
-    """The size of the text of each id.
-
-    Attributes:
-        sizes: int64 [V], UTF-8 bytes; 0 for control ids, UNKNOWN if the id does not determine its text.
-        added_space: whether the tokenizer adds a space before a text (some do not if the text begins with one).
-    """
-
-    sizes: np.ndarray
-    added_space: bool
-
-
-UNKNOWN = -1
 
 
 class Markers(NamedTuple):
@@ -72,7 +54,6 @@ class TextEncoder:
         loaded_sha256: the hash of the defining file as it was loaded.
         encode_batch: texts -> ids, without BOS and EOS.
         decode: ids without BOS and EOS -> text.
-        pieces: () -> Pieces, or None if the text of ids cannot be determined.
         markers: () -> Markers.
 
     Raises:
@@ -83,7 +64,6 @@ class TextEncoder:
         self.folder = Path(folder)
         self.encode_batch: Callable[[list[str]], list[list[int]]]
         self.decode: Callable[[list[int]], str]
-        self.pieces: Callable[[], Pieces | None]
         self.markers: Callable[[], Markers]
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
@@ -138,11 +118,6 @@ class TextEncoder:
 
         self.markers = markers
 
-        def pieces() -> Pieces | None:
-            sizes = np.array([_sentencepiece_bytes(model, i) for i in range(self.vocab_size)])
-            return self._checked(Pieces(sizes, model.encode("a", out_type=str)[0].startswith(SPACE)))
-
-        self.pieces = pieces
         self.encode_batch = lambda texts: model.encode(texts, num_threads=1)
 
     def _load_tokenizers(self, path: Path, data: bytes) -> None:
@@ -173,19 +148,17 @@ class TextEncoder:
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
-        def pieces() -> Pieces | None:
-            sizes = _tokenizers_bytes(tokenizer, self.vocab_size)
-            first = tokenizer.encode("a", add_special_tokens=False).tokens
-            added = bool(first) and first[0] != "a" and first[0][0] in f"{SPACE}\u0120"
-            return None if sizes is None else self._checked(Pieces(sizes, added))
+    def text_bytes(self, inputs: np.ndarray, labels: np.ndarray) -> int:
+        """Return the number of UTF-8 bytes of the text of `labels`, each of which follows its token in `inputs`.
 
-        self.pieces = pieces
-
-    def _checked(self, pieces: Pieces) -> Pieces | None:
-        """Return `pieces`, or None if the tokenizer changes the text before splitting it."""
-        sizes = pieces.sizes[self.encode_batch([PROBE])[0]]
-        found = sizes.sum() - pieces.added_space
-        return pieces if UNKNOWN in sizes or found == len(PROBE.encode()) else None
+        Both are int64 [n], of one or several documents. A character that the first label cuts is counted as a whole.
+        """
+        runs = np.split(labels, np.flatnonzero(inputs == self.bos_id))
+        runs[0] = np.concatenate([inputs[:1], runs[0]])  # some decoders drop a space at the start of a text
+        ends = (self.bos_id, self.eos_id)
+        texts = [self.decode([i for i in run.tolist() if i not in ends]) for run in (*runs, inputs[:1])]
+        sizes = [len(text.encode()) for text in texts]
+        return sum(sizes[:-1]) - sizes[-1]
 
     def _special_id(self, tokenizer: Any, key: str) -> int:
         named = None
@@ -317,38 +290,3 @@ def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path
         code="no_tokenizer",
         key=str(folders[0]),
     )
-
-
-def _sentencepiece_bytes(model: Any, i: int) -> int:
-    if model.is_control(i) or model.is_unused(i):
-        return 0
-    if model.is_unknown(i):
-        return UNKNOWN
-    return 1 if model.is_byte(i) else len(model.id_to_piece(i).replace(SPACE, " ").encode())
-
-
-def _tokenizers_bytes(tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """Return the number of bytes of each id, or None if the decoder is not supported.
-
-    Supported decoders: ByteLevel (one letter per byte), and ByteFallback and Metaspace (sentencepiece's pieces).
-    """
-    description = json.loads(tokenizer.to_str())
-    decoder = description["decoder"] or {}
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
-    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        return None
-    special = {token["id"]: token["special"] for token in description["added_tokens"]}
-    unknown = description["model"].get("unk_token")
-    sizes = np.zeros(vocab_size, dtype=np.int64)
-    for piece, i in tokenizer.get_vocab(with_added_tokens=True).items():
-        if piece == unknown:
-            sizes[i] = UNKNOWN
-        elif i in special:
-            sizes[i] = 0 if special[i] else len(piece.encode())
-        elif "ByteLevel" in kinds:
-            sizes[i] = len(piece)
-        elif "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
-            sizes[i] = 1
-        else:
-            sizes[i] = len(piece.replace(SPACE, " ").encode())
-    return sizes

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from model.errors import UserError
 from train.files import sha256_file, write_durably
@@ -33,7 +32,6 @@ UINT16_MAX_VOCABULARY = 1 << 16
 STRICT = ConfigDict(extra="forbid", strict=True)
 FileName = Annotated[str, Field(pattern="^[^/]+$")]
 Positive = Annotated[int, Field(ge=1)]
-READ_BYTES = 16 << 20  # block size for reading a whole shard
 COPY_AGAIN = "prepare or copy the data again"
 
 
@@ -116,23 +114,12 @@ class Manifest:
         """Return the number of tokens in one split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
-    def documents_line(self) -> str:
-        """Return the counts of documents as one line."""
-        counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
-        removed = counts.get("removed", 0)
-        line = "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
-            removed, **counts
-        )
-        if isinstance(damaged := self.documents.get("damaged_files"), dict):
-            rows = (
-                f"{counts['damaged_files']:,} rows" if all(damaged.values()) else "an unknown number of rows"
-            )
-            line += f"; {len(damaged):,} damaged files that lost {rows}"
-        return line
-
     def summary(self) -> str:
         """Return lines with the documents and tokens of each split, for the log."""
-        lines = [self.documents_line()]
+        counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
+        if isinstance(damaged := self.documents.get("damaged_files"), dict):
+            counts["damaged_files"] = len(damaged)
+        lines = ["documents: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())]
         for split in SPLITS:
             shards = self.split_shards(split)
             documents = sum(shard.documents for shard in shards)
@@ -158,82 +145,33 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
-        code, state = (
-            "no_manifest",
-            "has no manifest.json: its preparation is unfinished, or it is not prepared data",
-        )
-        if not folder.is_dir():
-            code, state = "folder_missing", "does not exist or is not a folder"
         raise DataError(
-            f"data folder {folder} {state}; name a folder that train/prepare_data.py wrote (--output)",
-            code=code,
+            f"data folder {folder} has no manifest.json: it does not exist, or its preparation is unfinished; name a "
+            "folder that train/prepare_data.py wrote (--output)",
+            code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
         )
     try:
-        return _parse_manifest(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        if other := foreign_manifest(path):
-            raise DataError(
-                f"{other}; name a folder that this version of prepare_data.py wrote",
-                code="foreign_manifest",
-                key=str(path),
-            ) from error
+        return TypeAdapter(Manifest).validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        (problem, *_), key = error.errors(), ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"{path} is corrupt: {error}; prepare or copy the data again",
+            f"{path} is corrupt, or of another program: {key} {problem['msg']}; {COPY_AGAIN}",
             code="manifest_corrupt",
-            key=getattr(error, "key", None),
+            key=key or None,
         ) from error
 
 
-def foreign_manifest(path: Path) -> str:
-    """Return why another program or a newer version wrote the manifest.json `path`, or "".
+def is_foreign_manifest(path: Path) -> bool:
+    """Return whether another program or a newer version wrote the manifest.json `path`, which must not be replaced.
 
-    Such a file is not corrupt and must not be replaced.
+    A checkpoint also has a file with this name.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        schema = int(content["schema"])
+        return content["schema"] > SCHEMA or "dtype" not in content
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    if not content.keys() & {"shards", "dtype", "vocab_size"}:
-        return f"{path} does not describe prepared data (checkpoints also have a file with this name)"
-    if schema > SCHEMA:
-        return f"{path} has schema {schema} of a newer version of this program; this version reads schema {SCHEMA}"
-    return ""
-
-
-def _parse_manifest(text: str) -> Manifest:
-    try:
-        manifest = TypeAdapter(Manifest).validate_json(text)
-    except ValidationError as error:
-        problems = error.errors()[:5]
-        raise DataError(
-            "; ".join(map(_problem, problems)), key=".".join(map(str, problems[0]["loc"])) or None
-        ) from error
-    expected = token_dtype(manifest.vocab_size).name
-    if manifest.dtype != expected:
-        raise DataError(
-            f"dtype is {manifest.dtype!r}, but vocab_size {manifest.vocab_size} needs {expected}",
-            key="dtype",
-        )
-    itemsize = np.dtype(manifest.dtype).itemsize
-    for shard in manifest.shards:
-        if shard.bytes != shard.tokens * itemsize:
-            raise DataError(
-                f"{shard.name}: the size {shard.bytes} bytes does not match {shard.tokens} tokens of {manifest.dtype}",
-                key=f"{shard.name}.bytes",
-            )
-    return manifest
-
-
-def _problem(error: ErrorDetails) -> str:
-    """Return a message for one of pydantic's problems with a manifest."""
-    if not error["loc"]:
-        return f"it is not JSON ({error['msg']})"
-    where = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"'{where}' is missing"
-    return f"'{where}' is {error['input']!r}, which is not allowed: {error['msg']}"
+        return False
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:
@@ -245,16 +183,11 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
     index_bytes = shard.documents * INDEX_DTYPE.itemsize
     for name, size in ((shard.name, shard.bytes), (f"{shard.name}.index", index_bytes)):
         path = Path(folder) / name
-        if not path.is_file():
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
             raise DataError(
-                f"{path} is missing, but the manifest lists it; {COPY_AGAIN}",
-                code="file_missing",
-                key=str(path),
-            )
-        if (found := path.stat().st_size) != size:
-            raise DataError(
-                f"{path} has {found} bytes, but the manifest says {size}; {COPY_AGAIN}",
-                code="wrong_size",
+                f"{path} has {found} bytes (None: it is missing), but the manifest says {size}; {COPY_AGAIN}",
+                code="file_missing" if found is None else "wrong_size",
                 key=str(path),
             )
 
@@ -287,31 +220,21 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
 
 
 def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the hashes of a shard and its index, and every token id. Reads each file once.
+    """Check the hashes of a shard and its index, and every token id.
 
     Raises:
         DataError: a hash differs, or an id is beyond the vocabulary.
     """
     path = Path(folder) / shard.name
-    dtype = np.dtype(manifest.dtype).newbyteorder("<")
-    digest, largest_id = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-            ids = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
-            largest_id = max(largest_id, int(ids.max(initial=0)))
     index_path = path.with_name(path.name + ".index")
-    hashes = (
-        (path, digest.hexdigest(), shard.sha256),
-        (index_path, sha256_file(index_path), shard.index_sha256),
-    )
-    for name, found, sha256 in hashes:
-        if found != sha256:
+    for name, sha256 in ((path, shard.sha256), (index_path, shard.index_sha256)):
+        if sha256_file(name) != sha256:
             raise DataError(
                 f"{name} changed: its sha256 differs from the manifest; {COPY_AGAIN}",
                 code="wrong_sha256",
                 key=str(name),
             )
+    largest_id = int(np.memmap(path, np.dtype(manifest.dtype).newbyteorder("<"), mode="r").max())
     if largest_id >= manifest.vocab_size:
         raise DataError(
             f"{path} contains the token id {largest_id}, but the vocabulary has {manifest.vocab_size} ids; "

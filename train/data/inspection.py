@@ -9,13 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from model.terminal import escape_controls
 from train.data.encoder import TextEncoder
 from train.data.format import (
     COPY_AGAIN,
-    SPLITS,
     TOKENIZER_FOLDER,
     DataError,
     Manifest,
@@ -28,8 +26,6 @@ from train.data.format import (
 )
 from train.data.source import TokenSource
 
-BAR_WIDTH = 40
-BLOCK_DOCUMENTS = 1 << 18  # index entries read at a time; a whole index may not fit in memory
 BINS = 64  # bin k counts lengths of 2^k to 2^(k+1) - 1 tokens
 
 
@@ -45,44 +41,26 @@ def count_lengths(lengths: np.ndarray) -> np.ndarray:
 
 
 def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
-    """Return `count_lengths` of a shard's documents, with one pass over its index.
+    """Return `count_lengths` of a shard's documents.
 
     Raises:
         DataError: the document ends do not increase, or the last one is not the end of the shard.
     """
-    name = folder / f"{shard.name}.index"
-    ends = open_index(folder, shard)
-    total, before = np.zeros((2, BINS), dtype=np.int64), np.uint64(0)
-    for start in range(0, len(ends), BLOCK_DOCUMENTS):
-        block = np.concatenate([[before], ends[start : start + BLOCK_DOCUMENTS]])
-        wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
-        if len(wrong):
-            raise DataError(
-                f"{name} does not increase at document {start + int(wrong[0])}, so its content changed; {COPY_AGAIN}",
-                code="index_not_increasing",
-                key=str(name),
-            )
-        total += count_lengths(np.diff(block).astype(np.int64))
-        before = block[-1]
-    if int(before) != shard.tokens:
+    lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
+    if lengths.min() < 1 or lengths.sum() != shard.tokens:
         raise DataError(
-            f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {COPY_AGAIN}",
-            code="index_of_other_length",
-            key=str(name),
+            f"{folder / shard.name}.index does not increase up to the {shard.tokens} tokens of the shard, so it "
+            f"changed; {COPY_AGAIN}",
+            code="index_not_increasing",
+            key=f"{folder / shard.name}.index",
         )
-    return total
+    return count_lengths(lengths)
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
-    """Return the manifest as text: its values, the document counts, and a table of the splits."""
+    """Return the manifest as text: its values, the document counts, and the size of the splits."""
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
-    lines = [str(folder), json.dumps(values, indent=2, ensure_ascii=False), "", manifest.documents_line()]
-    lines.append(f"\n{'split':<6}{'shards':>8}{'documents':>16}{'tokens':>20}{'bytes':>22}")
-    splits = {split: manifest.split_shards(split) for split in SPLITS}
-    for name, shards in (splits | {"all": manifest.shards}).items():
-        sums = [sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "bytes")]
-        lines.append("{:<6}{:>8,}{:>16,}{:>20,}{:>22,}".format(name, len(shards), *sums))
-    return "\n".join(lines)
+    return "\n".join([str(folder), json.dumps(values, indent=2, ensure_ascii=False), "", manifest.summary()])
 
 
 def examine(
@@ -105,34 +83,21 @@ def examine(
             return error
         return lengths
 
-    total, problems = np.zeros((2, BINS), dtype=np.int64), list[Exception]()
     with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the interpreter lock
-        checked = pool.map(check, manifest.shards)
-        for found in tqdm(checked, "checked", len(manifest.shards), unit="shard", disable=None):
-            if isinstance(found, Exception):
-                problems.append(found)
-            else:
-                total += found
-    return total, problems
+        found = list(pool.map(check, manifest.shards))
+    total = sum((each for each in found if isinstance(each, np.ndarray)), np.zeros((2, BINS), dtype=np.int64))
+    return total, [each for each in found if isinstance(each, Exception)]
 
 
 def histogram_table(lengths: np.ndarray) -> str:
-    """Return the histogram [2, BINS] as text: documents per bin, their shares of documents and tokens, and a bar."""
+    """Return the histogram [2, BINS] as text: documents per bin, and their shares of documents and tokens."""
     documents, tokens = lengths.sum(axis=1).tolist()
-    if not documents:
-        return "no documents"
-    used = np.flatnonzero(lengths[0])
-    rows = [("tokens long", "documents", "share", "of tokens", "")]
-    for k in range(used[0], used[-1] + 1):
+    lines = [f"{'tokens long':>30}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
+    for k in np.flatnonzero(lengths[0]).tolist():
         count, in_bin = lengths[:, k].tolist()
-        bar = "#" * -(
-            -count * BAR_WIDTH // int(lengths[0].max())
-        )  # rounded up, so that one document is visible
-        label = f"{1 << k:,} to {(2 << k) - 1:,}" if k else "1"
-        rows.append((label, f"{count:,}", f"{count / documents:.1%}", f"{in_bin / tokens:.1%}", bar))
-    rows.append(("all", f"{documents:,}", f"{tokens / documents:,.1f} tokens on average", "", ""))
-    width = max(len(row[0]) for row in rows)
-    return "\n".join(f"{a:>{width}}  {b:>13}  {c:>6}  {d:>9}  {e}".rstrip() for a, b, c, d, e in rows)
+        label = f"{1 << k:,} to {(2 << k) - 1:,}"
+        lines.append(f"{label:>30}  {count:>13,}  {count / documents:>6.1%}  {in_bin / tokens:>9.1%}")
+    return "\n".join(lines)
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
@@ -202,21 +167,14 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
     manifest = read_manifest(folder)
     print(describe(folder, manifest), flush=True)
     lengths, problems = examine(folder, manifest, verify, args.workers)
-    skipped = f" (without {len(problems):,} damaged shards)" if problems else ""
-    print(f"\ndocument lengths in all splits, BOS and EOS included{skipped}\n{histogram_table(lengths)}")
+    print(f"\ndocument lengths in all undamaged shards, BOS and EOS included\n{histogram_table(lengths)}")
     if verify:
         try:
             check_tokenizer(folder, manifest)
         except (DataError, OSError) as error:
             problems.append(error)
     if verify and not problems:
-        size = sum(shard.bytes for shard in manifest.shards)
-        print(
-            f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB, and the tokenizer",
-            flush=True,
-        )
-    if args.samples and problems:
-        print("\nno samples, because the data are damaged")
-    elif args.samples:
+        print(f"\nverified: {len(manifest.shards):,} shards and the tokenizer", flush=True)
+    if args.samples and not problems:
         print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems

@@ -63,27 +63,29 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
     """Return the problems of these weights for the sources `names`: one line each, with the phase and the source."""
     if not (phases := _phases(weights)):
         return ["data.weights has no phase; give at least one, or null for weights in proportion to size"]
-    problems = []
+    problems, begin = list[str](), 0
     for index, phase in enumerate(phases):
-        what = "data.weights"
-        if not isinstance(weights, Mapping):
-            what += f"[{index}] (phase {index + 1} of {len(phases)})"
-        problems += [f"{what}: {problem}" for problem in _phase_problems(phase, names)]
-        begin = phases[index - 1].until_tokens or 0 if index else 0
-        if index == len(phases) - 1:
-            if phase.until_tokens is not None:
-                problems.append(f"{what}: the last phase runs to the end; remove its until_tokens")
-        elif phase.until_tokens is None:
-            problems.append(f"{what}: until_tokens is missing; only the last phase runs to the end")
-        elif phase.until_tokens <= begin:
+        what = "data.weights" if isinstance(weights, Mapping) else f"data.weights[{index}]"
+        for name, weight in phase.weights.items():
+            if name not in names:
+                problems.append(
+                    f"{what}: there is no source {name!r}; data.sources has {', '.join(sorted(names))}"
+                )
+            if not (math.isfinite(weight) and weight >= 0):
+                problems.append(f"{what}: the weight of {name!r} is {weight}; it must be 0 or positive")
+        if not any(weight > 0 for weight in phase.weights.values()):
+            problems.append(f"{what}: no source has a weight above 0")
+        is_last, end = index == len(phases) - 1, phase.until_tokens
+        if is_last != (end is None) or (end is not None and end <= begin):
             problems.append(
-                f"{what}: until_tokens is {phase.until_tokens}; it must be above {begin}, where the phase begins"
+                f"{what}: until_tokens is {end}; it must be missing in the last phase, and above {begin}, where the "
+                "phase begins, in others"
             )
-    given = {name for phase in phases for name, weight in phase.weights.items() if weight > 0}
+        begin = end or begin
     problems += [
         f"data.weights: the source {name!r} has no weight above 0; set one, or remove the source"
         for name in names
-        if name not in given
+        if not any(phase.weights.get(name, 0) > 0 for phase in phases)
     ]
     return problems
 
@@ -92,23 +94,11 @@ def _phases(weights: Weights) -> list[MixturePhase]:
     return [MixturePhase(weights=dict(weights))] if isinstance(weights, Mapping) else list(weights)
 
 
-def _phase_problems(phase: MixturePhase, names: Sequence[str]) -> list[str]:
-    listed = ", ".join(sorted(names)) or "nothing"
-    unknown = [name for name in phase.weights if name not in names]
-    problems = [f"there is no source {name!r}; data.sources has {listed}" for name in unknown]
-    for name, weight in phase.weights.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            problems.append(f"the weight of {name!r} is {weight}; it must be 0 or positive")
-    if not any(weight > 0 for weight in phase.weights.values()):
-        problems.append("no source has a weight above 0")
-    return problems
-
-
 def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
     """Return the mixture of the sources `names`, in this order.
 
     Args:
-        weights: weights that passed `weight_problems`.
+        weights: weights that passed `weight_problems`, or the number of windows of each source.
         seq_length: tokens per sample.
 
     Raises:
@@ -128,7 +118,11 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
     try:
         return Mixture(shares[0], later=list(zip(starts[1:], shares[1:], strict=True)))
     except ValueError as error:
-        raise DataError(f"data.weights: {error}", code="weight_too_small", key="data.weights") from error
+        raise DataError(
+            f"data.weights (by default, the number of samples of each source): {error}",
+            code="weight_too_small",
+            key="data.weights",
+        ) from error
 
 
 # ---------------------------------------------------------------- the source of each sample
@@ -185,8 +179,6 @@ class Mixture:
             end = stop if last else min(stop, self._segments[index + 1].start)
             parts.append(self._segments[index].locate(start, end))
             start, index = end, index + 1
-        if len(parts) == 1:
-            return parts[0]
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def _add_phase(self, targets: "_Targets", phase: int, given: list[int]) -> list[int]:

@@ -138,6 +138,9 @@ class TokenSource:
 
         Returns:
             int64, increasing, each 1 to T.
+
+        Raises:
+            DataError: the document ends do not increase.
         """
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
@@ -150,22 +153,24 @@ class TokenSource:
             first, last = ends.searchsorted(bounds, side="right").tolist()
             found.append(ends[first:last].astype(np.int64) + (begin - start))
             shard += 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        relative = np.concatenate(found)
+        if (np.diff(relative, prepend=0, append=self.seq_length + 1) < 1).any():
+            raise DataError(
+                f"{self.folder}: the document ends in sample {window} of the {self.split} split do not increase, so an "
+                f"index file changed; {COPY_AGAIN}",
+                code="index_not_increasing",
+                key=str(self.folder),
+            )
+        return relative
 
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
     """Open one split of the prepared folders ({name: folder}), sorted by name.
 
     Raises:
-        DataError: as TokenSource; or there is no folder, or the folders were prepared with different tokenizers or, for
+        DataError: as TokenSource; or the folders were prepared with different tokenizers or, for
             the train split, with different eval fractions.
     """
-    if not folders:
-        raise DataError(
-            "data.sources is empty; name at least one folder that prepare_data.py wrote",
-            code="no_sources",
-            key="data.sources",
-        )
     sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
     for source in sources[1:]:
         check_same_tokenizer(sources[0], source)

@@ -10,7 +10,7 @@ of (seed, manifests, seq_length, weights, position). The only state of a run is 
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from model.documents import Documents
-from train.data.format import COPY_AGAIN, DataError, unigram_loss, verify_shard
-from train.data.order import MAX_PERIOD, Mixture, Weights, mix, permutation_key, permute, spread
+from train.data.format import DataError, unigram_loss, verify_shard
+from train.data.order import Mixture, Weights, mix, permutation_key, permute, spread
 from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # ignored by the loss
@@ -52,20 +52,6 @@ class Batch(NamedTuple):
             documents,
         )
 
-    def filled(self, rows: int) -> "Batch":
-        """Return the batch extended to `rows` rows by repeating its first row."""
-        input_ids, labels, documents = self
-        if not (missing := rows - len(input_ids)):
-            return self
-        if documents is not None:
-            positions = documents.positions
-            documents = Documents.of(torch.cat([positions, positions[:1].expand(missing, -1)]))
-        return Batch(
-            torch.cat([input_ids, input_ids[:1].expand(missing, -1)]),
-            torch.cat([labels, labels[:1].expand(missing, -1)]),
-            documents,
-        )
-
     def labelled(self) -> torch.Tensor:
         """Return the share of tokens that have a label: a float32 scalar, without a synchronization."""
         return (self.labels != NO_LABEL).float().mean()
@@ -89,26 +75,6 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
     positions[starts[1:]] -= starts[1:] - starts[:-1]
     np.cumsum(positions, out=positions)
     return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
-
-
-def _mix_by_tokens(sources: Sequence[TokenSource]) -> Mixture:
-    """Return the mixture in proportion to the sizes of the sources.
-
-    Raises:
-        DataError: a source is too small compared with the others.
-    """
-    windows = [source.num_windows for source in sources]
-    try:
-        return Mixture(windows)
-    except ValueError as error:
-        least = min(sources, key=lambda source: source.num_windows)
-        raise DataError(
-            f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, fewer "
-            f"than one in {MAX_PERIOD:,}, so it cannot be mixed by size. Set data.weights, or prepare it together with "
-            "another source",
-            code="source_too_small",
-            key=least.name,
-        ) from error
 
 
 class SampleStream:
@@ -145,10 +111,9 @@ class SampleStream:
         windows = [source.num_windows for source in self.sources]
         if self.split == "eval":
             self._mixture = Mixture(windows, max_period=sum(windows))
-        elif weights is None:
-            self._mixture = _mix_by_tokens(self.sources)
         else:
-            self._mixture = mix(weights, [source.name for source in self.sources], seq_length=self.seq_length)
+            sizes = {source.name: float(source.num_windows) for source in self.sources}
+            self._mixture = mix(sizes if weights is None else weights, list(sizes), self.seq_length)
         self.vocab_size = self.sources[0].manifest.vocab_size
         self.num_tokens = sum(source.num_tokens for source in self.sources)
         self.num_samples = sum(windows)
@@ -184,49 +149,35 @@ class SampleStream:
             ids += self._plan(block)[max(0, start - first) : max(0, start + count - first)]
         return ids
 
-    def batch(self, start: int, count: int) -> Batch:
-        """Return samples start..start+count-1 of the global order, as `count` rows of seq_length tokens.
+    def batch(self, start: int, count: int, rows: int = 0) -> Batch:
+        """Return samples start..start+count-1 of the global order, as rows of seq_length tokens.
 
         With a document mask, the positions in `documents` are 0 at the first token of each document and each sample.
 
+        Args:
+            rows: if above `count`, repeat the first sample to fill so many rows.
+
         Raises:
-            DataError: start is negative, count is below 1, the eval split has fewer samples, or the data are corrupt.
+            DataError: the eval split has fewer samples, or the data are corrupt.
         """
-        if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
-            end = f"of {self.num_samples}" if self.split == "eval" else "of the endless stream of"
+        if self.split == "eval" and start + count > self.num_samples:
             raise DataError(
-                f"samples {start} to {start + count} {end} {self.split} samples were requested",
+                f"samples {start} to {start + count} of {self.num_samples} eval samples were requested",
                 code="samples_beyond_end",
             )
-        input_ids = np.empty((count, self.seq_length), dtype=np.int64)
-        labels = np.empty_like(input_ids)
         samples = self.sample_ids(start, count)
+        samples += samples[:1] * (rows - count)
+        input_ids = np.empty((len(samples), self.seq_length), dtype=np.int64)
+        labels, documents = np.empty_like(input_ids), None
         for row, (source, window) in enumerate(samples):
             self.sources[source].read(window, input_ids[row], labels[row])
-        documents = self._separate_documents(samples, labels) if self.document_mask else None
+        if self.document_mask:
+            after = [
+                row * self.seq_length + self.sources[source].document_ends(window)
+                for row, (source, window) in enumerate(samples)
+            ]
+            documents = separate_documents(labels, np.concatenate(after))
         return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
-
-    def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> Documents:
-        """Remove the labels of the documents' last tokens, and return the documents of the rows.
-
-        Raises:
-            DataError: the document ends of a sample do not increase.
-        """
-        T = self.seq_length
-        rows = [self.sources[source].document_ends(window) for source, window in samples]
-        ends, begin = np.concatenate(rows), np.repeat(np.arange(len(rows)) * T, [len(row) for row in rows])
-        after = begin + ends  # index after each document in the flattened batch
-        wrong = (ends < 1) | (ends > T)
-        wrong[1:] |= after[1:] <= after[:-1]
-        if wrong.any():
-            source, window = samples[begin[np.argmax(wrong)] // T]
-            raise DataError(
-                f"{self.sources[source].folder}: the document ends in sample {window} of the {self.split} split do not "
-                f"increase, so an index file changed; {COPY_AGAIN}",
-                code="index_not_increasing",
-                key=str(self.sources[source].folder),
-            )
-        return separate_documents(labels, after)
 
     @property
     def num_bytes(self) -> int:
@@ -276,17 +227,14 @@ class SampleStream:
     def describe(self) -> str:
         """Return a line for the log per source, with its weight in every phase."""
         lines = []
-        for source, (first, *later) in zip(
-            self.sources, zip(*self._mixture.weights, strict=True), strict=True
-        ):
-            changes = "".join(
-                f", {weight:.2%} from token {start * self.seq_length:,} on"
-                for weight, start in zip(later, self._mixture.starts[1:], strict=True)
+        for index, source in enumerate(self.sources):
+            phases = zip(self._mixture.weights, self._mixture.starts, strict=True)
+            weights = ", ".join(
+                f"{each[index]:.2%} from token {start * self.seq_length:,} on" for each, start in phases
             )
             lines.append(
                 f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
-                f"{source.num_windows:,} samples of {self.seq_length}, {first:.2%} of the mixture{changes} "
-                f"({source.folder})"
+                f"{source.num_windows:,} samples of {self.seq_length}, of the mixture {weights} ({source.folder})"
             )
         return "\n".join(lines)
 
@@ -294,18 +242,6 @@ class SampleStream:
         """Return the nonzero weights of the sources at a position of the global order."""
         weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
-
-    def phase_that_begins(self, start: int, count: int) -> str | None:
-        """Return a line for the log if a phase of the mixture begins in samples start..start+count-1."""
-        starts = self._mixture.starts
-        found = [phase for phase, first in enumerate(starts) if start <= first < start + count]
-        if len(starts) == 1 or not found:
-            return None
-        weights = zip(self.sources, self._mixture.weights[found[-1]], strict=True)
-        return (
-            f"mixture: phase {found[-1] + 1} of {len(starts)} begins at sample {starts[found[-1]]:,}: "
-            + ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights)
-        )
 
 
 def open_stream(
@@ -395,7 +331,7 @@ def held_out_batches(
     samples = stream.num_samples
     for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
         rows = max(0, min(size, samples - start))
-        batch = stream.batch(start if rows else 0, max(rows, 1)).filled(size)
+        batch = stream.batch(start if rows else 0, max(rows, 1), size)
         batch.labels[rows:] = NO_LABEL
         yield start, rows, batch
 

@@ -14,14 +14,13 @@ from torch import nn
 from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.startup_check import StartupCheckError
-from train.data.encoder import UNKNOWN, Pieces
 from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError
 from train.evaluation.texts import Rows, Source
 
 # Columns of the sums of a source: losses in nats; losses of text tokens (without BOS and EOS); predicted tokens; bytes
-# of text, as far as known from the tokens; tokens of unknown size; documents whose end was read.
-LOSS, TEXT_LOSS, TOKENS, BYTES, UNKNOWN_TOKENS, DOCUMENTS = range(6)
+# of their text; documents whose end was read.
+LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -61,14 +60,13 @@ def score(
         scored: Called after each batch with its number of predicted tokens.
 
     Returns:
-        Sums by source, float64 [sources, 6], and log lines about the GEMMs that ran.
+        Sums by source, float64 [sources, 5], and log lines about the GEMMs that ran.
 
     Raises:
         EvaluationError: A loss is not finite, or a token id is outside the vocabulary.
         StartupCheckError: Modules did not run in the configured precision.
     """
-    sums = np.zeros((len(sources), 6))
-    pieces = [source.encoder.pieces() for source in sources]
+    sums = np.zeros((len(sources), 5))
     vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
     with count_gemms(model, precision) as gemms:
         for batch, places, ended in batches:
@@ -95,7 +93,7 @@ def score(
                     ids[row].numpy()[counted[row]] for ids in (batch.input_ids, batch.labels)
                 )
                 of_row = losses[row][counted[row]]
-                sums[source] += _row_sums(of_row, inputs, predicted, sources[source], pieces[source])
+                sums[source] += _row_sums(of_row, inputs, predicted, sources[source])
                 sums[source, DOCUMENTS] += ended[row]
             scored(int(counted.sum()))
     if passes and (problem := gemms.problem(passes, backward=False)):
@@ -107,9 +105,7 @@ def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
     return ", ".join(sources[place].name for place in dict.fromkeys(places))
 
 
-def _row_sums(
-    losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source, pieces: Pieces | None
-) -> np.ndarray:
+def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source) -> np.ndarray:
     """Return the sums of a row.
 
     Args:
@@ -117,14 +113,10 @@ def _row_sums(
         inputs: The token before each predicted token, [n].
         labels: The predicted tokens, [n].
         source: The source of the row.
-        pieces: Text sizes of the tokens, or None if unknown.
     """
     text = (labels != source.encoder.bos_id) & (labels != source.encoder.eos_id)
-    sizes = np.full(int(text.sum()), UNKNOWN) if pieces is None else pieces.sizes[labels[text]]
-    known = int(sizes[sizes != UNKNOWN].sum())
-    if pieces is not None and pieces.added_space:
-        known -= int((inputs[text] == source.encoder.bos_id).sum())
-    return np.array([losses.sum(), losses[text].sum(), len(labels), known, (sizes == UNKNOWN).sum(), 0])
+    size = source.encoder.text_bytes(inputs, labels) if source.text_bytes is None else 0
+    return np.array([losses.sum(), losses[text].sum(), len(labels), size, 0])
 
 
 def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
@@ -132,7 +124,7 @@ def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, di
 
     A result has loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. A source
     without a predicted token, for example with a small --max_samples, has no result. Bytes are counted in the text that
-    was read, or else derived from the tokens; None if unknown. Bits per byte exclude BOS and EOS, which are not text.
+    was read, or else in the decoded tokens; None if there are none. Bits per byte exclude BOS and EOS.
 
     Raises:
         EvaluationError: No source has a predicted token.
@@ -140,7 +132,7 @@ def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, di
     table, by_source = sums.numpy().copy(), {}
     for row, source in zip(table, sources, strict=True):
         if source.text_bytes is not None:
-            row[BYTES], row[UNKNOWN_TOKENS] = source.text_bytes, 0
+            row[BYTES] = source.text_bytes
         if row[TOKENS]:
             by_source[source.name] = _result(row)
     if not by_source:
@@ -155,14 +147,13 @@ def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, di
 
 def _result(row: np.ndarray) -> dict[str, Any]:
     loss = float(row[LOSS] / row[TOKENS])
-    known = row[UNKNOWN_TOKENS] == 0 and row[BYTES] > 0
     return {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else None,  # larger values overflow
-        "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if known else None,
+        "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if row[BYTES] else None,
         "tokens": int(row[TOKENS]),
         "documents": int(row[DOCUMENTS]),
-        "bytes": int(row[BYTES]) if known else None,
+        "bytes": int(row[BYTES]) if row[BYTES] else None,
     }
 
 

@@ -23,7 +23,7 @@ from train.data.format import (
     DataError,
     Manifest,
     Shard,
-    foreign_manifest,
+    is_foreign_manifest,
     token_dtype,
     unigram_loss,
     write_manifest,
@@ -239,8 +239,12 @@ class OutputFolder:
     def _check(self, resumable: bool) -> None:
         """Raise an error if new data must not be written to the folder."""
         manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
-        if other := foreign_manifest(manifest):
-            raise DataError(f"{other}; choose another --output", code="foreign_manifest", key=str(manifest))
+        if is_foreign_manifest(manifest):
+            raise DataError(
+                f"{manifest} is not of prepared data, or of a newer version; choose another --output",
+                code="foreign_manifest",
+                key=str(manifest),
+            )
         if self._is_begun():
             if not (resumable or self.overwrite):
                 raise DataError(

@@ -9,10 +9,9 @@ import pytest
 from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
 from tests.train.runs import metrics, run
-from train.data import format
 from train.data.format import DataError, read_manifest, verify_shard
-from train.data.source import TokenSource
-from train.data.stream import SampleStream, open_stream
+from train.data.order import mix
+from train.data.stream import open_stream
 from train.files import sha256_file
 
 T = 32
@@ -30,15 +29,9 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def test_a_source_too_small_to_be_mixed_by_tokens_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the way out: no weights were given that could be raised."""
-    small = make_folder(folder.parent / "small", {"train": [tokens(40)], "eval": [tokens(40)]})
-    sources = [TokenSource(name, path, "train", T) for name, path in (("large", folder), ("small", small))]
-    sources[0].num_tokens, sources[0].num_windows = 10**12, 10**12 // T
-    with refused(DataError, code="source_too_small", key="small"):
-        SampleStream(sources, None, seed=1)
+def test_a_source_too_small_to_be_mixed_by_size_is_refused() -> None:
+    with refused(DataError, code="weight_too_small", key="data.weights"):
+        mix({"large": 10**10, "small": 1}, ["large", "small"], T)
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])
@@ -90,7 +83,7 @@ def test_other_evaluation_data_are_no_other_training_data(folder, tmp_path):
 
 
 @pytest.mark.parametrize("where", [0, 70, 500, -1])
-def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder, monkeypatch, where):
+def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder, where):
     """Also in a file whose hash is the manifest's: what was prepared is wrong, not what was copied. In whichever of
     the parts that are read at a time, where a sample spans two shards, and in the last token, which is only a label."""
     path = folder / "train_00001.ds"
@@ -104,10 +97,8 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder, mo
     with refused(DataError, code="token_beyond_vocabulary", key=str(path)) as error:
         stream.batch(0, stream.num_samples)
     assert numbers(error.value)[-3:] == [where % len(ids), 400, 400]
-    for size in (format.READ_BYTES, 64):
-        monkeypatch.setattr(format, "READ_BYTES", size)
-        with refused(DataError, code="token_beyond_vocabulary", key=str(path)):
-            stream.verify()
+    with refused(DataError, code="token_beyond_vocabulary", key=str(path)):
+        stream.verify()
 
 
 # ---------------------------------------------------------------- vocabularies beyond 16 bits

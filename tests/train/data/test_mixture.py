@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from test_fp8.common.folders import make_folder
-from tests.conftest import numbers, refused
+from tests.conftest import refused
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import build_arguments
 from train.data.format import DataError
@@ -165,7 +165,6 @@ def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):
     one, other = open_stream(folders, plain, T, 1), open_stream(folders, staged((None, plain)), T, 1)
     assert one.sample_ids(0, 500) == other.sample_ids(0, 500) and one.fingerprint() == other.fingerprint()
     assert one.fingerprint()["sources"]["a"]["weight"] == 0.5
-    assert one.phase_that_begins(0, 1000) is None
 
 
 def test_the_fingerprint_has_the_stages(folders):
@@ -178,16 +177,6 @@ def test_the_fingerprint_has_the_stages(folders):
     ]
     prints = [json.dumps(open_stream(folders, weights, T, 1).fingerprint()) for weights in (WEIGHTS, *others)]
     assert len(set(prints)) == 4
-
-
-@pytest.mark.parametrize(
-    "start, count, stage, sample",
-    [(90, 10, None, 0), (90, 11, 2, 100), (100, 10, 2, 100), (101, 10, None, 0), (191, 10, None, 0), (0, 10, 1, 0),
-     (100, 102, 3, 201)],  # two begin in a step: the one that it ends in
-)  # fmt: skip
-def test_the_log_says_when_a_stage_begins(folders, start, count, stage, sample):
-    found = open_stream(folders, WEIGHTS, T, seed=1).phase_that_begins(start, count)
-    assert (None if found is None else numbers(found)[:3]) == (stage and [stage, 3, sample])
 
 
 def test_the_log_and_a_position_have_the_weights_of_the_stages(folders):

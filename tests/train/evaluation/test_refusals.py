@@ -269,17 +269,15 @@ def test_content_that_changed(
 
 
 def test_bytes_that_nobody_knows() -> None:
-    """Bits per byte are of text that was read, or of tokens that all say what they stand for."""
-    sums = torch.tensor(
-        [[6.0, 5.0, 3.0, 2.0, 0.0, 1.0], [6.0, 5.0, 3.0, 2.0, 1.0, 1.0], [8.0, 8.0, 4.0, 0.0, 4.0, 2.0]]
-    )
+    """Bits per byte are of text that was read, or of decoded tokens; None without text."""
+    sums = torch.tensor([[6.0, 5.0, 3.0, 2.0, 1.0], [6.0, 5.0, 3.0, 0.0, 1.0], [8.0, 8.0, 4.0, 0.0, 2.0]])
     sources: list[Any] = [
         SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
     ]
     by_source, everything = scores.results(sums.double(), sources)
     bits = [by_source[name]["bits_per_byte"] for name in "abc"]
     assert bits == [pytest.approx(5 / math.log(2) / 2), None, pytest.approx(8 / math.log(2) / 4)]
-    assert everything["bits_per_byte"] is None and everything["bytes"] is None
+    assert everything["bytes"] == 6
     assert (everything["loss"], everything["tokens"], everything["documents"]) == (2.0, 10, 4)
     assert scores.table(by_source, everything)[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
     by_source["a"]["perplexity"] = None
