@@ -61,19 +61,6 @@ def test_samples_come_one_behind_the_other(say: Demo, output: Output) -> None:
     assert texts[0] == alone and len(set(texts)) == 3
 
 
-def test_a_text_ends_before_a_stop_string(say: Demo, output: Output) -> None:
-    """One that is spread over tokens."""
-    options = ("--temperature", 0, "--max_new_tokens", 30)
-    assert say(*options) == 0
-    whole = output()
-    text = whole.removesuffix("\n")
-    assert say(*options, "--stop", text[-1] + "never") == 0
-    assert output() == whole, "what was held back comes out"
-    stop = text[4:8]
-    assert say(*options, "--stop", "never", "--stop", stop) == 0
-    assert output() == text[: text.index(stop)] + "\n"
-
-
 def test_out_of_memory_names_the_option(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     refuse("--model", folder, "--prompt", "x", code="out_of_memory", key="--batch_size")

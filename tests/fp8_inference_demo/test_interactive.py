@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.interactive import cut_left
 from fp8_inference_demo.text import TextStream
 from tests.fp8_inference_demo.conftest import Demo, Output
 
@@ -91,8 +90,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_session(
 
 def test_a_second_ctrl_c_ends_the_session(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed_twice(completion: Completion, token: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Completion, "push", pressed_twice)
     assert say(b"def main\nreturn the\n", "--interactive") == 130
@@ -121,12 +120,6 @@ def test_a_conversation_beyond_the_context_loses_its_beginning(
     assert len(prompts) == 4 and all(p.startswith("<s>") and p.endswith("def main") for p in prompts)
     lengths = [len(call.args[1][0]) for call in generate.call_args_list]
     assert max(lengths) == lengths[-1] == most
-
-
-def test_what_is_left_of_a_long_text() -> None:
-    assert cut_left([1, 5, 6, 7], 4, bos=1) == [1, 5, 6, 7]
-    assert cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
-    assert cut_left([4, 5, 6, 7, 8], 3, bos=None) == [6, 7, 8]
 
 
 def test_piped_lines_are_prompts_and_blank_ones_end_nothing(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,57 +30,48 @@ def command(folder: Path, tmp_path: Path) -> list[object]:
 
 
 @pytest.fixture
-def fill(command: list[object], demo: Demo) -> Demo:
-    """fill(option...) -> exit status."""
-    return lambda *options: demo(*command, *options)
-
-
-@pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def test_each_prompt_has_its_samples_in_order_with_its_fields(
-    fill: Demo, out: Path, folder: Path, demo: Demo, output: Output
+def test_prompts_have_their_samples_in_order_with_their_fields(
+    command: list[object], out: Path, demo: Demo, output: Output
 ) -> None:
-    assert fill() == 0
+    assert demo(*command) == 0
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [(r["id"], r["prompt"], r["tag"]) for r in records] == [
         (i, text, {"of": "this"}) for i, text in enumerate(TEXTS)
     ]
     for record in records:
         assert [(c["finish_reason"], c["tokens"]) for c in record["choices"]] == [("length", 4)] * 3
-        assert len({c["text"] for c in record["choices"]}) > 1, "samples are drawn each for itself"
-    base = ("--model", folder, "--prompt", TEXTS[0], "--precision", "fp32")
-    assert demo(*base, "--max_new_tokens", 4, "--ignore_eos") == 0
+        assert len({c["text"] for c in record["choices"]}) > 1, "samples differ"
+    assert demo(*command[:2], "--prompt", TEXTS[0], *command[6:-2]) == 0
     text = records[0]["choices"][0]["text"]
-    assert output() == text + "\n", "as it would be streamed"
+    assert output() == text + "\n", "as it is streamed"
     out.unlink()
-    assert fill("--stop", text[1:], "--max_new_tokens", 12) == 0
+    assert demo(*command, "--stop", text[1:], "--max_new_tokens", 12) == 0
     choice = json.loads(out.read_text(encoding="utf-8").splitlines()[0])["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == (text[0], "stop")
-    assert choice["tokens"] <= 4, "and the row ended there"
+    assert (choice["text"], choice["finish_reason"]) == (text[0], "stop") and choice["tokens"] <= 4
 
 
 def test_whole_lines_are_written_as_they_are_done_and_no_file_is_overwritten(
-    fill: Demo, command: list[object], out: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[object], out: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the third batch; a batch of 4 rows has 1 1/3 prompts."""
-    calls, complete = iter(range(2)), completions.complete
+    calls, complete = itertools.count(), completions.complete
 
-    def interrupted(*arguments: object) -> object:
-        if next(calls, None) is None:
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == 2:
             raise KeyboardInterrupt
-        return complete(*arguments)  # type: ignore[arg-type]
+        return complete(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("fp8_inference_demo.session.complete", interrupted)
-        assert fill() == 130
+    monkeypatch.setattr("fp8_inference_demo.session.complete", interrupted)
+    assert demo(*command) == 130
     partial = out.read_bytes()
     refuse(*command, code="exists", key="--output")
     assert out.read_bytes() == partial
     out.unlink()
-    assert fill("--batch_size", 5) == 0
+    assert demo(*command, "--batch_size", 5) == 0
     assert partial == b"".join(out.read_bytes().splitlines(keepends=True)[:2])
 
 

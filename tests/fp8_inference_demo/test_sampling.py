@@ -78,26 +78,23 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 def test_draws_follow_the_probabilities_of_transformers(options: dict[str, float]) -> None:
     wanted, logits = sampling(**options), logits_of()
     probabilities = transformers_probabilities(logits, wanted, PROMPT)
-    unlimited = transformers_probabilities(logits, sampling(), PROMPT)
-    assert (probabilities - unlimited).abs().max() > 0.01, "an option that changes nothing proves nothing"
     counts = draw_many(logits, wanted).bincount(minlength=len(logits))
     assert not counts[probabilities == 0].any()
     assert counts[probabilities > 1e-3].all(), "each token that may come does"
     assert abs(chi_square(counts, probabilities)) < 3.5
-    assert chi_square(counts, unlimited.clamp(min=1e-6)) > 20, "the test can tell"
 
 
 def support(logits_V: Tensor, wanted: Sampling) -> Tensor:
-    """Which tokens can be drawn, found by uniform numbers one after the other."""
-    sampler = Sampler(wanted, 1, 1, len(logits_V), "cpu")
-    scores = ((logits_V - logits_V.max()) / wanted.temperature).expand(4096, -1)
-    drawn = sampler._drawn(scores, torch.arange(4096, dtype=torch.float64)[:, None] / 4096)
-    return drawn[:, 0].bincount(minlength=len(logits_V)) > 0
+    """Return which tokens can be drawn, by uniform numbers from 0 to 1."""
+    sampler = Sampler(wanted, 4096, 1, len(logits_V), "cpu")
+    sampler.uniform[0] = torch.arange(4096) / 4096
+    drawn = sampler.draw(logits_V.expand(4096, -1), torch.zeros(4096, dtype=torch.int64))
+    return drawn.bincount(minlength=len(logits_V)) > 0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_limits_keep_the_tokens_that_transformers_keeps(seed: int) -> None:
-    """Over many limits; logits close together, so that each is likely enough to be met."""
+    """Logits close together, so that each token is likely enough to be met."""
     logits = torch.randn(24, generator=torch.Generator().manual_seed(seed))
     for top_k, top_p, min_p in itertools.product((0, 1, 6, 100), (0.05, 0.5, 0.95, 1.0), (0.0, 0.2, 1.0)):
         wanted = sampling(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -113,15 +110,13 @@ def test_equal_logits_at_a_limit_all_stay() -> None:
 
 def test_greedy_is_argmax_after_the_penalty() -> None:
     logits = logits_of()
-    best = int(logits.argmax())
+    second, best = logits.topk(2).indices.flip(0).tolist()
     sampler = Sampler(sampling(temperature=0, repetition_penalty=3.0), 2, 2, len(logits), "cpu")
-    sampler.begin([[best], [0]], [0, 0])
-    second = int(logits.index_fill(0, torch.tensor([best]), -9).argmax())
-    drawn = [sampler.draw(logits.expand(2, -1), torch.full((2,), step)).tolist() for step in (0, 1)]
-    assert drawn[0] == [second, best]
-    assert drawn[1][1] == second, "a token that was drawn counts as said"
-    sampler.begin([[0], [0]], [0, 0])
-    assert sampler.draw(logits.expand(2, -1), torch.zeros(2)).tolist() == [best, best], "nothing of before"
+    for prompts, expected in (([[best], [0]], [second, best]), ([[0], [0]], [best, best])):
+        sampler.begin(prompts, [0, 0])
+        drawn = [sampler.draw(logits.expand(2, -1), torch.full((2,), step)).tolist() for step in (0, 1)]
+        assert drawn[0] == expected, "the tokens of the prompt count"
+        assert drawn[1][1] == second, "the drawn tokens count too"
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -131,9 +126,8 @@ def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
     wanted = sampling(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
     sampler = Sampler(wanted, 5, 1, rows.shape[1], "cpu")
     sampler.begin([PROMPT] * 5, [1] * 5)
-    drawn = sampler.draw(rows, torch.zeros(5, dtype=torch.int64)).tolist()
-    assert [token < 0 for token in drawn] == [False, True, True, False, True]
-    assert {drawn[1], drawn[2], drawn[4]} == {-1}
+    drawn = sampler.draw(rows, torch.zeros(5, dtype=torch.int64))
+    assert (drawn == -1).tolist() == [False, True, True, False, True]
 
 
 def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
@@ -143,45 +137,36 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     batch = Sampler(wanted, len(seeds) + 2, 1000, 300, "cpu")  # a batch may have room for more
     batch.begin([PROMPT] * 6, seeds)
     together = batch.draw(rows, steps)
+    alone = Sampler(wanted, 1, 901, 300, "cpu")
     for row in range(6):
-        alone = Sampler(wanted, 1, 901, 300, "cpu")
         alone.begin([PROMPT], seeds[row : row + 1])
         assert alone.draw(rows[row : row + 1], steps[row : row + 1]) == together[row]
 
 
-def test_each_row_and_each_step_draws_anew_and_a_seed_draws_the_same() -> None:
+def test_each_row_and_step_draws_anew_and_a_seed_draws_the_same() -> None:
     logits = torch.zeros(1000)
-    first = draw_many(logits, sampling(), 200)
-    assert first.equal(draw_many(logits, sampling(), 200))
-    later = torch.stack([first, *(draw_many(logits, sampling(), 200, step) for step in range(1, 20))])
-    assert later.unique().numel() > 950
+    draws = [draw_many(logits, sampling(), 200, step) for step in (0, *range(20))]
+    assert draws[0].equal(draws[1]) and torch.stack(draws).unique().numel() > 950
     assert len({row_seed(*of) for of in itertools.product(range(5), range(5), range(5))}) == 125
 
 
 def test_random_numbers_are_uniform_and_independent() -> None:
-    """Over the seeds of a step, and over the steps of a seed, also of seeds that are close together; neighbours in both
-    directions are independent. 256 cells of 64 x 1024 numbers."""
-    keys = mix(torch.arange(64))[:, None].expand(64, 1024)
-    numbers = uniform(keys, torch.arange(1024).expand(64, 1024))
-    assert numbers.min() >= 0 and numbers.max() < 1
-    level = torch.full((256,), 1 / 256)
+    """Over the seeds of a step and the steps of a seed; neighbors in both directions are independent."""
+    numbers = uniform(mix(torch.arange(64))[:, None], torch.arange(1024))
+    assert numbers.min() >= 0 and numbers.max() < 1 and numbers.unique().numel() == numbers.numel()
     cells = {"": numbers * 256, "low bits": (numbers * 2.0**40 % 1) * 256}
     pairs = {"steps": (numbers[:, :-1], numbers[:, 1:]), "seeds": (numbers[:-1], numbers[1:])}
     cells |= {name: (a * 16).floor() * 16 + b * 16 for name, (a, b) in pairs.items()}
     for name, values in cells.items():
         counts = values.long().flatten().bincount(minlength=256)
-        assert abs(chi_square(counts, level)) < 3.5, name
-    first, second = numbers.flatten()[:-1], numbers.flatten()[1:]
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.015
-    assert numbers.unique().numel() == numbers.numel()
+        assert abs(chi_square(counts, torch.full((256,), 1 / 256))) < 3.5, name
 
 
 def test_mix_is_splitmix64() -> None:
     """The published sequence of seed 0 (its state grows by the golden ratio)."""
     golden = -0x61C8864680B583EB
-    drawn = [mix(torch.tensor(golden) * n).item() % 2**64 for n in (1, 2, 3)]
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert drawn == published
+    assert [mix(torch.tensor(golden) * n).item() % 2**64 for n in (1, 2, 3)] == published
     numbers = uniform(torch.tensor(0), torch.arange(3)).tolist()
     assert numbers == [(number >> 11) / 2**53 for number in published]
 
@@ -189,15 +174,8 @@ def test_mix_is_splitmix64() -> None:
 def test_drawing_traces_as_one_graph_without_synchronization() -> None:
     """A value of the device that the host reads breaks a full graph."""
     wanted = sampling(top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
-    sampler = Sampler(wanted, 2, 1, 40, "cpu")
-    sampler.begin([PROMPT] * 2, [1, 2])
-    graphs = []
-
-    def counts(graph: torch.fx.GraphModule, example: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    rows, steps = logits_of().expand(2, -1), torch.zeros(2, dtype=torch.int64)
-    drawn = torch.compile(sampler.draw, fullgraph=True, backend=counts)(rows, steps)
-    sampler.begin([PROMPT] * 2, [1, 2])
-    assert drawn.equal(sampler.draw(rows, steps)) and len(graphs) == 1
+    sampler, drawn = Sampler(wanted, 2, 1, 40, "cpu"), []
+    for draw in (sampler.draw, torch.compile(sampler.draw, fullgraph=True, backend="eager")):
+        sampler.begin([PROMPT] * 2, [1, 2])
+        drawn.append(draw(logits_of().expand(2, -1), torch.zeros(2, dtype=torch.int64)))
+    assert drawn[0].equal(drawn[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,10 @@ import torch
 from fp8_inference_demo import fp8_inference
 from fp8_inference_demo.completions import Options, Request
 from fp8_inference_demo.errors import InferenceError
-from fp8_inference_demo.sampling import Sampler, Sampling, row_seed
+from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.session import Printer, Session
 from tests.conftest import refused
+from tests.fp8_inference_demo.conftest import Output
 
 
 def session_of(folder: Path, *options: object) -> Session:
@@ -23,7 +23,7 @@ def session_of(folder: Path, *options: object) -> Session:
     return Session(fp8_inference.parse_arguments(arguments), folder)
 
 
-def test_options_of_a_text_are_what_is_asked_for(folder: Path) -> None:
+def test_options_reach_the_sampling(folder: Path) -> None:
     given = ("--temperature", 0.3, "--top_k", 7, "--top_p", 0.6, "--min_p", 0.2, "--repetition_penalty", 1.4)
     session = session_of(folder, *given, "--max_new_tokens", 9, "--stop", "a", "--stop", "b", "--ignore_eos")
     sampling = Sampling(temperature=0.3, top_k=7, top_p=0.6, min_p=0.2, repetition_penalty=1.4)
@@ -31,35 +31,27 @@ def test_options_of_a_text_are_what_is_asked_for(folder: Path) -> None:
     assert session_of(folder).options == Options(Sampling(), max_new_tokens=128, stop=(), ignore_eos=False)
 
 
-def test_each_sample_of_each_prompt_has_a_seed_of_its_own(folder: Path) -> None:
-    session = session_of(folder, "--seed", 5, "--num_samples", 3)
-    assert session.requests(7, [1, 2]) == [Request([1, 2], row_seed(5, 7, i)) for i in range(3)]
-    assert len({r.seed for number in range(3) for r in session.requests(number, [])}) == 9
-
-
 def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Path) -> None:
     session = session_of(folder, "--max_new_tokens", 12)  # of 512 positions
     assert [session.max_length(longest) for longest in (1, 500, 501, None)] == [13, 512, 512, 512]
     session.config.max_position_embeddings = 8192
     assert session.max_length(None) == 4096
-    given = session_of(folder, "--max_length", 512)
-    assert [given.max_length(longest) for longest in (1, 600, None)] == [512] * 3
+    given = session_of(folder, "--max_length", 40)
+    assert [given.max_length(longest) for longest in (1, 600, None)] == [40] * 3
+    given.check_length([1] * 39, "this")
+    given.check_length([1] * 9, "this", 10)
+    for ids, most in (([1] * 40, None), ([1] * 10, 10)):
+        with refused(InferenceError, code="prompt_too_long", key="this"):
+            given.check_length(ids, "this", most)
 
 
-def test_text_is_shown_while_it_grows_each_sample_behind_the_one_before(
-    monkeypatch: pytest.MonkeyPatch,
+def test_samples_are_shown_one_after_the_other_as_they_grow(
+    output: Output,
 ) -> None:
-    """At once, also to a pipe: what is shown is what was flushed."""
-
-    class Output(io.StringIO):
-        def flush(self) -> None:
-            shown.append(self.getvalue())
-
-    shown: list[str] = []
-    monkeypatch.setattr("sys.stdout", Output())
     first, second = (SimpleNamespace(text="", finish_reason=None) for _ in range(2))
     printer = Printer(3, lambda: bool(second.text))
     printer.before, printer.printed = 1, 1  # the first sample of three was in the batch before
+    shown = []
     for one, text, finished in (
         (first, "ab", None),
         (second, "x", None),
@@ -68,10 +60,8 @@ def test_text_is_shown_while_it_grows_each_sample_behind_the_one_before(
     ):
         one.text, one.finish_reason = text, finished
         assert printer.grown([first, second]) == bool(second.text), "whether it was interrupted"
-    assert list(dict.fromkeys(shown)) == [
-        "=== 2/3 ===\nab", "=== 2/3 ===\nabc", "=== 2/3 ===\nabc\n", "=== 2/3 ===\nabc\n=== 3/3 ===\nx",
-        "=== 2/3 ===\nabc\n=== 3/3 ===\nxy", "=== 2/3 ===\nabc\n=== 3/3 ===\nxy\n",
-    ]  # fmt: skip
+        shown.append(output())
+    assert shown == ["=== 2/3 ===\nab", "", "c\n=== 3/3 ===\nx", "y\n"]
 
 
 @pytest.mark.parametrize("stop", [(), ("--stop", "never")])
@@ -103,12 +93,3 @@ def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
         session.load(3, 2)
         completions, _ = session.complete([Request([1, 5, 6], seed) for seed in (0, 1)])
         assert [(c.tokens, c.finish_reason) for c in completions] == [first, (7, "length")]
-
-
-def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
-    for session, most in ((session_of(folder), 512), (session_of(folder, "--max_length", 40), 40)):
-        session.check_length([1] * (most - 1), "this")
-        session.check_length([1] * 9, "this", 10)
-        for ids, given in (([1] * most, None), ([1] * 10, 10)):
-            with refused(InferenceError, code="prompt_too_long", key="this"):
-                session.check_length(ids, "this", given)

@@ -33,10 +33,6 @@ def test_streamed_text_is_the_text(tokenizer: PreTrainedTokenizerFast, text: str
     assert "".join(pieces) + stream.rest() == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert sum(bool(piece) for piece in pieces) > 3, "it has to come piece by piece"
-    at_once = TextStream(tokenizer, context)
-    for token in ids:
-        at_once.add(token)
-    assert at_once.rest() == text
 
 
 def test_incomplete_bytes_come_out_at_the_end(tokenizer: PreTrainedTokenizerFast) -> None:

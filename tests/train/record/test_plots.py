@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,28 +71,16 @@ def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
     assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "a; then c; then d"
 
 
-def test_each_figure_has_its_panel(tmp_path, monkeypatch):
-    drawn = []
-
-    @contextmanager
-    def drawing(path, rows, **options):
-        drawn.append(pyplot.subplots(rows, 1, squeeze=False)[1])
-        yield Figure(), drawn[-1]
-
-    monkeypatch.setattr("train.record.plots.drawing", drawing)
-    records = [{"step": n, "tokens": 64 * n, "loss": 6.0 - n, "learning_rate": 0.1 * n} for n in (1, 2)]
-    for record in records:
-        record |= {"grad_norm": 2.0 * record["step"], "tokens_per_second": 10.0 * record["step"]}
-    folder = make_run(tmp_path / "a")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    draw([read_history(folder)], tmp_path / "x.png")
-    panels = [row[0] for row in drawn[0]]
-    lines = [axis.lines[0].get_xydata().tolist() for axis in panels]
-    keys = ["loss", "learning_rate", "grad_norm", "tokens_per_second"]
-    assert lines == [[[r["tokens"], r[key]] for r in records] for key in keys]
-    names = ["loss (nats per token)", "learning rate", "gradient norm", "tokens/s"]
-    assert [axis.get_ylabel() for axis in panels] == names
-    assert [axis.get_yscale() for axis in panels] == ["linear", "linear", "log", "linear"]
+def test_each_curve_has_its_panel(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or path.touch())
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    draw([read_history(make_run(tmp_path / "a", lines=2))], tmp_path / "x.png")
+    loss, rate, norm, speed = figures[0].axes
+    lines = [axis.lines[-1].get_xydata().tolist() for axis in (norm, speed)]
+    assert lines == [[[64, 1.0], [128, 1.0]], [[64, 10.0], [128, 20.0]]]
+    assert loss.lines[1].get_xydata().tolist() == [[64, 5.0], [128, 4.0]]
+    assert [axis.get_yscale() for axis in (loss, rate, norm, speed)] == ["linear", "linear", "log", "linear"]
     pyplot.close("all")
 
 
