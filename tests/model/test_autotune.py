@@ -21,7 +21,6 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import attention_errors
-from model.te_reference import quantize
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
@@ -88,27 +87,6 @@ def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
 def test_a_wrong_pattern_is_refused() -> None:
     with pytest.raises(PrecisionError):
         autotune(task_of(precision={"bf16_modules": ["lm_haed"]}), timer=Script(300.0))
-
-
-def test_what_is_timed_as_fp8_runs_fp8_and_what_is_timed_as_bf16_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script, gemms, ran = Script(300.0, 300.0, 300.0), [0], []
-    accumulate = quantize.accumulate
-
-    def counted(a: torch.Tensor, *others: Any, **options: Any) -> Any:
-        gemms[0] += a.dtype in quantize.FP8_MAX
-        return accumulate(a, *others, **options)
-
-    def timer(run: Callable[[], Any]) -> float:
-        gemms[0] = 0
-        ms = script(run)
-        ran.append(gemms[0] > 0)
-        return ms
-
-    monkeypatch.setattr(quantize, "accumulate", counted)
-    autotune(task_of(), timer=timer)
-    assert ran == [True] * 6 + [False] * 6 + [True] * 6
 
 
 def test_fp8_whose_gradients_are_not_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +157,6 @@ def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -
 def test_micro_batches_of_a_step_share_the_fp8_weights(compute: Any, accumulation: int, cycle: int) -> None:
     task = task_of(accumulation=accumulation)
     assert task.cycle(task.resolved(compute)) == cycle
-
-
-def test_no_amax_is_reduced_with_ranks_that_do_not_measure() -> None:
-    task = task_of()
-    assert task.precision.reduce_amax and not task.resolved("fp8").recipe.reduce_amax
 
 
 def test_the_measured_model_is_the_runs() -> None:

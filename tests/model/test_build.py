@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import MistralForCausalLM
 
 from model.build import build_model
 from model.config import ModelConfigError, load_config
@@ -35,18 +33,6 @@ def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_config("tiny").num_hidden_layers == 4
     write_config(tmp_path / "tiny", num_hidden_layers=2)
     assert load_config("tiny").num_hidden_layers == 2
-
-
-@pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str) -> None:
-    config = small_config(tie_word_embeddings=True)
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    precision = Precision(PrecisionConfig(compute="fp32"))
-    model = build_model(config, variant, precision, init_from=str(tmp_path))
-    ids = random_ids(config, 1, 16).to(precision.device)
-    logits = MistralForCausalLM.from_pretrained(tmp_path)(ids.cpu()).logits
-    torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["hf", "torchao"])

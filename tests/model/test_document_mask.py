@@ -2,37 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from model.build import build_model
 from model.config import ModelConfigError
-from model.documents import FEWEST_PIECES, Documents
+from model.documents import FEWEST_PIECES, Documents, random_documents
+from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.state import snapshot_fp8_state
+from model.fp8.state import reset_fp8_state, snapshot_fp8_state
+from model.graphs import ROOM, use_cuda_graphs
 from model.startup_check import attention_errors, check_startup
 from model.te_reference import DotProductAttention
-from tests.conftest import refused, small_config
-from tests.model.document_mask import (
-    FP32,
-    LENGTHS,
-    PIECES,
-    B,
-    T,
-    alone,
-    batch,
-    build,
-    documents_of,
-    gradients,
-    kinds,
-    largest_error,
-    packed,
-    pieces,
-    relative,
-)
+from model.variants import SpeedConfig
+from tests.conftest import random_ids, refused, small_config
+
+B, T = 3, 64
+# Rows of 64 tokens: a document as long as a row; documents of 2 tokens; one that goes on in the next row, which does
+# not see the former; one that ends with a row.
+LENGTHS = [64, 2, 2, 10, 30, 50, 4, 30]
+PIECES = [64, 2, 2, 10, 30, 20, 30, 4, 30]
+FP32 = {"compute": "fp32"}
+# of a small model's gradients against float32; test_document_mask.py holds the CPU reference to it
+BF16_ERROR = 5e-2
+# te_layer with te.TransformerLayer itself, and with the parts of it that this project puts together
+KINDS = {
+    "te_linear": ("te_linear", None),
+    "te_layer": ("te_layer", None),
+    "te_layer_plain": ("te_layer", SpeedConfig.off()),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def documents_of(lengths: list[int], rows: int = B, tokens: int = T) -> Documents:
+    """Of a batch that is the beginning of a stream of documents with these lengths; computed token by token."""
+    in_document = [position for length in lengths for position in range(length)]
+    positions: list[int] = []
+    for index in range(rows * tokens):
+        new = index % tokens == 0 or in_document[index] == 0
+        positions.append(0 if new else positions[-1] + 1)
+    return Documents.of(torch.tensor(positions).view(rows, tokens))
+
+
+def pieces(documents: Documents) -> list[slice]:
+    bounds = documents.cu_seqlens.tolist()
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+
+
+def build(kind: str, window: int | None = None, document_mask: bool = True, **keys: object) -> nn.Module:
+    variant, speed = KINDS[kind]
+    precision = Precision(PrecisionConfig(**keys))
+    config = small_config(sliding_window=window, head_dim=64)
+    model = build_model(config, variant, precision, seed=2, speed=speed, document_mask=document_mask)
+    return model.train()
+
+
+def batch(config: object, rows: int = B, tokens: int = T) -> tuple[Tensor, Tensor]:
+    """input_ids and labels, of which a few are ignored."""
+    ids, labels = random_ids(config, rows, tokens), random_ids(config, rows, tokens, seed=1)
+    labels[:, 5::20] = -100
+    return ids, labels
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def packed(model: nn.Module, documents: Documents) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """(logits [B * T, V], loss, gradients) of one batch."""
+    device = model.precision.device
+    ids, labels = (t.to(device) for t in batch(model.config))
+    with torch.no_grad():
+        logits = model(ids, documents=documents.to(device)).logits
+    model.zero_grad()
+    loss = model(ids, labels=labels, documents=documents.to(device)).loss
+    loss.backward()
+    return logits.flatten(0, 1).float(), float(loss.detach()), gradients(model)
+
+
+def alone(model: nn.Module, documents: Documents) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """The same from a model without a document mask, which gets each piece of a document by itself."""
+    ids, labels = (t.to(model.precision.device).flatten() for t in batch(model.config))
+    count = int((labels != -100).sum())
+    logits = []
+    model.zero_grad()
+    total = 0.0
+    for piece in pieces(documents):
+        reset_fp8_state(model, model.precision)
+        logits.append(model(ids[None, piece]).logits[0])
+        loss = F.cross_entropy(logits[-1].float(), labels[piece], reduction="sum") / count
+        loss.backward()
+        total += float(loss.detach())
+    return torch.cat(logits).detach().float(), total, gradients(model)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def largest_error(ours: tuple, theirs: tuple) -> float:
+    """Of logits and of each gradient."""
+    errors = [relative(ours[2][name], gradient) for name, gradient in theirs[2].items()]
+    return max(relative(ours[0], theirs[0]), *errors)
 
 
 @kinds
@@ -139,3 +217,125 @@ def test_calibration_within_documents() -> None:
         calibrate(model, model.precision, *batch(model.config), 1, documents)
         states.append(snapshot_fp8_state(model, model.precision))
     assert any(not torch.equal(t, states[1][key]) for key, t in states[0].items())
+
+
+backends = pytest.mark.parametrize("backend", ["flash", "fused"])
+
+
+@pytest.fixture
+def attention(backend: str) -> Iterator[str]:
+    """The backend of the test, chosen for its time."""
+    if backend not in te_backend.document_backends():
+        pytest.skip(f"needs {backend} attention within documents, here is {te_backend.document_backends()}")
+    te_backend.choose_attention_backend(backend)
+    yield backend
+    te_backend.choose_attention_backend("auto")
+
+
+@contextmanager
+def deterministic(backend: str) -> Iterator[bool]:
+    """Deterministic kernels where the backend has them. Not around torch's own matrix products, for which cuBLAS would
+    have to be told before its first."""
+    has_them = backend == "flash"
+    torch.use_deterministic_algorithms(has_them)
+    try:
+        yield has_them
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@kinds
+@backends
+@pytest.mark.parametrize("window", [None, 24])
+def test_packed_documents_equal_each_alone_on_the_gpu(
+    kind: str, backend: str, window: int | None, attention: str
+) -> None:
+    """Against the reference in float32, which gets each document by itself."""
+    documents = documents_of(LENGTHS)
+    model = build(kind, window, compute="bf16")
+    ours = packed(model, documents)
+    assert te_backend.attention_backend_in_use(model.precision.te).startswith(attention)
+    theirs = alone(build(kind, window, document_mask=False, backend="reference", **FP32), documents)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-3)
+    assert largest_error(ours, theirs) < BF16_ERROR
+    assert max(attention_errors(model.config, model.precision, document_mask=True)) < 2e-2
+
+
+@pytest.mark.gpu
+@backends
+def test_empty_pieces_change_nothing_on_the_gpu(backend: str, attention: str) -> None:
+    documents = documents_of(LENGTHS)
+    with deterministic(attention) as exactly:
+        model = build("te_layer", compute="bf16")
+        few, many = packed(model, documents), packed(model, documents.padded(8 * documents.pieces))
+    assert largest_error(few, many) < 1e-2
+    if exactly:
+        assert torch.equal(few[0], many[0])
+        assert all(torch.equal(g, many[2][name]) for name, g in few[2].items())
+
+
+@pytest.mark.gpu
+@kinds
+@backends
+@pytest.mark.parametrize("keys", [{"compute": "bf16"}, {"recipe": "delayed"}], ids=["bf16", "delayed"])
+def test_graphs_replay_within_documents(kind: str, backend: str, keys: dict, attention: str) -> None:
+    """Replayed passes equal launched ones, on documents that change; one batch in between has more than the graphs have
+    room for, and is launched."""
+    each = batches_of_documents()
+    with deterministic(attention) as exactly:
+        launched, replayed = (trained(kind, each, graphs, keys) for graphs in (False, True))
+    for a, b in zip(launched, replayed, strict=True):
+        assert max((relative(x, y) for x, y in zip(a, b, strict=True)), default=0) < BF16_ERROR
+        if exactly:
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def batches_of_documents() -> list[Documents]:
+    """Of 4 rows each."""
+    generator = torch.Generator().manual_seed(0)
+    return [random_documents(4, T, mean, generator) for mean in (20, 30, 9, 2, 12)]
+
+
+def test_one_of_these_batches_does_not_fit_in() -> None:
+    room, *others = (documents.pieces for documents in batches_of_documents())
+    assert [pieces <= ROOM * room for pieces in others] == [True, True, False, True]
+
+
+def trained(kind: str, each: list[Documents], graphs: bool, keys: dict) -> list[list[Tensor]]:
+    """Loss and gradients of a pass for each batch, then FP8 state, then logits of an evaluation."""
+    model = build(kind, **keys)
+    device = model.precision.device
+    ids, labels = (t.to(device) for t in batch(model.config, 4 * len(each)))
+    if graphs:
+        use_cuda_graphs(model, model.precision, ids[:4], labels[:4], True, each[0].to(device))
+    found = []
+    for i, documents in enumerate(each):
+        model.zero_grad(set_to_none=True)
+        rows = slice(4 * i, 4 * i + 4)
+        first, within = i % 2 == 0, documents.to(device)
+        loss = model(ids[rows], labels=labels[rows], is_first_microbatch=first, documents=within).loss
+        (loss / 2).backward()
+        found.append([loss.detach(), *gradients(model).values()])
+    # empty histories, of which there are some, have no relative error
+    found.append([t for t in snapshot_fp8_state(model, model.precision).values() if t.any()])
+    with torch.no_grad():
+        found.append([model(ids[:B], documents=documents_of(LENGTHS).to(device)).logits])
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["te_linear", "te_layer"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_fp8_within_documents_on_the_gpu(kind: str, recipe: str) -> None:
+    """FP8 on the GPU is as near to bf16 as the reference's FP8 is."""
+    documents = documents_of(LENGTHS)
+    te_backend.choose_attention_backend(te_backend.document_backends()[0])
+    try:
+        exact = packed(build(kind, compute="bf16"), documents)
+        ours = packed(build(kind, recipe=recipe), documents)
+        reference = packed(build(kind, recipe=recipe, backend="reference"), documents)
+    finally:
+        te_backend.choose_attention_backend("auto")
+    assert relative(ours[0], exact[0]) < 1.5 * relative(reference[0], exact[0])
+    assert largest_error(ours, exact) < 1.5 * largest_error(reference, exact) + 1e-2

@@ -129,24 +129,6 @@ def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPa
         check_startup(model, precision)
 
 
-@pytest.mark.parametrize(("window", "ran"), [(64, (-1, 0)), (40, (39, 0))])
-def test_the_window_is_compared_as_it_runs(
-    monkeypatch: pytest.MonkeyPatch, window: int, ran: tuple[int, int]
-) -> None:
-    """Samples of 64 tokens; an attention that knows no windows is right where they do not reach it, and only there."""
-    model, precision = model_of(sliding_window=window, num_hidden_layers=1)
-    given = []
-
-    class WithoutWindow(precision.te.DotProductAttention):  # type: ignore[misc, name-defined]
-        def forward(self, *qkv: torch.Tensor, window_size: tuple[int, int]) -> torch.Tensor:
-            given.append(window_size)
-            return super().forward(*qkv, window_size=(-1, 0))
-
-    monkeypatch.setattr(precision.te, "DotProductAttention", WithoutWindow)
-    errors = attention_errors(model.config, precision, 64)
-    assert given == [ran] and (max(errors) < 1e-2) == (ran == (-1, 0))
-
-
 @pytest.mark.parametrize("tokens", [256, 300, 520])
 def test_attention_is_compared_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""

@@ -15,12 +15,11 @@ from model.fp8.recipes import PrecisionConfig
 from model.startup_check import StartupCheckError
 from test_fp8.bench_model import BENCHMARK
 from test_fp8.common.cases import Case, Unavailable, select
-from test_fp8.common.options import choose_defaults
 from test_fp8.common.same_model import Conditions, DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.model import bench
 from test_fp8.model import cases as bench_cases
 from test_fp8.model.bench import Series, add_ratios, mean_pass_ms, measure_case
-from test_fp8.model.cases import PRESETS, Setting, chosen_cases
+from test_fp8.model.cases import PRESETS, Setting
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
 from tests.test_fp8.running import report_of
@@ -134,22 +133,6 @@ def test_presets_are_what_the_trainer_takes() -> None:
     assert not any(vars(configured(PRESETS["te_layer_fp8_delayed_off"]).speed).values())
     for patterns in (bench_cases.DEFAULT_ROWS, bench_cases.DEFAULT_STEP_ROWS, bench_cases.CPU_ROWS):
         assert select(patterns, PRESETS, "--rows")
-
-
-def chosen(*words: str) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
-    options = BENCHMARK.options.parse(["--config", "tiny", *words])
-    choose_defaults(options)
-    return chosen_cases(options)
-
-
-def test_cases_have_the_settings_that_are_theirs() -> None:
-    names = ["hf_bf16", "torchao_tensorwise", "te_linear_bf16", "megatron_core_bf16"]
-    words = ["--sdpa", "cudnn", "flash", "--loss", "compiled", "--attention", "fused", "--measure", "step"]
-    found = {
-        case.name: set(settings) for _, case, settings in chosen("--rows", *names, "--step_rows", "*", *words)
-    }
-    theirs, ours = {Setting(2, a, "compiled") for a in ("cudnn", "flash")}, {Setting(2, "fused")}
-    assert found == dict(zip(names, (theirs, theirs, ours, ours), strict=True))
 
 
 def series(name: str, measure: str = "bare", *ms: float) -> Series:

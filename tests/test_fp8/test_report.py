@@ -18,7 +18,7 @@ import torch
 from test_fp8.common import report, timing
 from test_fp8.common.cases import CaseError, parse_cases, select
 from test_fp8.common.folders import make_folder
-from test_fp8.common.launch import Program, run_together
+from test_fp8.common.launch import Program
 from test_fp8.common.options import Options, option, positive, shared
 from train.data.format import read_manifest, verify_shard
 from train.data.stream import open_stream
@@ -116,17 +116,6 @@ def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, t
     program = Program("train/train.py", ["x"], tmp_path / "log", ranks=2, gpus=[0, 2])
     assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7"
     assert program.command()[1:] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py", "x"]
-
-
-@pytest.mark.interpreter
-def test_programs_run_at_the_same_time_and_their_status_is_returned(tmp_path: Path) -> None:
-    scripts = []
-    for name, other in (("a", "b"), ("b", "a")):
-        wait = f"while not os.path.exists('{tmp_path}/{other}'): time.sleep(0.01)"
-        text = f"import os, sys, time\nopen('{tmp_path}/{name}', 'w')\n{wait}\nprint('the end')\nsys.exit(7)"
-        (tmp_path / f"{name}.py").write_text(text)
-        scripts.append(Program(str(tmp_path / f"{name}.py"), [], tmp_path / f"{name}.log"))
-    assert run_together(scripts) == [7, 7] and scripts[0].last_lines() == "the end"
 
 
 BAD_ARGUMENTS = {

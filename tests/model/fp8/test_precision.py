@@ -1,4 +1,4 @@
-"""FP8 is really on, or the run does not start."""
+"""The precision section: which keys go together, and FP8 that is really on, or the run does not start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8 import te_backend
+from model.fp8 import recipes, te_backend
 from model.fp8.gemms import count_gemms
-from model.fp8.precision import Precision, PrecisionError
+from model.fp8.precision import Precision, PrecisionError, first_key
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.startup_check import StartupCheckError, attention_errors, check_startup
+from model.variants import compiles
 from tests.conftest import random_ids, refused, small_config
 
 RECIPES = ["delayed", "current", "block"]
@@ -224,21 +225,6 @@ def test_the_scales_that_te_keeps_of_an_attention_are_left_out(backend: str) -> 
     load_fp8_state(build_model(small_config(), "te_layer", precision), precision, saved)
 
 
-def test_fp8_state_that_is_none_is_named(backend: str) -> None:
-    """Of a model that has not run, whose state is allocated by what is saved."""
-    precision = precision_of(backend)
-    model = build_model(small_config(), "te_layer", precision)
-    module = "model.layers.0.layernorm_mlp"
-    for key in (
-        f"{module}.scaling_fwd.amax_history",
-        f"{module}.scaling.scale",
-        f"{module}.scaling_fwd.margin",
-        "scale",
-    ):
-        with refused(PrecisionError, code="fp8_state", key=key):
-            load_fp8_state(model, precision, {key: torch.ones(1024, 6)})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -279,3 +265,94 @@ def test_the_startup_check_finds_a_wrong_attention(backend: str, monkeypatch: py
     monkeypatch.setattr(precision.te, "DotProductAttention", wrong)
     with refused(StartupCheckError, code="wrong_attention"):
         check_startup(model, precision)
+
+
+# key -> (another value than the default, the recipes that read it)
+KNOBS: dict[str, tuple[Any, str]] = {
+    "fp8_format": ("hybrid", "delayed current block"),
+    "health_steps": (5, "delayed current block"),
+    "margin": (1, "delayed"),
+    "amax_history_len": (4, "delayed"),
+    "amax_compute_algo": ("most_recent", "delayed"),
+    "calibration_passes": (0, "delayed"),
+    "reduce_amax": (False, "delayed"),
+    "power_2_scales": (True, "current block"),
+    "amax_epsilon": (0.1, "current block"),
+    "fast_accumulation_wgrad": (True, "delayed current"),
+}
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_a_key_that_a_recipe_does_not_read_is_refused_and_left_out_of_its_stage(key: str) -> None:
+    value, readers = KNOBS[key]
+    for recipe in recipes.RECIPES:
+        problems = PrecisionConfig(recipe=recipe, **{key: value}).problems()
+        if recipe in readers.split():
+            assert problems == []
+            assert getattr(PrecisionConfig(recipe=recipe, **{key: value}).with_recipe(recipe), key) == value
+        else:
+            assert list(map(first_key, problems)) == [f"precision.{key}"]
+            other = PrecisionConfig(recipe=readers.split()[0], **{key: value}).with_recipe(recipe)
+            assert (other.recipe, getattr(other, key)) == (recipe, getattr(PrecisionConfig(), key))
+    # without FP8 nobody reads it, and nobody minds
+    assert PrecisionConfig(compute="bf16", recipe="rowwise", **{key: value}).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "bytes_"),
+    [
+        ({}, 12),
+        ({"compute": "bf16"}, 12),
+        ({"compute": "fp32"}, 8),
+        ({"optimizer_states": "bf16_remainder"}, 2 + 2 * 2),
+        ({"optimizer_states": "bf16_remainder", "optimizer_moments": "fp32"}, 2 + 2 * 4),
+        ({"optimizer_states": "int8"}, 2 + 2 * (1 + 4 / 256)),
+        ({"optimizer_states": "fp8"}, 2 + 2 * (1 + 4 / 256)),
+    ],
+)
+def test_what_a_parameters_states_take(keys: dict, bytes_: float) -> None:
+    assert PrecisionConfig(**keys).optimizer_bytes == bytes_
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"compute": "fp32", "optimizer_states": "int8"}, "optimizer_states"),
+        ({"compute": "fp16", "gradient_communication": "bf16"}, "gradient_communication"),
+        ({"optimizer_moments": "fp32"}, "optimizer_moments"),
+        ({"optimizer_states": "int8", "optimizer_moments": "fp32"}, "optimizer_moments"),
+        ({"auto": True, "compute": "bf16"}, "auto"),
+        ({"auto": True, "recipe": "rowwise"}, "auto"),
+        ({"on_trouble": "escalate", "health_steps": 0}, "on_trouble"),
+        ({"recipe": "tensorwise", "health_steps": 5}, "health_steps"),
+        ({"compute": "fp32", "gradient_communication": "fp32"}, None),
+        ({"compute": "bf16", "optimizer_states": "fp8", "gradient_communication": "bf16"}, None),
+        ({"optimizer_states": "bf16_remainder", "optimizer_moments": "fp32"}, None),
+        ({"recipe": "rowwise", "backend": "auto"}, None),
+        ({"recipe": "tensorwise", "health_steps": 0, "fp8_head_gradients": False}, None),
+        ({"auto": True, "recipe": "block"}, None),
+        ({"on_trouble": "escalate", "health_steps": 1}, None),
+    ],
+)
+def test_what_goes_together(keys: dict, key: str | None) -> None:
+    problems = PrecisionConfig(**keys).problems()
+    assert list(map(first_key, problems)) == ([f"precision.{key}"] if key else [])
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend", "asked", "compiled"),
+    [
+        ("hf", "reference", None, False),
+        ("hf", "reference", True, True),
+        ("torchao", "reference", None, False),
+        ("torchao", "reference", True, True),
+        ("torchao", "transformer_engine", None, True),
+        ("torchao", "transformer_engine", False, False),
+        ("te_layer", "transformer_engine", None, False),
+    ],
+)
+def test_what_is_compiled_unless_the_user_says_otherwise(
+    variant: str, backend: Any, asked: bool | None, compiled: bool
+) -> None:
+    """torchao where a GPU runs it: there FP8 without torch.compile is slower than bf16."""
+    assert compiles(variant, PrecisionConfig(recipe="rowwise", backend=backend), asked) == compiled

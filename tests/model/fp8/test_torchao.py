@@ -13,10 +13,10 @@ from transformers import MistralForCausalLM
 
 from model.build import build_model
 from model.conversion import to_hf_state_dict
-from model.fp8 import te_backend, torchao_fp8
+from model.fp8 import torchao_fp8
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import StartupCheckError, attention_in_use, backend_in_use, check_startup
+from model.startup_check import StartupCheckError, backend_in_use, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -90,20 +90,6 @@ def test_the_startup_check_finds_a_backward_without_fp8(monkeypatch: pytest.Monk
     with refused(StartupCheckError, code="fp8_gemms") as error:
         check_startup(model, precision)
     assert numbers(error.value) == [14, 26, 28]
-
-
-@pytest.mark.parametrize("variant,keys", [("torchao", {}), ("hf", dict(compute="bf16"))])
-def test_transformer_engine_is_not_needed(monkeypatch: pytest.MonkeyPatch, variant: str, keys: dict) -> None:
-    def missing(name: str) -> None:
-        raise te_backend.BackendError("missing", code="not_installed")
-
-    monkeypatch.setattr(te_backend, "load", missing)
-    precision = precision_of(**keys)
-    model = build(precision, variant)
-    check_startup(model, precision)
-    assert attention_in_use(model, precision) and backend_in_use(model, precision)
-    with refused(PrecisionError, code="not_installed", key="precision.backend"):
-        build(precision_of("delayed"), "te_layer")
 
 
 def test_a_machine_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,76 @@
 """Modules of the reference: what test_te_recorded.py does not compare, and what they refuse."""
 
+import math
+
 import pytest
 import torch
 
 from model import te_reference as te
-from model.te_reference.quantize import dequantize, quantize_current, quantize_per_tensor, scale_from_amax
-from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from model.te_reference.quantize import (
+    amax,
+    dequantize,
+    quantize_blocks,
+    values_of,
+)
+from model.te_reference.recipe import DelayedScaling
+from tests.reliability.launching import run_cases
+
+INF, NAN = math.inf, math.nan
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_values_are_those_of_the_conversion(dtype):
+    """All 256 bytes to the bit, NaN too, in the memory layout that it would have: sums over it keep their order."""
+    data = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(3).view(32, 24)
+    for layout in (data, data.t(), data[:, ::2], data.view(4, 8, 24), data[:0], data[3]):
+        found, expected = values_of(layout), layout.float()
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        assert found.stride() == expected.stride()
+
+
+def test_amax_passes_over_nan_only():
+    for values, largest in (([NAN, -4.0, 3.0], 4), ([NAN, NAN], 0), ([NAN, -INF], INF), ([], 0)):
+        assert amax(torch.tensor(values)) == largest
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+def test_dequantize_recovers_values_on_the_grid_in_every_layout(block):
+    x = torch.randint(-8, 9, (200, 136)).float() * 0.25
+    data, scale_inv = quantize_blocks(x, block, E4M3)
+    assert torch.equal(dequantize(data, scale_inv), x)
+    assert torch.equal(dequantize(data.t(), scale_inv.t()), x.t())
+
+
+def dense_attention(q, k, v, left):
+    """[B, S, N, D] queries, [B, S, K, D] keys and values, `left` keys before each query -> [B, S, N * D]."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
+    scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(q.shape[-1])
+    for i in range(q.shape[1]):
+        for j in range(k.shape[1]):
+            if j > i or i - j > left:
+                scores[:, :, i, j] = -math.inf
+    return torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("window", "left"), [(None, 99), ((-1, 0), 99), ((3, 0), 3), ((0, 0), 0)])
+def test_attention_and_its_gradients_are_those_of_the_dense_masked_softmax(groups, window, left, dtype):
+    torch.manual_seed(0)
+    attention = te.DotProductAttention(4, 8, num_gqa_groups=groups, qkv_format="bshd", window_size=window)
+    inputs = [torch.randn(2, 12, heads, 8).to(dtype).requires_grad_() for heads in (4, groups, groups)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grad = torch.randn(2, 12, 32).to(dtype)
+    out, expected = attention(*inputs), dense_attention(*exact, left)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert out.dtype == dtype
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    pairs = [(out, expected), *((t.grad, e.grad) for t, e in zip(inputs, exact, strict=True))]
+    for actual, right in pairs:
+        assert (actual.double() - right).norm() <= 1.5 * rounding * right.norm() + 1e-5
 
 
 def linear_with(weight):
@@ -13,25 +78,6 @@ def linear_with(weight):
     with torch.no_grad():
         module.weight.copy_(weight)
     return module
-
-
-def test_quantization_options_reach_their_tensors():
-    torch.manual_seed(0)
-    x, weight, grad = torch.randn(64, 128), torch.randn(96, 128), torch.randn(64, 96)
-    recipe, leaf = Float8CurrentScaling(), x.clone().requires_grad_()
-    recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True)
-    recipe.fp8_quant_fwd_weight = QParams(amax_epsilon=100.0)
-    with te.autocast(recipe=recipe):
-        out = linear_with(weight)(leaf)
-    out.backward(grad)
-    scale = scale_from_amax(x.abs().max(), 448.0, power_2_scale=True)
-    x8 = quantize_per_tensor(x, scale, torch.float8_e4m3fn).rows.float() / scale
-    weight8 = quantize_per_tensor(weight, torch.tensor(4.48), torch.float8_e4m3fn).rows.float() / 4.48
-    grad8 = quantize_current(grad, torch.float8_e5m2)
-    torch.testing.assert_close(out, x8 @ weight8.T, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(
-        leaf.grad, dequantize(grad8.rows, grad8.rows_scale_inv) @ weight8, rtol=1e-5, atol=1e-4
-    )
 
 
 def test_without_fp8_a_product_and_its_gradients_are_rounded_once():
@@ -85,3 +131,23 @@ def test_shapes_that_fp8_gemms_take(shape, outputs, training, fits):
 def test_arguments_without_an_implementation_are_refused(make):
     with pytest.raises((ValueError, TypeError)):
         make()
+
+
+def test_conversion_to_bfloat16_keeps_the_state_in_float32():
+    """DeepSpeed calls module.bfloat16()."""
+    module, x = te.Linear(32, 48, bias=False), torch.randn(16, 32)
+    with te.autocast(recipe=DelayedScaling()):
+        module(x).sum().backward()
+    module.bfloat16()
+    assert module.fp8_meta["scaling_fwd"].scale.dtype == torch.float32
+    with te.autocast(recipe=DelayedScaling()):
+        assert module(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.process
+def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
+    (ranks,) = run_cases(tmp_path / "ranks", [(2, "reduce_amaxes", {})])
+    for rank, (reduced, own) in enumerate(ranks):
+        # one reduction for the forward tensors of both modules, one for the backward
+        assert reduced == {"calls": [6, 4], "scales": [448 / 2, 57344 / 2]}
+        assert own == {"calls": [], "scales": [448 / (1 + rank), 57344 / (1 + rank)]}

@@ -1,0 +1,406 @@
+"""model/fused: the Triton kernels against torch, float64 and the reference, on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.fp8 import te_backend
+from model.fp8.health import TOTALS, measure
+from model.fp8.precision import Precision
+from model.fp8.quantizers import Source
+from model.fp8.recipes import PrecisionConfig
+from model.modeling_mistral_fp8_trans import split_and_rotate
+from model.te_reference.quantize import dequantize, quantize_blocks
+from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+pytestmark = pytest.mark.gpu
+
+
+def check_sum_by_row(
+    kernel: Callable[..., torch.Tensor], device: str, ids: list[int], V: int, H: int, dtype: torch.dtype
+) -> None:
+    """Against float64, each sum within the order of its additions and one rounding; ids that occur in order, out of it,
+    within one program and over many; the same twice."""
+    gradient = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1))
+    gradient, places = gradient.to(device, dtype), torch.tensor(ids, dtype=torch.int64, device=device)
+    ours = kernel(gradient, places, V)
+    assert ours.shape == (V, H) and ours.dtype == dtype
+    exact = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(0, places, gradient.double())
+    allowed = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(
+        0, places, gradient.double().abs()
+    )
+    error = (ours.double() - exact).abs()
+    assert bool((error <= exact.abs() * torch.finfo(dtype).eps / 2 + allowed * 1e-6).all())
+    assert torch.equal(ours, kernel(gradient, places, V))
+
+
+def many_ids(M: int, V: int, kind: str) -> list[int]:
+    generator = torch.Generator().manual_seed(M)
+    if kind == "one":
+        return [V - 1] * M
+    if kind == "few":  # each over several programs, ends at and beside their borders
+        return torch.randint(3, (M,), generator=generator).tolist()
+    if kind == "borders":
+        return [at // 16 for at in range(M)]
+    return torch.randint(V, (M,), generator=generator).tolist()
+
+
+SUMS = [
+    (1, 5, 3, "many"), (32, 4, 8, "one"), (33, 4, 8, "one"), (97, 4, 8, "one"), (200, 7, 520, "few"),
+    (128, 9, 16, "borders"), (139, 9, 16, "borders"), (150, 40, 48, "many"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("M", "V", "H", "kind"), SUMS)
+def test_the_embeddings_gradient_is_exact(
+    fused: Callable, device: str, M: int, V: int, H: int, kind: str, dtype: torch.dtype
+) -> None:
+    check_sum_by_row(fused("embedding").sum_by_row, device, many_ids(M, V, kind), V, H, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("M", "V", "H", "kind"), [(32768, 32000, 2048, "many"), (32768, 64, 512, "one")])
+def test_the_gradient_of_large_embeddings_is_exact(
+    M: int, V: int, H: int, kind: str, dtype: torch.dtype
+) -> None:
+    kernel = importlib.import_module("model.fused.embedding").sum_by_row
+    check_sum_by_row(kernel, "cuda", many_ids(M, V, kind), V, H, dtype)
+
+
+def test_the_embedding_is_torchs(fused: Callable, device: str) -> None:
+    ids, weight = (
+        torch.tensor([[2, 1, 2]], device=device),
+        torch.randn(4, 8, device=device, requires_grad=True),
+    )
+    upstream = torch.randn(1, 3, 8, device=device)
+    ours, theirs = (f(ids, weight) for f in (fused("embedding").embedding, nn.functional.embedding))
+    assert torch.equal(ours, theirs)
+    gradients = [torch.autograd.grad(out, weight, upstream)[0] for out in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].any()
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+BEYOND = {E4M3: 464.0, E5M2: 61440.0}
+# Several blocks by rows and by columns, at whose edges there is less; a gate that ends within a tile, and at its end.
+SHAPES = [(70, 200), (33, 512)]
+CASES = [
+    (kind, rounded, dtype, tiles)
+    for kind, rounded, dtype in [
+        ("matrix", False, E4M3), ("matrix", False, E5M2), ("norm", False, E4M3), ("norm", True, E4M3),
+        ("swiglu", False, E4M3), ("swiglu", True, E5M2), ("swiglu_gradient", False, E5M2),
+        ("swiglu_gradient", True, E4M3), ("loss_gradient", True, E4M3),
+    ]
+    for tiles in ((0, 0), (1, 128), (128, 128))
+]  # fmt: skip
+
+
+def source_and_matrix(kind: str, rounded: bool, M: int, N: int, device: str) -> tuple[Source, Tensor]:
+    """A source, and in float64 what it stands for."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        x = torch.randn(*shape, generator=generator)
+        return (x * torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator).exp()).bfloat16()
+
+    parts: tuple[Tensor, ...]
+    if kind == "matrix":
+        parts = (random(M, N),)
+        parts[0][3, 5:9] = 0
+        exact = parts[0].double()
+    elif kind == "norm":
+        x, weight = random(M, N), 1 + random(1, N)[0] / 8
+        inverse_rms = torch.rsqrt(x.double().square().mean(-1) + 1e-5).float()
+        parts, exact = (x, inverse_rms, weight), x.double() * inverse_rms.double()[:, None] * weight.double()
+    elif kind == "swiglu":
+        parts = (random(M, 2 * N),)
+        gate, up = parts[0].double().chunk(2, -1)
+        exact = F.silu(gate) * up
+    elif kind == "loss_gradient":
+        logits, labels = (
+            (3 * random(M, N).float().clamp(-3, 3)).bfloat16(),
+            torch.randint(N, (M,), generator=generator),
+        )
+        labels[::5] = -100
+        wide = logits.double()
+        largest, counted, upstream = wide.max(1).values, (labels != -100).sum(), torch.tensor(0.125)
+        stats = torch.stack([largest, (wide - largest[:, None]).exp().sum(1)], 1).float()
+        parts = logits, labels, stats, counted, upstream
+        leaf = wide.requires_grad_()
+        loss = F.cross_entropy(leaf, labels, ignore_index=-100) * upstream
+        (exact,) = torch.autograd.grad(loss, leaf)
+    else:
+        parts = random(M, N), random(M, N // 2)
+        leaf = parts[0].double().requires_grad_()
+        gate, up = leaf.chunk(2, -1)
+        (exact,) = torch.autograd.grad(F.silu(gate) * up, leaf, parts[1].double())
+    exact = exact.bfloat16().double() if rounded else exact
+    return Source(kind, tuple(part.to(device) for part in parts), rounded), exact
+
+
+def quantized(exact: Tensor, dtype: torch.dtype, tiles: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes and inverse scales; one scale for all is such that some elements are cut and some are lost."""
+    if tiles != (0, 0):
+        return quantize_blocks(exact.float(), tiles, dtype)
+    scale = LARGEST[dtype] / float(exact.abs().max()) * 1.5
+    scale = scale / 2**9 if dtype == E4M3 else scale
+    scaled = (exact.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.to(dtype), torch.tensor(1 / scale, dtype=torch.float32)
+
+
+def expected_totals(exact: Tensor, codes: Tensor, scale_inv: Tensor, moments: bool) -> list[float]:
+    """TOTALS in float64."""
+    one = torch.ones_like(codes.float()).to(codes.dtype)
+    inverse = scale_inv.double() if scale_inv.dim() == 0 else dequantize(one, scale_inv).double()
+    ratio, q = exact.abs() / inverse, codes.float().double()
+    powers = [float((exact**power).sum()) * moments for power in (1, 3, 4)]
+    return [
+        int((exact != 0).sum()),
+        int((q != 0).sum()),
+        int((ratio > BEYOND[codes.dtype]).sum()),
+        float((q * inverse - exact).square().sum()),
+        float(exact.square().sum()),
+        *powers,
+        exact.numel(),
+        float(ratio.max() / LARGEST[codes.dtype]),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
+def test_the_sums_are_those_of_float64(
+    device: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
+) -> None:
+    for shape, moments in product(SHAPES, (True, False)):
+        source, exact = source_and_matrix(kind, rounded, *shape, device)
+        codes, scale_inv = quantized(exact, dtype, tiles)
+        found = measure(source, codes.to(device), scale_inv.to(device), moments).tolist()
+        expected = expected_totals(exact, codes, scale_inv, moments)
+        if tiles == (0, 0):
+            assert expected[1] < expected[0] or expected[2]  # some are lost, or cut
+        # what rounds in float32 first may come to the other side of a limit, or of a step of bf16
+        slack = 0 if kind == "matrix" else 2
+        sizes = {f"x{power}": float(exact.abs().pow(power).sum()) for power in (1, 3, 4)}
+        for what, ours, theirs in zip(TOTALS, found, expected, strict=True):
+            if what in ("nonzero", "kept", "saturated", "elements"):
+                assert abs(ours - theirs) <= slack, (shape, what)
+            else:  # odd powers cancel: against the sum of magnitudes
+                allowed = sizes[what] * 1e-5 if what in sizes else abs(theirs) * 1e-4
+                assert abs(ours - theirs) <= allowed, (shape, what)
+
+
+def test_memory_in_another_order_makes_no_difference() -> None:
+    """A matrix that is a part of rows, codes that are a transpose, scales that lie by columns."""
+    x = torch.randn(160, 512, device="cuda").bfloat16()
+    codes, scale_inv = (t.cuda() for t in quantize_blocks(x.cpu()[:, :256].contiguous(), (1, 128), E4M3))
+    plain = measure(Source("matrix", (x[:, :256].contiguous(),)), codes, scale_inv, True)
+    turned = codes.view(torch.uint8).t().contiguous().t().view(E4M3)
+    by_columns = scale_inv.t().contiguous().t()
+    assert not turned.is_contiguous() and not by_columns.is_contiguous()
+    assert torch.equal(measure(Source("matrix", (x[:, :256],)), turned, by_columns, True), plain)
+
+
+def test_what_is_not_finite_is_not_hidden(device: str) -> None:
+    codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device=device).to(E4M3)
+    for second, beyond in ((math.nan, math.isnan), (2.0, math.isinf)):
+        x = torch.tensor([[1.0, second, math.inf, 0.0]], device=device)
+        found = measure(Source("matrix", (x,)), codes, torch.ones((), device=device), False)
+        of = dict(zip(TOTALS, found.tolist(), strict=True))
+        assert [of[what] for what in ("nonzero", "kept", "saturated", "elements")] == [3, 3, 1, 4]
+        assert beyond(of["x2"]) and beyond(of["range"]) and math.isnan(of["error2"])
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,D,tokens",
+    [(32, 8, 64, 256), (8, 2, 16, 40), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)],
+)
+def test_split_and_rotate_equals_the_reference(
+    fused: Callable, device: str, heads: int, kv_heads: int, D: int, tokens: int
+) -> None:
+    kernel = fused("qkv_rope").split_and_rotate
+    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
+    torch.manual_seed(0)
+    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device=device, dtype=torch.bfloat16)
+    results = []
+    for function in (kernel, partial(split_and_rotate, apply_rotary_pos_emb)):
+        leaf = packed.clone().requires_grad_()
+        parts = function(leaf, freqs, heads, kv_heads)
+        assert [tuple(p.shape) for p in parts] == [(2, tokens, n, D) for n in (heads, kv_heads, kv_heads)]
+        assert all(p.is_contiguous() for p in parts)
+        turned = [p.transpose(1, 2) for p in parts]  # as attention's gradients are not contiguous either
+        weights = [torch.linspace(-1, 1, p.numel(), device=device).view(p.shape) for p in turned]
+        sum((p.float() * w).sum() for p, w in zip(turned, weights, strict=True)).backward()
+        results.append([*parts, leaf.grad])
+    for ours, theirs in zip(*results, strict=True):
+        # the same float32 arithmetic but for the last bit of sine and cosine, then one rounding to bf16
+        torch.testing.assert_close(ours, theirs, rtol=8e-3, atol=1e-2)
+        assert float((ours == theirs).float().mean()) > 0.999
+    assert torch.equal(results[0][2], results[1][2])  # v is only moved
+
+
+@pytest.mark.parametrize("heads,D,tokens", [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)])
+def test_rotate_equals_the_reference(fused: Callable, device: str, heads: int, D: int, tokens: int) -> None:
+    kernel = fused("qkv_rope").rotate
+    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
+    torch.manual_seed(0)
+    # neither x nor the gradient is contiguous
+    x, upstream = (torch.randn(2, heads, tokens, D, device=device).bfloat16().transpose(1, 2) for _ in "ab")
+    leaves = [x.detach().requires_grad_() for _ in "ab"]
+    ours, theirs = kernel(leaves[0], freqs), apply_rotary_pos_emb(leaves[1], freqs, "bshd", fused=True)
+    gradients = [
+        torch.autograd.grad(y, leaf, upstream) for y, leaf in zip((ours, theirs), leaves, strict=True)
+    ]
+    assert ours.is_contiguous() and ours.shape == x.shape
+    for a, b in ((ours, theirs), (gradients[0][0], gradients[1][0])):
+        torch.testing.assert_close(a, b, rtol=8e-3, atol=1e-2)
+        assert float((a == b).float().mean()) > 0.999
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 80), (1, 1024), (4, 257)])
+def test_swiglu_equals_torch(fused: Callable, device: str, shape: tuple[int, ...]) -> None:
+    kernel = fused("swiglu").swiglu
+    torch.manual_seed(0)
+    gate, up, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) * 3 for _ in range(3))
+    # none is contiguous: another order of dimensions, a part of each row, each second value
+    parts = gate.mT.contiguous().mT, torch.cat([up, dy], -1)[..., : shape[-1]]
+    leaves, strided = [t.detach().requires_grad_() for t in parts], dy.repeat_interleave(2, -1)[..., ::2]
+    exact = [t.float().requires_grad_() for t in (gate, up)]
+    out, wide = kernel(*leaves), nn.functional.silu(exact[0]) * exact[1]
+    results = [out, *torch.autograd.grad(out, leaves, strided)]
+    for ours, theirs in zip(results, [wide, *torch.autograd.grad(wide, exact, dy.float())], strict=True):
+        assert ours.shape == theirs.shape
+        # float32 up to the order of its roundings, then one to bf16
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-6)
+
+
+def check_fp8_swiglu(
+    swiglu: Callable[..., Any], dswiglu: Callable[..., Any], quantizer: Callable[[float], Any], M: int, F: int
+) -> None:
+    """Against float64: each value within half a step of FP8, the neighbour's code in a thousandth at most (float32's
+    rounding); the transposed bytes are those of the rows; largest value and inverse scale as they have to be."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    x, above = (torch.randn(2, M, w, generator=generator).bfloat16().to(device) for w in (2 * F, F))
+    leaf = x.double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    y = nn.functional.silu(gate) * up
+    exact = (y.detach(), torch.autograd.grad(y, leaf, above.double())[0])
+    for call, expected, turned in ((swiglu, exact[0], False), (dswiglu, exact[1], True)):
+        largest = float(expected.abs().max())
+        maker = quantizer(400.0 / largest)
+        made = call(x, maker) if call is swiglu else call(above, x, maker)
+        dtype = torch.float8_e4m3fn if maker.dtype.name == "kFloat8E4M3" else torch.float8_e5m2
+        codes = made._data.view(dtype)
+        assert codes.shape == expected.shape
+        assert made._scale_inv.item() == (1 / maker.scale).item()
+        assert maker.amax.item() == pytest.approx(largest, rel=1e-6)
+        scaled = expected * maker.scale.double()
+        step, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+        assert bool(
+            ((codes.double() - scaled).abs() <= scaled.abs().clamp(min=smallest) * step * 0.501).all()
+        )
+        others = int((codes.float() != scaled.float().to(dtype).float()).sum())
+        assert others <= max(1, codes.numel() // 1000)
+        if turned:
+            assert not made._transpose_invalid
+            assert torch.equal(made._transpose.flatten(1), made._data.flatten(0, 1).t())
+        else:
+            assert made._transpose is None
+
+
+FP8_SWIGLU = [(16, 80), (4, 16), (36, 48), (136, 1040)]
+
+
+def te_kernels() -> Any:
+    te_backend.load()  # makes it importable
+    return importlib.import_module("transformer_engine_torch")
+
+
+def of_format(name: str, scale: float) -> Any:
+    """Transformer Engine's quantizer of delayed scaling."""
+    kernels = te_kernels()
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    scales, amax = torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda")
+    return tensors.Float8Quantizer(scales, amax, getattr(kernels.DType, f"kFloat8{name}"))
+
+
+def delayed_swiglu() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward with cast, from where LayerNormMLP takes them."""
+    te_backend.load()  # registers the activation
+    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    forward, _, cast = module._get_act_func_supported_list(Precision(PrecisionConfig()).recipe)[
+        te_backend.FUSED_SWIGLU
+    ]
+    return forward, lambda above, x, quantizer: cast(above, x, quantizer)[1]
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+@pytest.mark.parametrize(("M", "F"), [*FP8_SWIGLU, (4096, 5632)])
+def test_swiglu_in_fp8_is_exact_on_the_gpu(M: int, F: int, name: str) -> None:
+    check_fp8_swiglu(*delayed_swiglu(), partial(of_format, name), M, F)
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> None:
+    """Beyond the largest value that one, both ways; NaN stays NaN and is no largest value; infinities as theirs."""
+    kernels = te_kernels()
+    swiglu, dswiglu = delayed_swiglu()
+    torch.manual_seed(0)
+    x = torch.randn(272, 2 * 208, device="cuda").bfloat16()
+    above = torch.randn(272, 208, device="cuda").bfloat16()
+    x[3, 7], x[5, 300], above[9, 11] = float("nan"), float("inf"), float("-inf")
+    dtype, largest = (torch.float8_e4m3fn, 448.0) if name == "E4M3" else (torch.float8_e5m2, 57344.0)
+    for ours, theirs, arguments in ((swiglu, kernels.swiglu, (x,)), (dswiglu, kernels.dswiglu, (above, x))):
+        quantizers = [of_format(name, largest) for _ in range(2)]
+        made, wanted = ours(*arguments, quantizers[0]), theirs(*arguments, quantizers[1])
+        codes, others = (t._data.view(dtype).float() for t in (made, wanted))
+        assert int((codes.abs() == largest).sum()) > codes.numel() // 50
+        assert torch.equal(codes.isnan(), others.isnan()) and 0 < int(codes.isnan().sum()) < 10
+        same = codes.nan_to_num() == others.nan_to_num()
+        assert float(same.float().mean()) > 0.999
+        counts = [int((t.abs() == largest).sum()) for t in (codes, others)]
+        assert abs(counts[0] - counts[1]) <= codes.numel() // 1000
+        assert quantizers[0].amax.item() == quantizers[1].amax.item() == float("inf")
+    assert torch.equal(made._transpose, made._data.t())
+
+
+def test_the_gradient_of_swiglu_is_cast_once() -> None:
+    """The fused cast is nearer to float32 than the way over bf16."""
+    kernels = te_kernels()
+    torch.manual_seed(0)
+    x = torch.randn(96, 2 * 80, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(96, 80, device="cuda", dtype=torch.bfloat16)
+    a, b = (t.float().requires_grad_() for t in x.chunk(2, dim=1))
+    exact = torch.cat(torch.autograd.grad(nn.functional.silu(a) * b, (a, b), dy.float()), dim=1)
+    once = delayed_swiglu()[1](dy, x, of_format("E5M2", 2000.0))
+    _, twice = kernels.bgrad_quantize(kernels.dswiglu(dy, x, None), of_format("E5M2", 2000.0))
+    errors = [float((made.dequantize().float() - exact).norm() / exact.norm()) for made in (once, twice)]
+    assert errors[0] <= errors[1] * 1.001 <= 0.1
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+def test_wrong_kernels_are_found_before_they_are_used(
+    fused: Callable, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = fused("swiglu_fp8")
+    dswiglu = module.dswiglu
+    assert module.works(of_format(name, 16.0))
+
+    def miscompiled(above: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
+        made = dswiglu(above, x, quantizer)
+        made._transpose[-1, -1] ^= 1
+        return made
+
+    monkeypatch.setattr(module, "dswiglu", miscompiled)
+    assert not module.works(of_format(name, 16.0))

@@ -1,0 +1,228 @@
+"""The smaller benchmarks of test_fp8: their figures, and the programs as they are run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.errors import UserError
+from test_fp8 import bench_scaling
+from test_fp8.bench_decode import BENCHMARK as DECODING
+from test_fp8.bench_scaling import BENCHMARK as SCALING
+from test_fp8.bench_scaling import make_programs, summarize
+from test_fp8.common.cases import Case
+from test_fp8.compare_gradients import BENCHMARK as GRADIENTS
+from test_fp8.model import gradients
+from test_fp8.model.saves import share_lost
+from test_fp8.zero_matrix import BENCHMARK as ZERO_MATRIX
+from test_fp8.zero_matrix import compare_runs, make_data, matrix, training_settings
+from tests.model.fp8.test_gemms import without_fp8
+from tests.reliability.launching import launch
+from tests.test_fp8.running import report_of
+from train.config.load import build_arguments
+from train.preflight.check import check
+
+SMALL_DECODING = [
+    "--batches",
+    "1",
+    "3",
+    "--prompt",
+    "4",
+    "--cache",
+    "8",
+    "--rounds",
+    "1",
+    "--transformers_batches",
+]
+
+
+def test_a_report_with_both_precisions(tmp_path: Path) -> None:
+    prefill = ["--prefill_batch", "2", "--prefill_length", "16"]
+    report = report_of(DECODING, tmp_path, *SMALL_DECODING, *prefill)
+    found = [(r["what"], r["row"], r["batch"]) for r in report["results"]]
+    decoding = [("decode", row, batch) for batch in (1, 3) for row in ("fp8", "bf16")]
+    rest = [("prefill", "fp8", 2), ("prefill", "bf16", 2)]
+    assert found == [*decoding, *rest]
+    fp8, bf16 = report["results"][2:4]
+    assert fp8["tokens_per_s"] == pytest.approx(3 / (fp8["ms"] / 1000))
+    assert (
+        fp8["to_bf16"] == pytest.approx(fp8["tokens_per_s"] / bf16["tokens_per_s"]) and bf16["to_bf16"] == 1
+    )
+    assert fp8["weights_gib"] < bf16["weights_gib"]
+    assert "--batches 1 3" in report["command"]
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    assert DECODING.main(["--prompt", "8", "--cache", "8"]) == 2
+    assert DECODING.main(["--prefill_length", "1000000"]) == 2
+
+
+def test_the_first_saves_do_not_count() -> None:
+    saves = [
+        (True, True, 9.0),
+        (False, True, 1.0),
+        (True, False, 0.2),
+        (True, False, 0.4),
+        (False, False, 3.0),
+    ]
+    results = [{"background": b, "first": f, "lost_s": s} for b, f, s in saves]
+    assert share_lost(results) == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_saves(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "save.json")]
+    (tmp_path / "disk").mkdir()
+    done = launch(2, "test_fp8/bench_save.py", *options, TMPDIR=str(tmp_path / "disk"))
+    assert done.returncode == 0
+    written = json.loads((tmp_path / "save.json").read_text())
+    assert written["ranks"] == 2 and isinstance(written["lost"], float)
+    kinds = [(r["background"], r["first"]) for r in written["results"]]
+    assert kinds == [(False, True), (True, True), (False, False), (True, False)]
+    for r in written["results"]:
+        assert 0 < r["begin_s"] <= r["waited_s"] + 0.01 and r["gigabytes"] > 0.001
+        assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
+        assert not r["steps_during_s"] or r["background"], "a blocking save is over when training goes on"
+    assert not list((tmp_path / "disk").iterdir()), "the checkpoints are gone"
+
+
+SMALL_SCALING = "--config tiny --seq_length 16 --accumulation 1 --stages 1 --precisions bf16".split()
+
+
+def of_gpus(*speeds: float) -> list[dict[str, Any]]:
+    """What bench_model.py measured on GPUs at the same time."""
+    found = {"allocated_gib": 3.0, "attention": "flash", "proof": []}
+    return [{"tokens_per_second": speed, **found} for speed in speeds]
+
+
+def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
+    alone = summarize([of_gpus(100.0, 90.0, 110.0, 1000.0)], 1, [])
+    assert alone["alone"] == [100, 90, 110, 1000] and alone["tokens_per_second"] == 325
+    two = summarize([of_gpus(170.0), of_gpus(182.0)], 2, alone["alone"])
+    assert two["tokens_per_second"] == 176 and two["rounds"] == [[170, 182]] and two["peak_gib"] == 3
+    assert two["share_of_alone"] == pytest.approx(176 / 190)
+    on_a_cpu = summarize([of_gpus(150.0)], 2, [100.0])
+    assert on_a_cpu["share_of_alone"] == pytest.approx(0.75), "one rank stands for each"
+    assert "share_of_alone" not in summarize([of_gpus(10.0)], 2, [])
+    assert summarize([of_gpus(1.0), [{"reason": "why"}]], 1, []) == {"reason": "why"}
+
+
+def test_one_gpu_is_measured_on_each_at_the_same_time(tmp_path: Path) -> None:
+    options = SCALING.options.parse([*SMALL_SCALING, "--gpus", "1", "3"])
+    started = [make_programs(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
+    assert [[program.gpus for program in programs] for programs in started] == [
+        [[0], [1], [2]],
+        [[0, 1, 2]],
+    ]
+    assert len({program.log for program in started[0]}) == 3
+
+
+@pytest.mark.parametrize(
+    "words", [["--stages"], ["--row", "mine", "max_steps=3"], ["--row", "f", "optim=sgd"]]
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_scaling, "run_together", lambda *_: pytest.fail("a process was started"))
+    assert SCALING.main([*SMALL_SCALING, *words]) == 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    one, two = report_of(SCALING, tmp_path, *SMALL_SCALING, "--gpus", "1", "2")["results"]
+    assert (one["step_tokens"], two["step_tokens"]) == (32, 64)
+    assert two["share_of_alone"] == pytest.approx(two["tokens_per_second"] / (2 * one["tokens_per_second"]))
+
+
+SMALL_GRADIENTS = ["--batches", "2", "--micro_batch", "1", "--seq_length", "32"]
+
+
+def test_figures_of_a_gradient_that_is_too_short() -> None:
+    torch.manual_seed(0)
+    exact = [{"a": torch.randn(8, 8), "b": torch.randn(8)} for _ in range(3)]
+    short = [{name: 0.9 * g for name, g in batch.items()} for batch in exact]
+    found = gradients.compare("short", short, exact)
+    errors = [found[key] for key in ("error_of_batch", "error_of_sum", "worst")]
+    assert errors == pytest.approx([0.1] * 3, rel=1e-5) and found["along"] == pytest.approx(0.9, rel=1e-5)
+    assert found["worst_matrix"] == "a", "the only matrix"
+
+
+def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fp8(monkeypatch, "nn")
+    assert GRADIENTS.main(["--rows", "bf16", *SMALL_GRADIENTS]) == 0
+    assert GRADIENTS.main(["--rows", "block", *SMALL_GRADIENTS]) == 2
+
+
+def test_gradients(tmp_path: Path) -> None:
+    bf16, fp8 = report_of(GRADIENTS, tmp_path, "--rows", "bf16", "current_e4m3", *SMALL_GRADIENTS)["results"]
+    assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
+    assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
+
+
+TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
+
+
+def steps(losses: list[float], norms: list[float]) -> list[dict]:
+    return [
+        {"step": i, "tokens": i * 10, "loss": a, "grad_norm": b}
+        for i, (a, b) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "beyond"),
+    [
+        ([4, 3.999], [1, 1.009], []),
+        ([4, 4.005], [1, 1], ["loss"]),
+        ([4, 4], [1, 0.98], ["grad_norm"]),
+        ([4, 4], [1.002, 1], ["first_grad_norm"]),
+        ([4, 4], [2, 2], ["grad_norm", "first_grad_norm"]),
+        ([4, math.nan], [1, 1], ["loss"]),
+        ([4], [1], ["steps"]),
+        ([], [], ["steps"]),
+    ],
+)
+def test_what_is_beyond_the_tolerance(losses: list[float], norms: list[float], beyond: list[str]) -> None:
+    found = compare_runs(steps(losses, norms), steps([4, 4], [1, 1]), TOLERANCE)
+    assert [part.partition(":")[0] for part in found.get("why", "").split("; ") if part] == beyond
+    if not beyond:
+        assert found["loss_difference"] == pytest.approx(0.001 / 4) and found["loss_one_rank"] == [4, 4]
+        assert (
+            found["grad_norm_difference"] == pytest.approx(0.009) and found["first_grad_norm_difference"] == 0
+        )
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    data, refused = make_data(tmp_path / "data"), []
+    cases = {case.name: case for case in matrix()}
+    assert len(cases) == len(list(matrix()))
+    for case in cases.values():
+        try:
+            check(build_arguments(training_settings(case, 2, 2, data)), 2, 2, [])
+        except UserError:
+            refused.append(case.name)
+    plain = {name for name in refused if name.count("-") == 2 or name.endswith("-recompute")}
+    kinds = [f"{kind}{again}" for kind in ("hf-fp8", "torchao-bf16") for again in ("", "-recompute")]
+    assert plain == {f"zero{stage}-{kind}" for stage in range(4) for kind in kinds}
+    stages = {
+        key: "".join(sorted(name[4] for name in refused if key in name))
+        for key in ("muon", "states_int8", "offload", "quantized")
+    }
+    assert stages == {"muon": "23", "states_int8": "023", "offload": "00112233", "quantized": "0123"}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("forked")
+def test_cases_are_trained_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rows = ["zero3-te_linear-fp8", "zero3-te_layer-fp8-optim_muon"]
+    report = report_of(ZERO_MATRIX, tmp_path, "--steps", "2", "--rows", *rows)
+    assert [r["outcome"] for r in report["results"]] == ["equal", "refused"]
