@@ -24,7 +24,7 @@ from train.prepare.tally import Stage
 PROGRAM = str(ROOT / "train/prepare_data.py")
 
 
-OPTIONS = {"tasks": 8, "shard_tokens": 20_000, "eval_fraction": 0.1}
+OPTIONS = {"tasks": 8, "shard_tokens": 20_000, "eval_fraction": 0.1, "shuffle_seed": 7}
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable
@@ -117,7 +116,7 @@ def test_lengths_at_the_edges_of_bins():
     assert histogram_table(total).count("\n") == 6 and histogram_table(0 * total)
 
 
-@pytest.mark.parametrize("split, seq_length", [("train", 512), ("train", 4000), ("eval", 100), ("train", 10)])
+@pytest.mark.parametrize("split, seq_length", [("train", 512), ("eval", 100), ("train", 10), ("eval", 10**6)])
 def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, split, seq_length):
     documents = documents_of(data, split)
     stream = [token for document in documents for token in document]
@@ -126,6 +125,7 @@ def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, 
     model = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer" / "tokenizer.model"))
     status, output, errors = run(data, "--samples", 3, "--seq_length", seq_length, "--split", split)
     assert (status, errors) == (0, "")
+    seq_length = min(seq_length, len(stream) - 1)  # one sample of a short split
     samples = samples_in(output)
     assert len(samples) == min(3, (len(stream) - 1) // seq_length)
     whole_documents = 0
@@ -160,15 +160,6 @@ def test_samples_follow_the_seed_and_do_not_repeat(data, run):
     assert sorted(map(number, every)) == list(range((total - 1) // 200))
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_of_a_short_split_there_is_one_sample(data, run, split):
-    tokens = read_manifest(data).split_tokens(split)
-    status, output, errors = run(data, "--verify", "--seq_length", 10**6, "--split", split)
-    assert (status, errors) == (0, "")
-    ((header, _),) = samples_in(output)
-    assert header[0].endswith(f"window 0 of 1, {split} tokens 0 to {tokens - 2:,}")
-
-
 def test_data_for_evaluation_alone_and_data_without_two_tokens_pass(tmp_path, prepare, run):
     path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(5))
     assert prepare(tmp_path / "out", path, eval_fraction=1) == 0
@@ -194,68 +185,44 @@ def test_special_ids_in_the_middle_and_control_characters_are_visible(tmp_path, 
     assert len(first) == 1 and first[0].index("<EOS>") == 2  # <BOS>, text, <EOS>, text
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 2)
+def plus(place: int, number: int) -> Callable[[np.ndarray], np.ndarray]:
+    def change(values: np.ndarray) -> np.ndarray:
+        values[place] += number
+        return values
+
+    return change
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def widen(path: Path) -> None:
-    np.fromfile(path, "<u2").astype("<u4").tofile(path)
-
-
-def swap_ends(path: Path) -> None:
-    ends = np.fromfile(path, "<u8")
-    ends[[3, 4]] = ends[[4, 3]]
-    ends.tofile(path)
-
-
-def move_last_end(path: Path) -> None:
-    ends = np.fromfile(path, "<u8")
-    ends[-1] += 1
-    ends.tofile(path)
-
-
-def move_an_end(path: Path) -> None:
-    ends = np.fromfile(path, "<u8")
-    ends[2] += 1  # still increasing
-    ends.tofile(path)
-
-
-def beyond_vocabulary(path: Path) -> None:
-    tokens = np.fromfile(path, "<u2")
-    tokens[7] = 400
-    tokens.tofile(path)
-
-
-DAMAGES = {  # what is done to which file, the code, whether it shows without --verify
-    "truncated": (truncate, "", "wrong_size", True),
-    "bit-flipped": (flip_bit, "", "wrong_sha256", False),
-    "other dtype": (widen, "", "wrong_size", True),
-    "missing": (Path.unlink, "", "file_missing", True),
-    "index missing": (Path.unlink, ".index", "file_missing", True),
-    "index truncated": (truncate, ".index", "wrong_size", True),
-    "index unsorted": (swap_ends, ".index", "index_not_increasing", True),
-    "index too long": (move_last_end, ".index", "index_not_increasing", True),
-    "index moved": (move_an_end, ".index", "wrong_sha256", False),
+DAMAGES = {  # what is left of the values of which file, the code, whether it shows without --verify
+    "truncated": (lambda values: values[:-1], "", "wrong_size", True),
+    "other number": (plus(7, 1), "", "wrong_sha256", False),
+    "missing": (None, "", "file_missing", True),
+    "index missing": (None, ".index", "file_missing", True),
+    "index truncated": (lambda values: values[:-1], ".index", "wrong_size", True),
+    "index unsorted": (plus(3, 10**6), ".index", "index_not_increasing", True),
+    "index too long": (plus(-1, 1), ".index", "index_not_increasing", True),
+    "index moved": (plus(2, 1), ".index", "wrong_sha256", False),
 }
 COMMITTED = {  # by a faulty preparation: the hashes of the manifest are those of the files
-    "id": (beyond_vocabulary, "", "token_beyond_vocabulary", False),
-    "index": (swap_ends, ".index", "index_not_increasing", True),
+    "id": (plus(7, 400), "", "token_beyond_vocabulary", False),
+    "index": (plus(3, 10**6), ".index", "index_not_increasing", True),
 }
+
+
+def damage(path: Path, change: Callable[[np.ndarray], np.ndarray] | None) -> None:
+    values = np.fromfile(path, "<u8" if path.suffix == ".index" else "<u2")
+    path.unlink()
+    if change:
+        change(values).tofile(path)
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *COMMITTED])
 def test_each_damage_is_named(data, run, kind):
-    damage, suffix, code, always_shows = (DAMAGES | COMMITTED)[kind]
+    change, suffix, code, always_shows = (DAMAGES | COMMITTED)[kind]
     shards = read_manifest(data).shards
     damaged = [shards[1], shards[-1]]  # of both splits
     for shard in damaged:
-        damage(data / (shard.name + suffix))
+        damage(data / (shard.name + suffix), change)
         if kind in COMMITTED:
             rehash(data, shard.name)
     files = [str(data / (shard.name + suffix)) for shard in damaged]
@@ -272,7 +239,7 @@ def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
     status, _, errors = run(tmp_path / "nowhere")
     assert status == 2 and str(tmp_path / "nowhere") in errors and errors.count("\n") == 1
     tokenizer = data / "tokenizer" / "tokenizer.model"
-    flip_bit(tokenizer)
+    tokenizer.write_bytes(tokenizer.read_bytes() + b" ")
     status, _, errors = run(data, "--verify")
     assert status == 1 and str(tokenizer) in errors
     tokenizer.unlink()

@@ -2,38 +2,37 @@
 
 import os
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import programs
 from tests.conftest import refused
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
-from train.data.encoder import TextEncoder
 from train.data.format import DataError, Shard
 from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
 from train.prepare.corpus import WORK_NAME, read_share
-from train.prepare.output import SplitWriter
+from train.prepare.output import OutputFolder, SplitWriter
 from train.prepare.preparation import Preparation
 from train.prepare.tally import Stage
 from train.prepare_data import parse_arguments
 
 
-def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, reported):
-    assert prepare(tmp_path, corpus) == 0
-    (tmp_path / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
-    assert prepare(tmp_path, corpus) == 2
-    assert reported.pop().code == "already_there" and contents(tmp_path) == before
-    other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
-    assert prepare(tmp_path, other, overwrite=True, all_train=True) == 0
-    assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
-    assert decoded(tmp_path, "eval") == [HELD_OUT]
+def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, reported, tokenizer_dir):
+    """Then nothing of it stays, such as a tokenizer.model of other ids, which would be the one that counts."""
+    out, no_model = tmp_path / "out", shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    (no_model / "tokenizer.model").unlink()
+    assert prepare(out, corpus, tasks=2) == 0 and (out / "tokenizer/tokenizer.model").exists()
+    (out / "notes.txt").write_text("mine")
+    before = contents(out)
+    assert prepare(out, corpus) == 2
+    assert reported.pop().code == "already_there" and contents(out) == before
+    other = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    for folder in (out, tmp_path / "new"):
+        assert prepare(folder, other, tokenizer=no_model, overwrite=True, all_train=True) == 0
+    assert contents(out) == contents(tmp_path / "new") | {"notes.txt": b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -97,38 +96,33 @@ def test_shards_and_tokenizers_of_unknown_origin_are_left_alone(tmp_path, prepar
     assert contents(tmp_path) == {name: b"{}"}
 
 
-def test_nothing_of_the_old_tokenizer_stays_beside_a_new_one(tmp_path, prepare, corpus, tokenizer_dir):
-    """A tokenizer.model of other ids, which would be the one that counts."""
-    out, no_model = tmp_path / "out", tmp_path / "tokenizer"
-    shutil.copytree(tokenizer_dir, no_model)
-    (no_model / "tokenizer.model").unlink()
-    assert prepare(out, corpus) == 0 and (out / "tokenizer/tokenizer.model").exists()
-    assert prepare(out, corpus, tokenizer=no_model, overwrite=True) == 0
-    assert contents(out / "tokenizer") == contents(no_model)
-
-
-def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):
-    """Whatever ends the preparation before: a document that cannot be read, or an error of the disk."""
+def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus, reported):
+    """The same command goes on, and another one is refused or begins anew."""
     out, bad = tmp_path / "out", tmp_path / "bad.txt"
     assert prepare(out, corpus, eval_fraction=0.1) == 0
     before = contents(out)
-
-    def unchanged() -> bool:
-        return {
-            name: data for name, data in contents(out).items() if not name.startswith("prepare_data.")
-        } == before
-
     bad.write_bytes(b"caf\xe9")
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
-    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 2
-    assert unchanged() and decoded(out)
-    with pytest.MonkeyPatch.context() as patch:  # the same command goes on: nothing is read again
+    options = {"eval_fraction": 0.2, "tasks": 2}
+    assert prepare(out, other, bad, **options, overwrite=True) == 2
+    with pytest.MonkeyPatch.context() as patch:  # nothing is read again
         patch.setattr("train.prepare.blocks.read_share", None)
-        assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 2
-    assert unchanged()
-    assert prepare(out, other, bad, eval_fraction=0.2, max_dropped=1) == 0  # what was allowed once goes on
+        assert prepare(out, other, bad, **options, overwrite=True) == 2
+    assert prepare(out, other, bad, tasks=3) == 2
+    assert (reported[-1].code, reported.pop().key) == ("other_preparation", "eval_fraction")
+    assert {name: data for name, data in contents(out).items() if not name.startswith(WORK_NAME)} == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.prepare.blocks.read_share", None)
+        assert prepare(out, other, bad, **options, max_dropped=1) == 0  # what was allowed once goes on
     assert sorted(decoded(out) + decoded(out, "eval")) == sorted(corpus_texts(40))
-    assert not list(out.glob("prepare_data.*"))
+
+    out = tmp_path / "mended"
+    assert prepare(out, other, bad, **options) == 2
+    bad.write_text("mended")
+    assert prepare(out, other, bad, **options) == 2
+    assert (reported[-1].code, reported.pop().key) == ("other_preparation", "sources")
+    assert prepare(out, other, bad, **options, overwrite=True) == 0
+    assert "mended" in decoded(out) + decoded(out, "eval") and not list(out.glob("prepare_data.*"))
 
 
 @pytest.mark.parametrize("moves", range(6))
@@ -154,20 +148,6 @@ def test_an_interrupted_exchange_is_finished_by_the_same_command(tmp_path, prepa
     assert prepare(out, corpus) == 2 and reported[-1].code == "other_preparation"
     assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 0
     assert contents(out) == contents(fresh)
-
-
-def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, reported):
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"caf\xe9")
-    out = tmp_path / "out"
-    assert prepare(out, corpus, bad, tasks=2) == 2  # one document dropped: unfinished
-    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 2
-    assert (reported[-1].code, reported.pop().key) == ("other_preparation", "eval_fraction")
-    bad.write_text("mended")
-    assert prepare(out, corpus, bad, tasks=2) == 2
-    assert (reported[-1].code, reported.pop().key) == ("other_preparation", "sources")
-    assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
-    assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
 
 
 @pytest.mark.parametrize(
@@ -233,21 +213,18 @@ def test_an_input_that_changes_while_it_is_read_is_not_committed(
     ("name", "old", "new"),
     [("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": "<unk>"'), ("tokenizer.json", "{", "{ ")],
 )
-def test_another_tokenizer_is_another_preparation(
-    tmp_path, prepare, corpus, tokenizer_dir, reported, name, old, new
-):
+def test_another_tokenizer_is_another_preparation(tmp_path, tokenizer_dir, name, old, new):
     """By its file, and by the special ids that tokenizer_config.json chooses: else a folder had ids of two."""
-    tokenizer, bad = tmp_path / "tokenizer", tmp_path / "bad.txt"
-    shutil.copytree(tokenizer_dir, tokenizer)
+    tokenizer, found = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"), []
     (tokenizer / "tokenizer.model").unlink()
-    bad.write_bytes(b"caf\xe9")
-    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer) == 2
-    encoder_of.cache_clear()  # as in a process of its own
+    (tmp_path / "a.txt").write_text("some text")
+    given = ["--input", str(tmp_path / "a.txt"), "--tokenizer", str(tokenizer), "--output", "out"]
     content = (tokenizer / name).read_text()
-    (tokenizer / name).write_text(content.replace(old, new, 1))
-    assert old in content and TextEncoder(tokenizer).vocab_size == TextEncoder(tokenizer_dir).vocab_size
-    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 2
-    assert (reported[-1].code, reported[-1].key) == ("other_preparation", "tokenizer")
+    for text in (content, content.replace(old, new, 1)):
+        (tokenizer / name).write_text(text)
+        encoder_of.cache_clear()  # as in a process of its own
+        found.append(Preparation.of(parse_arguments(given)).identity())
+    assert [key for key in found[0] if found[0][key] != found[1][key]] == ["tokenizer"]
 
 
 def test_a_tokenizer_replaced_meanwhile_changes_nothing(
@@ -283,30 +260,12 @@ def test_a_full_disk_keeps_what_is_done(tmp_path, prepare, corpus, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(SplitWriter, "close", full)
         assert prepare(out, corpus, tasks=2) == 1  # another start may succeed
-    assert [path.name for path in (out / WORK_NAME / "results").glob("*.json")] == ["00000.json"]
-    assert prepare(out, corpus, tasks=2) == 0
-
-
-@pytest.mark.process
-def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
-    """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
-    doing again what was done."""
-    code = (
-        "import os, signal, sys, train.prepare.preparation as p, train.prepare_data\n"
-        "p.OutputFolder.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "train.prepare_data.main(sys.argv[1:])"
-    )
-    out = tmp_path / "out"
-    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]
-    options = {"shard_tokens": 2000, "tasks": 2}
-    for name, value in {**options, "workers": 1}.items():
-        arguments += [f"--{name}", str(value)]
-    done = programs.run([sys.executable, "-c", code, *arguments], timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert (out / WORK_NAME / "new" / "train_00001_00001.ds").exists() and not (
-        out / "manifest.json"
-    ).exists()
-    assert prepare(tmp_path / "fresh", corpus, **options) == 0
-    monkeypatch.setattr("train.prepare.blocks.SplitWriter", None)
-    assert prepare(out, corpus, **options) == 0
-    assert contents(out) == contents(tmp_path / "fresh")
+    (done,) = (out / WORK_NAME / "results").glob("*.json")
+    done.touch()
+    time_done = done.stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFolder, "commit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert prepare(out, corpus, tasks=2) == 130
+    assert done.stat().st_mtime_ns == time_done  # not done again
+    assert prepare(out, corpus, tasks=2) == prepare(tmp_path / "whole", corpus, tasks=2) == 0
+    assert contents(out) == contents(tmp_path / "whole")

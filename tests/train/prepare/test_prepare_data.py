@@ -2,6 +2,7 @@ import gzip
 import itertools
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -81,19 +82,6 @@ def test_record_formats(tmp_path, prepare, name):
     assert manifest.text_bytes == sum(len(text.encode()) for text in [*TEXTS, HELD_OUT])
 
 
-def test_folder_of_files_is_read_in_order(tmp_path, prepare):
-    source = tmp_path / "in"
-    (source / "sub").mkdir(parents=True)
-    (source / ".hidden").mkdir()
-    (source / "b.py").write_text("x = 1\n")
-    (source / "a.txt").write_bytes("\ufeffplain\r\ntext".encode())
-    (source / "sub" / "c.md").write_text("# title")
-    (source / ".hidden" / "d.txt").write_text("no")
-    (source / "image.png").write_bytes(b"\x89PNG")
-    assert prepare(tmp_path / "out", source, all_train=True) == 0
-    assert decoded(tmp_path / "out") == ["plain\r\ntext", "x = 1\n", "# title"]
-
-
 def test_standard_library():
     items = list(itertools.islice(read_documents(["python-stdlib"]), 300))
     assert all(isinstance(item, Text) for item in items) and len({item.where for item in items}) == 300
@@ -132,28 +120,25 @@ BAD = {
 DAMAGED = (".gz", ".zst", ".parquet")
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_each_bad_input_is_counted(tmp_path, prepare, monkeypatch, reported, name):
-    data, reason = BAD[name]
-    options = ["max_dropped", "max_damaged_files"]
-    option, other = options[::-1] if name.endswith(DAMAGED) else options
-    write_jsonl(tmp_path / "good.jsonl", TEXTS)
-    path, inputs = tmp_path / name, (tmp_path / name, tmp_path / "good.jsonl")
-    path.write_bytes(data)
+def test_each_bad_input_is_counted(tmp_path, prepare, monkeypatch, reported):
+    inputs = [write_jsonl(tmp_path / "good.jsonl", TEXTS), *(tmp_path / name for name in BAD)]
+    for name, (data, _) in BAD.items():
+        (tmp_path / name).write_bytes(data)
+    damaged = {str(tmp_path / name): 0 for name in BAD if name.endswith(DAMAGED)}
+    dropped = Counter(reason for name, (_, reason) in BAD.items() if not name.endswith(DAMAGED))
     assert prepare(tmp_path / "out", *inputs, all_train=True) == 2
-    error = reported.pop()
-    assert (error.code, error.key) == ("too_much_lost", f"--{option}") and f"--{option} 1" in str(error)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
+    limits = {"max_dropped": dropped.total(), "max_damaged_files": len(damaged)}
     monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
-    assert prepare(tmp_path / "out", *inputs, all_train=True, **{other: 9}) == 2
-    assert prepare(tmp_path / "out", *inputs, all_train=True, **{option: 1}) == 0
-    manifest = read_manifest(tmp_path / "out")
-    is_dropped = option == "max_dropped"
-    assert manifest.documents["dropped"] == ({reason: 1} if is_dropped else {})
-    assert manifest.documents.get("damaged_files") == (None if is_dropped else {str(path): 0})
-    assert manifest.documents["in"] == manifest.documents["out"] + is_dropped
-    assert decoded(tmp_path / "out")[-len(TEXTS) :] == TEXTS
+    for option, number in limits.items():
+        assert f"--{option} {number}" in str(reported[0])
+        assert prepare(tmp_path / "out", *inputs, all_train=True, **{**limits, option: number - 1}) == 2
+        assert (reported[-1].code, reported[-1].key) == ("too_much_lost", f"--{option}")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert prepare(tmp_path / "out", *inputs, all_train=True, **limits) == 0
+    documents = read_manifest(tmp_path / "out").documents
+    assert (documents["dropped"], documents["damaged_files"]) == (dropped, damaged)
+    assert documents["in"] == documents["out"] + dropped.total()
+    assert decoded(tmp_path / "out")[: len(TEXTS)] == TEXTS
 
 
 def damaged_parquet(path: Path) -> None:
@@ -175,31 +160,31 @@ def rows_with(bad: str) -> bytes:
 
 
 LONG = gzip.compress(lines([f"text {i} {os.urandom(9).hex()}" for i in range(2000)]))
-# what is damaged: (its bytes, the documents that can be read, the rows that are known to be lost)
+# what is damaged: (its bytes, the documents that surely can be read, the rows that are known to be lost)
 DAMAGES = {
     "stray.csv": (rows_with('10,"a "quoted" word"\n'), 10, 0),
     "cr.csv": (rows_with("10,a bare\rreturn\n"), 10, 0),
     "open.csv": (rows_with('10,"an open quote\n'), 10, 0),
-    "cut.jsonl.gz": (LONG[: len(LONG) // 20], None, 0),
+    "cut.jsonl.gz": (LONG[: len(LONG) // 20], 0, 0),
     "groups.parquet": (damaged_parquet, 28, 12),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_no_dropped_document(tmp_path, prepare, name):
+def test_a_damaged_file_is_no_dropped_document(tmp_path, prepare):
     """Whatever --max_dropped is. Two tasks that find it damaged count it once."""
-    data, readable, lost = DAMAGES[name]
-    path, out = tmp_path / name, tmp_path / "out"
-    data(path) if callable(data) else path.write_bytes(data)
-    assert prepare(out, path, all_train=True, tasks=2, max_dropped=99) == 2
+    out, inputs = tmp_path / "out", [tmp_path / name for name in DAMAGES]
+    for path, (data, _, _) in zip(inputs, DAMAGES.values(), strict=True):
+        data(path) if callable(data) else path.write_bytes(data)
+    assert prepare(out, *inputs, all_train=True, tasks=2, max_dropped=99, max_damaged_files=4) == 2
     assert not (out / "manifest.json").exists()
-    assert prepare(out, path, all_train=True, tasks=2, max_damaged_files=1) == 0
+    assert prepare(out, *inputs, all_train=True, tasks=2, max_damaged_files=5) == 0
     documents = read_manifest(out).documents
-    assert documents["damaged_files"] == {str(path): lost} and not documents["dropped"]
-    if readable is None:
-        assert 1 < documents["out"] < 400
-    else:
-        assert documents["in"] == documents["out"] == readable + 1  # and the text of the eval split
+    assert documents["damaged_files"] == {
+        str(tmp_path / name): lost for name, (_, _, lost) in DAMAGES.items()
+    }
+    assert documents["in"] == documents["out"] and not documents["dropped"]
+    known = sum(readable for _, readable, _ in DAMAGES.values()) + 1  # and the text of the eval split
+    assert known < documents["out"] < known + 400  # of the .gz
 
 
 def test_bad_parquet_columns(tmp_path, prepare):
@@ -216,15 +201,9 @@ def test_bad_parquet_columns(tmp_path, prepare):
     assert "fine" in decoded(tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, reported, name):
-    path, out = tmp_path / name, tmp_path / "out"
-    if name == "a.jsonl":
-        path.write_text(
-            "".join(json.dumps({"id": i, "content": text}) + "\n" for i, text in enumerate(TEXTS))
-        )
-    else:
-        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "content": TEXTS}), path)
+def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, reported):
+    path, out = tmp_path / "a.parquet", tmp_path / "out"
+    write_parquet(path, TEXTS, key="content")
     for max_dropped in (0, len(TEXTS)):
         assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 2
         assert reported[-1].code == "nothing_left" and "--text_key" in str(reported[-1])
@@ -250,21 +229,11 @@ def test_inputs_that_cannot_be_meant(tmp_path, prepare, reported, corpus):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.interpreter
-def test_bytes_do_not_depend_on_workers(tmp_path, prepare, corpus):
-    """Without shuffling: tests/train/prepare/test_executors.py, where one of the workers is killed."""
-    options = {"eval_fraction": 0.1, "shard_tokens": 3000, "tasks": 3, "shuffle_seed": 7}
-    for workers in (1, 2):
-        assert prepare(tmp_path / str(workers), corpus, workers=workers, **options) == 0
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    manifest = read_manifest(tmp_path / "1")
+def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir):
+    assert prepare(tmp_path, corpus, eval_fraction=0.1, shard_tokens=3000) == 0
+    manifest = read_manifest(tmp_path)
     assert len(manifest.split_shards("train")) > 2
     assert all(shard.tokens <= 3000 for shard in manifest.shards)
-
-
-def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir):
-    assert prepare(tmp_path, corpus, eval_fraction=0.1) == 0
-    manifest = read_manifest(tmp_path)
     assert (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.dtype) == (400, 1, 2, "uint16")
     assert manifest.tokenizer_sha256 == sha256_file(tokenizer_dir / "tokenizer.model")
     assert manifest.tokenizer_sha256 == sha256_file(tmp_path / "tokenizer" / "tokenizer.model")
@@ -307,20 +276,16 @@ def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokeniz
     assert prepare(tmp_path / "c", corpus, tokenizer=tmp_path / "incomplete") == 2
 
 
-def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
-    for name, options in (("plain", {}), ("a", {"shuffle_seed": 1}), ("b", {"shuffle_seed": 2})):
-        assert prepare(tmp_path / name, corpus, all_train=True, tasks=2, **options) == 0
-    plain, a, b = (decoded(tmp_path / name) for name in ("plain", "a", "b"))
-    assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
-
-
-def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, prepare):
+def test_shuffling_keeps_every_document_and_each_task_has_a_seed_of_its_own(tmp_path, prepare):
     """Else files of as many documents would have the same places in all shards."""
-    path = write_jsonl(tmp_path / "a.jsonl", [f"{n:02d}" for n in range(40)])
-    assert prepare(tmp_path / "out", path, eval_fraction=1, tasks=2, shuffle_seed=1) == 0
-    places = list(map(int, decoded(tmp_path / "out", "eval")))
-    first, second = ([n % 20 for n in places if n // 20 == half] for half in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(20)) and first != second
+    path, orders = write_jsonl(tmp_path / "a.jsonl", [f"{n:02d}" for n in range(40)]), []
+    for seed in (1, 2):
+        assert prepare(tmp_path / str(seed), path, eval_fraction=1, tasks=2, shuffle_seed=seed) == 0
+        assert read_manifest(tmp_path / str(seed)).steps["shuffle_seed"] == seed
+        places = list(map(int, decoded(tmp_path / str(seed), "eval")))
+        orders += [[n % 20 for n in places if n // 20 == half] for half in (0, 1)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert len(set(map(tuple, orders))) == 4
 
 
 @pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])
@@ -333,14 +298,9 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
     assert Preparation.of(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
 
 
-def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp_path, prepare):
-    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
-    path.write_text("text")
-    for inputs, options in (
-        ([path], {}),
-        (["a.txt"], {"decontaminate": path}),
-        (["a.txt"], {"text_key": path.name}),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            prepare(tmp_path / "out", *inputs, **options)
-        assert stop.value.code == 2
+@pytest.mark.parametrize("flag", ["--input", "--decontaminate", "--text_key"])
+def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(flag):
+    given = ["--input", "a.txt", "--tokenizer", "a", "--output", "out"]
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments([*given, flag, os.fsdecode(b"caf\xe9.txt")])
+    assert stop.value.code == 2

@@ -35,36 +35,18 @@ def model(tokenizer_dir: Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def test_transformers_gives_the_ids_of_sentencepiece(tokenizer_dir, model):
+    """And the special ids are Mistral's; text stays text, in both directions."""
     fast = AutoTokenizer.from_pretrained(tokenizer_dir)
     assert fast.is_fast and len(fast) == model.vocab_size() == 400
-    for text in [*HARD_STRINGS, *corpus_texts(20)]:
-        assert fast(text)["input_ids"] == [1, *model.encode(text)], text
-        assert fast(text, add_special_tokens=False)["input_ids"] == model.encode(text), text
-
-
-def test_special_ids_are_mistrals(tokenizer_dir, model):
-    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
     assert (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()) == (0, 1, 2, -1)
     assert (fast.unk_token_id, fast.bos_token_id, fast.eos_token_id, fast.pad_token_id) == (0, 1, 2, None)
-    assert fast.decode([1, *model.encode("hi"), 2], skip_special_tokens=True) == "hi"
-
-
-def test_literal_special_tokens_stay_text(tokenizer_dir, model):
-    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
-    for text in ("</s>", "a <s> b</s>c", "<unk>"):
-        ids = fast(text, add_special_tokens=False)["input_ids"]
-        assert not {0, 1, 2} & set(ids)
-        assert fast.decode(ids) == text == model.decode(ids)
-
-
-def test_text_survives_encoding_and_decoding(model, tokenizer_dir):
-    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
-    for text in ["  two", "a\n\n\tb  \r\n", " \t ", "tail \n", "\x07é😀\U00010348", "12345"]:
-        assert model.decode(model.encode(text)) == text
-        assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == text
-
-
-def test_digits_are_split(model):
+    for text in [*HARD_STRINGS, *corpus_texts(20)]:
+        ids = model.encode(text)
+        assert not {0, 1, 2} & set(ids) and model.decode(ids).removeprefix(" ") == text.replace(
+            "▁", " "
+        ).removeprefix(" ")
+        assert fast(text)["input_ids"] == [1, *ids], text
+        assert fast.decode([1, *ids, 2], skip_special_tokens=True) == model.decode(ids)
     assert [piece for piece in model.encode("2024", out_type=str) if piece != "▁"] == list("2024")
 
 
@@ -165,28 +147,21 @@ def test_own_symbols_and_no_leading_space_are_kept(tmp_path):
     assert fast(texts)["input_ids"] == [[model.bos_id, *ids] for ids in model.encode_batch(texts)]
 
 
-def test_lost_text_and_unknown_tokens_are_counted(tmp_path, prepare):
+def test_lost_text_and_unknown_tokens_are_counted(tmp_path):
     texts = [text + "\u6771" * (i % 3 == 0) for i, text in enumerate(corpus_texts(90))]
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = sentencepiece_folder(tmp_path / "model", byte_fallback=False, vocab_size=100, **KEPT)
-    assert prepare(tmp_path / "out", path, tokenizer=folder, eval_fraction=0.2) == 0
-    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
-    encoder = TextEncoder(folder)
-    ids = sum(encoder.encode_batch(texts), [])
-    assert check["texts"] == 90 and check["texts_changed"] == sum(
-        encoder.decode(own) != text for text, own in zip(texts, encoder.encode_batch(texts), strict=True)
+    encoder = TextEncoder(
+        sentencepiece_folder(tmp_path / "model", byte_fallback=False, vocab_size=100, **KEPT)
     )
-    assert (check["tokens"], check["unknown_tokens"]) == (len(ids), ids.count(0)) and check[
-        "unknown_tokens"
-    ] >= 30
+    check, encoded = check_tokenizer(encoder, texts), encoder.encode_batch(texts)
+    changed = sum(encoder.decode(ids) != text for text, ids in zip(texts, encoded, strict=True))
+    assert (check["texts"], check["texts_changed"]) == (90, changed)
+    ids = sum(encoded, [])
+    assert (check["tokens"], check["unknown_tokens"]) == (len(ids), ids.count(0)) and ids.count(0) >= 30
 
-
-def test_line_ends_that_a_tokenizer_drops_are_told(tmp_path, prepare, corpus):
-    folder = converted(sentencepiece_folder(tmp_path / "model"), tmp_path / "new")
-    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 0
-    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
+    without_line_ends = converted(sentencepiece_folder(tmp_path / "other"), tmp_path / "new")
+    check = check_tokenizer(TextEncoder(without_line_ends), texts)
     before, after = check["first_change"]
-    assert check["texts_changed"] == check["texts"] == 200 and "\n" in before and "\n" not in after
+    assert check["texts_changed"] == 90 and "\n" in before and "\n" not in after
 
 
 def test_a_sample_is_of_all_sources_and_bounded(tmp_path):
@@ -210,38 +185,32 @@ def test_text_without_spaces_trains_a_tokenizer(tmp_path, letters):
     assert encoder.decode(ids) == letters * 20 and len(ids) < len(letters) * 20
 
 
-def test_special_tokens_of_a_chat_are_special(tmp_path, prepare, corpus, tokenizer_dir):
-    """In a tokenizer of train_tokenizer.py special tokens are text, in a chat template too: that is told."""
-    template = "{{ messages[0]['content'] }}</s>"
+def test_special_tokens_of_a_chat_are_special(tmp_path, tokenizer_dir):
+    """In a tokenizer of train_tokenizer.py special tokens are text, in a chat template too."""
     for split, model_alone in ((True, False), (False, False), (False, True)):
         folder = edited(tmp_path / f"{split}{model_alone}", tokenizer_dir, split_special_tokens=split)
         if model_alone:
             (folder / "tokenizer.json").unlink()
-        (folder / "chat_template.jinja").write_text(template)
-        assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2, overwrite=True) == 0
-        fast = AutoTokenizer.from_pretrained(tmp_path / "out/tokenizer")
+        (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}</s>")
+        copy_tokenizer(TextEncoder(folder), tmp_path / "copy")
+        fast = AutoTokenizer.from_pretrained(tmp_path / "copy")
         ids = fast.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
         assert (ids[-1] == 2) == (not split)
 
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 493443\n"
-STAND_INS = [
-    ("tokenizer.model", POINTER, "tokenizer_unreadable"),
-    ("tokenizer.model", "AA== 0\nAQ== 1\n", "tokenizer_unreadable"),
-    ("tokenizer.model", "", "tokenizer_without_ends"),
-]
+STAND_INS = {  # of a tokenizer.model: the code of the error
+    "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 493443\n": "tokenizer_unreadable",
+    "AA== 0\nAQ== 1\n": "tokenizer_unreadable",
+    "": "tokenizer_without_ends",
+}
 
 
-@pytest.mark.parametrize(("name", "content", "code"), STAND_INS)
-def test_what_stands_in_a_tokenizers_place_is_named(tmp_path, tokenizer_dir, name, content, code):
-    folder = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
-    (folder / name).write_text(content)
-    with refused(DataError, code=code, key=str(folder / name)):
-        TextEncoder(folder)
-
-
-def test_a_tokenizer_without_bos_is_told_what_to_add(tmp_path, tokenizer_dir):
+def test_what_stands_in_a_tokenizers_place_is_named(tmp_path, tokenizer_dir):
     folder = edited(tmp_path / "tokenizer", tokenizer_dir, bos_token=None, eos_token="</s>")
+    for content, code in STAND_INS.items():
+        (folder / "tokenizer.model").write_text(content)
+        with refused(DataError, code=code, key=str(folder / "tokenizer.model")):
+            TextEncoder(folder)
     (folder / "tokenizer.model").unlink()
     with refused(DataError, code="tokenizer_without_ends", key="bos_token") as error:
         TextEncoder(folder)
@@ -261,33 +230,23 @@ def test_a_vocabulary_that_the_corpus_does_not_have_names_the_limit(corpus, tmp_
         main([*arguments, "0"])
 
 
-def test_documents_that_cannot_be_read_are_counted_together(tmp_path, corpus, reported):
-    """As prepare_data.py has it: not one of them at each start."""
-    for number in range(7):
-        (tmp_path / f"{number}.txt").write_bytes(b"\xff" if number < 6 else b" ")  # blank text is none
-    bad = sorted(tmp_path.glob("*.txt"))
+def test_documents_that_cannot_be_read_are_counted(tmp_path, corpus, reported):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xff" if number < 3 else b" ")  # blank text is none
     words = ["--vocab_size", "390", "--output", str(tmp_path / "out"), "--input", str(corpus)]
-    assert main([*words, *map(str, bad[3:])]) == 2
+    words += map(str, tmp_path.glob("*.txt"))
+    assert main([*words, "--max_dropped", "2"]) == 2
     assert reported[-1].code == "too_much_lost" and "--max_dropped 3" in str(reported.pop())
-    assert main([*words, *map(str, bad), "--max_dropped", "5"]) == 2
-    assert "--max_dropped 6" in str(reported.pop())
-    assert main([*words, *map(str, bad), "--max_dropped", "6"]) == 0
-
-
-def test_an_output_that_cannot_be_written_is_told_before_the_text_is_read(tmp_path, reported, monkeypatch):
-    """Reading takes minutes. Root may write everywhere, so that the system is not asked."""
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("train.files.os.access", lambda place, mode: place != tmp_path)
-    for output in (tmp_path / "file/tokenizer", tmp_path / "new/tokenizer"):
-        assert main(["--input", str(tmp_path / "none"), "--vocab_size", "390", "--output", str(output)]) == 2
-        assert (reported[-1].code, reported[-1].key) == ("cannot_write", str(output))
+    assert main([*words, "--max_dropped", "3"]) == 0
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_an_existing_tokenizer_is_kept(tmp_path, corpus, reported, name):
+def test_an_existing_tokenizer_is_kept(tmp_path, reported, name):
+    """And a folder that cannot be written is named; both before the text is read, which takes minutes."""
     (tmp_path / name).write_text("mine")
-    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tmp_path)]) == 2
-    assert reported[-1].code == "already_there"
+    for output, code in ((tmp_path, "already_there"), (tmp_path / name / "new", "cannot_write")):
+        assert main(["--input", str(tmp_path / "none"), "--vocab_size", "390", "--output", str(output)]) == 2
+        assert reported.pop().code == code
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -314,18 +273,6 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         path.name: path.read_bytes() for path in tokenizer_dir.iterdir()
     }
-
-
-def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, monkeypatch):
-    (tmp_path / "tokenizer.model").write_text("mine")
-
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("train.prepare.tokenizer.check_tokenizer", stopped)
-    arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
-    assert main(arguments) == 130
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"tokenizer.model": "mine"}
 
 
 def test_sample_is_spread_bounded_and_in_order():
