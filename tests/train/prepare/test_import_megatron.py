@@ -2,8 +2,6 @@
 
 import hashlib
 import struct
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.fixtures import corpus_texts
 from tests.train.prepare.megatron_datasets import (
     BOS,
     EOS,
@@ -24,8 +21,6 @@ from tests.train.prepare.megatron_datasets import (
     whole,
     write_dataset,
 )
-from tests.train.runs import ROOT
-from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.data.stream import open_stream
 from train.inspect_data import main as inspect_data
@@ -64,16 +59,6 @@ def test_round_trip(tmp_path, run_import, letter, tokenizer_dir):
     assert manifest.unigram_loss == pytest.approx(-(counts["eval"] @ np.log(p)) / counts["eval"].sum())
     for name in manifest.tokenizer_files:
         assert (tmp_path / "out" / "tokenizer" / name).read_bytes() == (tokenizer_dir / name).read_bytes()
-
-
-def test_text_comes_back(tmp_path, run_import, tokenizer_dir):
-    """As Megatron-LM's preprocess_data.py does it with --append-eod."""
-    encoder, texts = TextEncoder(tokenizer_dir), corpus_texts(50)
-    prefix = write_dataset(tmp_path / "a", [[[*ids, EOS]] for ids in encoder.encode_batch(texts)], "H")
-    assert run_import(tmp_path / "out", prefix) == 0
-    counts = read_manifest(tmp_path / "out").documents
-    assert (counts["bos_added"], counts["eos_added"]) == (50, 0)
-    assert [encoder.decode(document[1:-1]) for document in imported(tmp_path / "out", "train")] == texts
 
 
 def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
@@ -189,18 +174,3 @@ def test_large_vocabulary(tmp_path, run_import):
     found = imported(tmp_path / "out", "train") + imported(tmp_path / "out", "eval")
     assert sorted(found) == sorted([0, *document] + [1] * (document[-1] != 1) for document in documents)
     assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "10"]) == 0
-
-
-@pytest.mark.interpreter
-def test_as_a_command_without_the_packages_of_preparation(tmp_path, tokenizer_dir):
-    prefix = write_dataset(tmp_path / "a", random_documents(20))
-    script = ROOT / "train" / "import_megatron.py"
-    blocked = "import runpy, sys; sys.modules['datatrove'] = sys.modules['torch'] = None; "
-    arguments = ["--input", str(prefix), "--tokenizer", str(tokenizer_dir), "--output", str(tmp_path / "out")]
-    arguments += ["--eval_fraction", "0.3"]
-    code = f"{blocked}sys.argv = {[str(script), *arguments]!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert read_manifest(tmp_path / "out").documents["out"] == 20

@@ -1,11 +1,11 @@
 """Text with separators, .json and .csv, packed or not; a single text that is cut for its eval split."""
 
+import argparse
 import codecs
 import errno
 import gzip
 import itertools
 import json
-from functools import partial
 from pathlib import Path
 
 import pyarrow.ipc
@@ -19,7 +19,7 @@ from tests.train.prepare.test_prepare_data import contents, decoded
 from train.data.format import DataError, read_manifest
 from train.prepare import readers
 from train.prepare.blocks import cut_for_eval
-from train.prepare.corpus import list_sources
+from train.prepare.corpus import list_sources, separator
 from train.prepare.readers import Damaged, Dropped
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
@@ -57,18 +57,25 @@ def test_a_separator_makes_many_documents_of_a_text(tmp_path, packing):
 
 
 @pytest.mark.parametrize(
-    "split_on, data", [("blank_line", PLAY), ("<|end|>", STORIES), ("--", b"a-----b--c")]
+    "split_on, data",
+    [
+        ("blank_line", PLAY),
+        ("<|end|>", STORIES),
+        ("--", b"a-----b--c"),
+        (None, b'{"text": "ab"}\n\n{"text": "c"}\r\n{"text": "d"}'),
+    ],
 )
-def test_every_cut_of_a_text_gives_each_document_once(tmp_path, split_on, data):
-    path = write(tmp_path / "a.txt", data)
+def test_every_cut_gives_each_document_once(tmp_path, split_on, data):
+    path = write(tmp_path / ("a.txt" if split_on else "a.jsonl"), data)
     expected = texts_of(read_documents([str(path)], split_on=split_on))
     assert len(expected) in (3, 4)
     for tasks in range(2, len(data)):
         found = shares([path], tasks, split_on)
         assert [text for share in found for text in texts_of(share)] == expected, tasks
-    write(path, (b"x" * 99 + b"\n\n" + b"y" * 99 + split_on.encode() + b"\n\n") * 20)
-    first, second = shares([path], 2, split_on)
-    assert abs(len(first) - len(second)) <= 2 and second  # each task does its part
+    if split_on:
+        write(path, (b"x" * 99 + b"\n\n" + b"y" * 99 + split_on.encode() + b"\n\n") * 20)
+        first, second = shares([path], 2, split_on)
+        assert abs(len(first) - len(second)) <= 2 and second  # each task does its part
 
 
 def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
@@ -115,6 +122,7 @@ RECORDS = {
         b'id,text\r\n1,"one, ""1""\r\n\r\nand more"\r\n\r\n2,tw\xc3\xa9\r\n3,\r\n4,f\xff\r\n5,five,5\r\n6,six',
         ['one, "1"\r\n\r\nand more', "twé", "empty document :7", "bad UTF-8 :8", "invalid CSV :9", "six"],
     ),
+    "mark.jsonl": (b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}', ["one", "two"]),
     "a.csv.zst": (b"\xef\xbb\xbftext,id\none,1\n", ["one"]),
     "open.csv": (b'text\none\n"two\nthree\n', ["one", "damaged"]),
     "closed.csv": (b'id,text\n1,one\n2,"two\n3,three\n4,"four,"\n5,five\n', ["one", "damaged"]),
@@ -141,32 +149,11 @@ def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
     assert outcome(path) == expected
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
-def test_documents_that_a_disk_does_not_give_are_not_dropped(tmp_path, monkeypatch, name):
+def test_documents_that_a_disk_does_not_give_are_not_dropped():
     """They are there: another start reads them."""
-
-    def fails(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    path, table = tmp_path / name, pyarrow.table({"text": ["one"]})
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-    elif path.suffix == ".arrow":
-        with pyarrow.ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table)
-    else:
-        write(path, b'{"text": "one"}')
-    read = (
-        partial(readers.read_table, path, ".arrow", "text", 0, 1)
-        if name == "a.arrow"
-        else partial(outcome, path)
-    )
-    assert len(list(read())) == 1
-    monkeypatch.setattr(readers, "_values", fails)
-    monkeypatch.setattr(readers, "read_lines", fails)
-    with pytest.raises(OSError) as error:
-        list(read())
-    assert error.value.errno == errno.EIO
+    assert readers.damaged(Path("a"), "corrupt", 3, OSError("Truncated"), 2).lost_rows == 2
+    with pytest.raises(OSError):
+        readers.damaged(Path("a"), "corrupt", 3, OSError(errno.EIO, "Input/output error"))
 
 
 def test_rows_are_counted_through_the_batches_of_a_group(tmp_path, monkeypatch):
@@ -176,12 +163,6 @@ def test_rows_are_counted_through_the_batches_of_a_group(tmp_path, monkeypatch):
     assert found == ["1", "2", "3", "null text :4", "5"]
 
 
-def test_a_missing_column_counts_the_rows(tmp_path):
-    path = write(tmp_path / "a.csv", b"id,content\n1,one\n2,two\n")
-    (item,) = read_documents([str(path)])
-    assert item.count == 2
-
-
 def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
     """Which of them is the text nobody said: not the first in silence."""
     both = pyarrow.table([["one", "three"], ["two", "four"]], names=["text", "text"])
@@ -189,12 +170,15 @@ def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", both.schema) as stream:
         stream.write_table(both)
     write(tmp_path / "a.csv", b"text,id,text\none,1,two\nthree,2,four\n")
+    write(tmp_path / "b.csv", b"id,content\n1,one\n2,two\n")
     tables = (
         readers.read_table(tmp_path / f"a{kind}", kind, "text", 0, 1) for kind in (".parquet", ".arrow")
     )
-    items = [*read_documents([str(tmp_path / "a.csv")]), *itertools.chain(*tables)]
-    files = [(readers.MISSING_KEY, f"{tmp_path}/a.{kind}", 2) for kind in ("csv", "parquet", "arrow")]
-    assert [(item.reason, item.where, item.count) for item in items] == files
+    inputs = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    items = [*read_documents(inputs), *itertools.chain(*tables)]
+    assert [item.reason for item in items] == ["missing key"] * 4
+    names = ("a.csv", "b.csv", "a.parquet", "a.arrow")
+    assert [(item.where, item.count) for item in items] == [(str(tmp_path / name), 2) for name in names]
 
 
 def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
@@ -230,24 +214,20 @@ def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, reported):
 
     assert prepare(tmp_path / "hash", path, eval_by="hash") == 2  # as asked
     assert reported.pop().code == "empty_split"
-    assert prepare(tmp_path / "many", path, split_on="blank_line", eval_fraction=0.1) == 0
+    options = {"split_on": "blank_line", "eval_fraction": 0.1}
+    assert prepare(tmp_path / "many", path, **options) == 0
+    assert prepare(tmp_path / "named", path, **options, eval_by="hash") == 0
+    assert contents(tmp_path / "many") == contents(tmp_path / "named")
     manifest = read_manifest(tmp_path / "many")
     assert manifest.documents["out"] == 201 and manifest.steps["split_on"] == "blank_line"
+    assert not {"eval_by", "shuffle_seed"} & set(manifest.steps)
 
-
-def test_the_end_of_each_document_as_eval_split(tmp_path, prepare):
-    """Of several, by request; the same bytes for any number of workers and tasks' shares."""
-    texts = corpus_texts(60)
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert prepare(tmp_path / "out", path, eval_by="position", eval_fraction=0.2, tasks=3) == 0
-    train, held_out = decoded(tmp_path / "out"), decoded(tmp_path / "out", "eval")
+    texts = corpus_texts(60)  # the end of each of several documents, by request
+    write(tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    by_position = {"eval_by": "position", "eval_fraction": 0.2, "tasks": 3}
+    assert prepare(tmp_path / "ends", tmp_path / "a.jsonl", **by_position) == 0
+    train, held_out = decoded(tmp_path / "ends"), decoded(tmp_path / "ends", "eval")
     assert [a + b for a, b in zip(train, held_out, strict=True)] == texts
-    assert prepare(tmp_path / "usual", path, eval_fraction=0.2, tasks=3) == 0
-    assert prepare(tmp_path / "named", path, eval_by="hash", eval_fraction=0.2, tasks=3) == 0
-    assert contents(tmp_path / "usual") == contents(tmp_path / "named")
-    left_out = {"eval_by", "split_on", "shuffle_seed"}
-    assert not left_out & set(read_manifest(tmp_path / "usual").steps)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +248,6 @@ def test_where_a_text_is_cut(text, fraction, end):
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", r"a\nb", "\udce9"])
-def test_separators_that_cannot_be_meant(tmp_path, prepare, text):
-    with pytest.raises(SystemExit) as stop:
-        prepare(tmp_path / "out", "a.txt", split_on=text)
-    assert stop.value.code == 2
+def test_separators_that_cannot_be_meant(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        separator(text)
