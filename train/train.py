@@ -68,8 +68,9 @@ def main(argv: list[str]) -> int:
         launchers.adopt()
         configure_logging(arguments.log_level, launchers.rank())
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
-            world, local = launchers.world_size(), launchers.local_world_size()
-            for remark in check(arguments, world, local, cuda_devices()):
+            for remark in check(
+                arguments, launchers.world_size(), launchers.local_world_size(), cuda_devices()
+            ):
                 logger.info(remark)
         # Objects created by the imports are never freed. Searching them for garbage takes a third of the import time,
         # and the same time again at each collection that DeepSpeed requests.
@@ -100,15 +101,15 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
     may_pass = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", not is_expected)
     status = CRASHED if may_pass else signals.NOT_AS_IT_IS
     memory = None if is_expected or arguments is None else memory_ran_out(error, arguments)
-    hint = "\n(FP8_TRACEBACK=1 shows where)" if is_expected else ""
     shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory)
     rank = launchers.rank()
     if rank:
         # SIGTERM ends this rank at once: no step follows, and the exit status stays that of the error
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
+    text = f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)" if is_expected else memory or str(error)
     where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""
-    logger.error(f"{where}{memory or reason(error)}{hint}", exc_info=shows_traceback)
+    logger.error(f"{where}{text}", exc_info=shows_traceback)
     logger.debug("the run failed", exc_info=True)  # the log file has the traceback
     return leave(status)
 

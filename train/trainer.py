@@ -156,10 +156,14 @@ def run_training(args: TrainingArguments) -> None:
             return log_lines(plan, f"dry_run: step {state.step + 1} would follow; nothing was written")
         metrics = open_run_folder(args, state, trainer.first_checkpoint)
         open_log_file(folder.log if is_main else folder.rank_log(dist.get_rank()))
-        start = {"time": began, **describe_start(trainer)}
+        record = RunRecord(
+            folder,
+            {"time": began, **describe_start(trainer)},
+            lambda: (state.step, state.consumed_tokens),
+            {Stopped: "stopped", Interrupted: "interrupted"},
+            is_main,
+        )
         stop_vote = StopVote()
-    endings: dict[type[BaseException], str] = {Stopped: "stopped", Interrupted: "interrupted"}
-    record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), endings, is_main)
     try:
         with contextlib.closing(metrics), record:
             with taking_steps():
@@ -216,8 +220,10 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
 def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
     """Export the last checkpoint, if there is one, to hf/, unless that is done. Called on rank 0 only."""
     if checkpoint is not None and not folder.is_exported(identity(checkpoint)):
-        again = f"if this fails, the same command{resume_option(args)} exports it without training"
-        logger.info(f"training is complete; exporting {checkpoint}. {again}")
+        logger.info(
+            f"training is complete; exporting {checkpoint}. If this fails, the same command{resume_option(args)} "
+            "exports it without training"
+        )
         log_lines(*export(checkpoint, folder.hf, tokenizer_of(args.data.sources)))
         logger.info(f"wrote {folder.hf}, a Hugging Face folder")
 
@@ -283,12 +289,10 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
     check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
     unigram_loss = unigram_loss_of(train, held_out["eval_loss"])
     if data.verify:
-        streams, rank, world = [train, *held_out.values()], dist.get_rank(), dist.get_world_size()
+        streams, share = [train, *held_out.values()], (dist.get_rank(), dist.get_world_size())
         watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
-        shards = sum(stream.verify(rank, world) for stream in streams)
-        logger.info(
-            f"data.verify: hashes and token ids of {shards} shards are correct (share of rank 0 of {world})"
-        )
+        shards = sum(stream.verify(*share) for stream in streams)
+        logger.info(f"data.verify: hashes and token ids of {shards} shards are correct (share of rank 0)")
     return RunData(train, held_out, unigram_loss)
 
 
@@ -435,10 +439,10 @@ def build_engine_and_resume(
         with distributed.without_prints():
             load_checkpoint(engine, checkpoint, precision, is_partitioned_differently(saved, state))
     micro_step = MicroStep(engine, precision, args)
-    weights = checkpoint or args.model.init_from or "random weights"
     log_lines(
         "; ".join(micro_step.notes),
-        f"starting from {weights} at step {state.step}, {state.consumed_tokens:,} tokens",
+        f"starting from {checkpoint or args.model.init_from or 'random weights'} at step {state.step}, "
+        f"{state.consumed_tokens:,} tokens",
     )
     return engine, micro_step
 
@@ -462,16 +466,16 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
         f"{most - state.step} of {most} steps are left, {tokens_per_step:,} tokens each; the run will see "
         f"{total:,} tokens, {total / stream.num_tokens:.2f} times the training data",
     )
-    assert isinstance(args.deepspeed, dict)
-    if settings := msamp_settings(args.deepspeed):
+    if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
         logger.info(f"the section msamp of deepspeed is replaced by {settings} in precision")
 
 
 def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
     """Log and return the predicted memory and speed of the first phase. None if they cannot be predicted."""
     phase_args = arguments_of_phase(args, phase_at(args, state.step, state.consumed_tokens))
-    sizes = load_config(args.model.config)
-    setting = Setting.of(phase_args, ds_config_of(args), sizes, dist.get_world_size())
+    setting = Setting.of(
+        phase_args, ds_config_of(args), load_config(args.model.config), dist.get_world_size()
+    )
     if not (torch.cuda.is_available() and setting.is_planned):
         return None
     prediction = Prediction.of(setting, torch.cuda.get_device_name())
@@ -504,8 +508,9 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
         for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config_of(args))):
             path.write_text(json.dumps(content, indent=2) + "\n")
     changed = [change for change in state.changes if change["step"] == state.step]
-    is_other = checkpoint is not None and not belongs_to(checkpoint, folder.checkpoints)
-    notes = ({"changes": changed} if changed else {}) | ({"began_at": state.began_at} if is_other else {})
+    notes: dict[str, Any] = {"changes": changed} if changed else {}
+    if checkpoint is not None and not belongs_to(checkpoint, folder.checkpoints):
+        notes["began_at"] = state.began_at
     if notes:
         metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
     return metrics
@@ -670,8 +675,8 @@ class Trainer:
         log = ends or self._is_logged(number)
         save = is_last or ends or save_by_time or _is_due(number, args.save_steps)
         evaluate = is_last or _is_due(number, args.eval_steps)
-        may_fall_back = self.precision.config.on_trouble == "escalate" and step.health_check
-        waits = bool(log or save or evaluate or stop or may_fall_back)  # wait for the GPU
+        judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
+        waits = log or save or evaluate or stop or judge  # wait for the GPU
 
         if waits and self._roll_back(record):
             return
@@ -685,8 +690,6 @@ class Trainer:
             stop = state.evaluation_due = stop or not self._evaluate(record)
         if record:
             self._write_metrics(record)
-        if ends:
-            state.precision_changes.append(number)
         if (save or stop) and args.save_strategy != "no":
             self._save(is_last=is_last or stop or ends)
         if stop:
@@ -699,8 +702,7 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon sets lr_scale
         first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
-        loss_sum = torch.zeros((), device=engine.device)
-        share_sum = torch.zeros((), device=engine.device)
+        loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()
         # GEMMs in torchao's compiled layers cannot be counted; the startup check has fixed what they run
         counts = self._is_logged(state.step + 1) and of_transformer_engine(self.model)
@@ -749,8 +751,10 @@ class Trainer:
         number, most = self.state.step, self.args.max_skipped_steps
         found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
         losses = ranks_without_finite_loss(step.loss)
-        why = f"losses by rank: {losses}" if losses else "the loss is finite, a gradient is not"
-        logger.info(f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}")
+        logger.info(
+            f"step {number} is skipped on all ranks, no weight changed: losses that are not finite by rank: {losses} "
+            f"({{}}: only gradients); {samples_text(found)}"
+        )
         record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
             self._write_metrics(record)
@@ -784,8 +788,8 @@ class Trainer:
         for spike in spikes:
             samples = samples_record(self.data.train, spike.first_sample, self.samples)
             logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
-            found = {"step": spike.step, spike.what: spike.value, "threshold": spike.threshold, **samples}
-            record.setdefault("spikes_found", []).append(found)
+            value = {spike.what: spike.value, "threshold": spike.threshold}
+            record.setdefault("spikes_found", []).append({"step": spike.step, **value, **samples})
         if not spikes or self.args.on_spike != "rollback":
             return False
         self._finish_save()  # the rollback may need this checkpoint
@@ -894,8 +898,13 @@ class Trainer:
             self.watchdog.renew(f"evaluating step {self.state.step}")
             return stop
 
-        size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
-        losses = held_out_losses(self.engine, self.precision, self.data.held_out, size, asked_to_stop)
+        losses = held_out_losses(
+            self.engine,
+            self.precision,
+            self.data.held_out,
+            self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size,
+            asked_to_stop,
+        )
         if losses is not None:
             record |= losses | {"unigram_loss": self.data.unigram_loss}
         self._start_clock()

@@ -9,3 +9,5 @@ from model.fp8.machine import leave_out
 
 # DeepSpeed prints this line to standard output when it is imported without a GPU. Only this package imports DeepSpeed.
 leave_out("DeepSpeed", "Setting accelerator to CPU")
+# Transformer Engine advises to install packages that FlashAttention-4 replaces.
+leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")

@@ -21,9 +21,7 @@ from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
 from model.errors import UserError
-from model.fp8.machine import leave_out
 from train import launchers
-from train.files import remove_dead_buffers
 
 T = TypeVar("T")
 
@@ -34,9 +32,6 @@ GROUP_TIMEOUT = datetime.timedelta(days=1)
 # Time in which the ranks of several nodes must arrive, and the environment variable that overrides it.
 NODES_TIMEOUT_S, NODES_TIMEOUT = 50.0, "NODES_TIMEOUT_S"
 ANSWER_S = 3.0
-
-# Suppress Transformer Engine's advice to install packages that FlashAttention-4 replaces.
-leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
@@ -74,7 +69,6 @@ def init_distributed() -> None:
     # FlashAttention-4 warns about its own code
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
     if os.environ["LOCAL_RANK"] == "0":
-        remove_dead_buffers()
         announce_compilation()
     # torch reads these names when a group is created, also by DeepSpeed
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
@@ -130,13 +124,12 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     rank, world = launchers.rank(environment), launchers.world_size(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     timeout_s = float(environment.get(NODES_TIMEOUT) or NODES_TIMEOUT_S)
-    timeout = datetime.timedelta(seconds=timeout_s)
     try:
+        timeout = datetime.timedelta(seconds=timeout_s)
         store = dist.TCPStore(
             address, port, None, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
         )
-        local = launchers.local_world_size(environment)
-        store.set(f"arrived/{rank}", f"{world} ranks, {local} on its node")
+        store.set(f"arrived/{rank}", f"{world} ranks, {launchers.local_world_size(environment)} on its node")
         if rank == 0:
             store.set("arrived", json.dumps(_await_arrivals(store, world, timeout_s)))
         store.wait(["arrived"], timeout + datetime.timedelta(seconds=ANSWER_S))

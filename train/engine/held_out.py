@@ -32,31 +32,23 @@ def held_out_losses(
 
     Returns: None if asked to stop.
     """
-    before = snapshot_fp8_state(engine.module, precision)
-    losses: dict[str, float] = {}
+    before, losses = snapshot_fp8_state(engine.module, precision), dict[str, float]()
     engine.eval()
     for name, stream in streams.items():
-        total = _sums(engine, stream, batch_size, asked_to_stop)
+        total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of the losses, tokens
+        for *_, batch in held_out_batches(stream, batch_size, dist.get_rank(), dist.get_world_size()):
+            tokens = int((batch.labels != NO_LABEL).sum())
+            input_ids, labels, documents = batch.to(engine.device)
+            loss = engine(input_ids, labels=labels, documents=documents).loss
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+            if asked_to_stop():
+                break
+        else:
+            dist.all_reduce(total)
+            losses[name] = float(total[0] / total[1])
         for key, tensor in fp8_state(engine.module, precision).items():
             tensor.copy_(before[key])
-        if total is None:
+        if name not in losses:
             break
-        dist.all_reduce(total)
-        losses[name] = float(total[0] / total[1])
     engine.train()
     return losses if len(losses) == len(streams) else None
-
-
-def _sums(
-    engine: Any, stream: SampleStream, batch_size: int, asked_to_stop: Callable[[], bool]
-) -> torch.Tensor | None:
-    """Return [sum of the losses, tokens] over this rank's part of a held-out set, or None if asked to stop."""
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for *_, batch in held_out_batches(stream, batch_size, dist.get_rank(), dist.get_world_size()):
-        tokens = int((batch.labels != NO_LABEL).sum())
-        input_ids, labels, documents = batch.to(engine.device)
-        loss = engine(input_ids, labels=labels, documents=documents).loss
-        total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-        if asked_to_stop():
-            return None
-    return total

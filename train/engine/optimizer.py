@@ -35,8 +35,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
     Parameters are grouped by dimension and place, never by name, so fused weights decay like their parts. A tied weight
     appears once. Parameters without gradient and empty groups are omitted.
     """
-    hidden: list[nn.Parameter] = list(model.model.layers.parameters()) if optim == "muon" else []
-    of_muon = {id(p) for p in hidden if p.requires_grad and len(shape_of(p)) == 2}
+    layers: Any = model.model.layers.parameters() if optim == "muon" else ()
+    of_muon = {id(p) for p in layers if p.requires_grad and len(shape_of(p)) == 2}
     by_columns: dict[int, list[nn.Parameter]] = {}
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -85,8 +85,8 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
     if arguments.optim == "adamw":
         return torch.optim.AdamW(groups, **adamw)
     for group in groups:
-        of_adamw = {key: adamw[key] for key in ("betas", "eps")}
-        own = {"momentum": arguments.muon_momentum} if group["use_muon"] else of_adamw
+        is_muon, of_adamw = group["use_muon"], {"betas": adamw["betas"], "eps": adamw["eps"]}
+        own = {"momentum": arguments.muon_momentum} if is_muon else of_adamw
         group.update(own, lr=arguments.learning_rate * group.get("lr_scale", 1.0))
     # until orthogonalize_each_matrix, for the initial step of DeepSpeed (zero.undo_initial_step)
     original_muon.muon_update = muon_optimizer.muon_update = MUON_UPDATE
@@ -101,9 +101,8 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     DeepSpeed calls `muon_update` with whole parameters, without their names, in the same order in each step.
     Checkpoints store whole parameters.
     """
-    config = engine.module.config
-    found = [hf_parts(name_of(engine, p), shape_of(p), config) for p in muon_matrices(engine)]
-    calls = itertools.cycle([rows for _, rows in parts] for parts in found)
+    matrices = [(name_of(engine, p), shape_of(p), engine.module.config) for p in muon_matrices(engine)]
+    calls = itertools.cycle([rows for _, rows in hf_parts(*matrix)] for matrix in matrices)
 
     def update_parts(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
         rows = next(calls)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
         return state[moment][start:end].float()
     blocks = slice(start // STATE_BLOCK, -(-end // STATE_BLOCK))
     codes = state[moment][blocks.start * STATE_BLOCK : blocks.stop * STATE_BLOCK]
-    values = dequantize_state(codes, scale[blocks], _is_signed(moment))
+    values = dequantize_state(codes, scale[blocks], moment == MOMENTS[0])
     return values[start - blocks.start * STATE_BLOCK :][: end - start]
 
 
@@ -80,15 +81,11 @@ def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
     held, scale = state[moment][start : start + len(values)], state.get(f"{moment}_scale")
     if scale is not None:
         values = nn.functional.pad(values, (0, -len(values) % STATE_BLOCK))
-        codes, scales = quantize_state(values, held.dtype, _is_signed(moment))
+        codes, scales = quantize_state(values, held.dtype, moment == MOMENTS[0])
         state[moment][start : start + len(values)].copy_(codes)
         scale[start // STATE_BLOCK :][: len(scales)].copy_(scales)
     elif held.data_ptr() != values.data_ptr():
         held.copy_(values)
-
-
-def _is_signed(moment: str) -> bool:
-    return moment == "exp_avg"
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -213,10 +210,7 @@ class Stretch:
 def stretches(weight: torch.Tensor, state: State) -> tuple[Stretch, dict[str, Stretch]]:
     """Return the float32 weight and its moments from `weight` and `state` of a PackedAdamW."""
 
-    def of(moment: str) -> Callable[[int, int], torch.Tensor]:
-        return lambda start, end: decoded(state, moment, start, end)
-
     whole = Stretch(
         lambda start, end: joined(weight[start:end], state["remainder"][start:end]), 0, len(weight)
     )
-    return whole, {moment: Stretch(of(moment), 0, len(weight)) for moment in MOMENTS}
+    return whole, {moment: Stretch(partial(decoded, state, moment), 0, len(weight)) for moment in MOMENTS}

@@ -104,13 +104,14 @@ class MicroStep:
         # With accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, which frees the weights.
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
-        self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
-        no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
-        self.capture = speed.cuda_graphs and no_graphs is None
-        self.plain = not (self.capture or self.main_grads and self.main_grads.buffers)
+        self.main_grads = MainGrads(engine, precision, speed.main_grad and on_gpu)
+        self.capture = speed.cuda_graphs and not why_no_graphs(
+            arguments.model.variant, zero_stage=stage, emulated=precision.emulated
+        )
+        self.plain = not (self.capture or self.main_grads.buffers)
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
-            if self.main_grads and self.main_grads.buffers
+            if self.main_grads.buffers
             else "weight gradients: in the dtype of the parameters, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
         ]
@@ -136,8 +137,7 @@ class MicroStep:
                 documents,
                 has_health_checks(engine.module, self.precision),
             )
-            if self.main_grads:
-                self.main_grads.zero()
+            self.main_grads.zero()
             self.capture = False
         first = index == 0 if self.cache_weights else None
         loss = engine(input_ids, labels=labels, is_first_microbatch=first, documents=documents).loss
@@ -148,8 +148,7 @@ class MicroStep:
         engine.backward(
             loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         )  # divides by the accumulation steps
-        if self.main_grads:
-            self.main_grads.mark()
+        self.main_grads.mark()
         engine.step()  # acts at the last micro-batch
         return loss.detach()
 
@@ -159,13 +158,11 @@ class MicroStep:
 
         Call it before the first step. If `plain` is set, this is the case anyway.
         """
-        capture, main_grads, self.capture, self.main_grads = self.capture, self.main_grads, False, None
-        if main_grads:
-            main_grads.switch(False)
+        capture, self.capture = self.capture, False
+        self.main_grads.switch(False)
         yield
-        if main_grads:
-            main_grads.switch(True)
-        self.capture, self.main_grads = capture, main_grads
+        self.main_grads.switch(True)
+        self.capture = capture
 
 
 class SkipDecision:
@@ -218,11 +215,11 @@ class MainGrads:
     DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. After
     each backward it adds the bf16 `.grad`: 24 bytes of memory traffic per parameter and micro-batch. Here the GEMM
     itself adds in float32, without rounding to bf16, and `.grad` stays None. Other optimizers have no float32
-    gradients; then `buffers` is empty and nothing changes.
+    gradients; then, and without `is_wanted`, `buffers` is empty and nothing changes.
     """
 
-    def __init__(self, engine: Any, precision: Precision):
-        found = gradient_buffers(engine)
+    def __init__(self, engine: Any, precision: Precision, is_wanted: bool):
+        found = gradient_buffers(engine) if is_wanted else {}
         self.buffers: list[GradientBuffer] = []
         self.modules: list[nn.Module] = []
         for module in gemm_modules(engine.module, precision).values() if found else ():
@@ -235,12 +232,13 @@ class MainGrads:
 
     def switch(self, on: bool) -> None:
         """Set whether the GEMMs add into the buffers."""
+        self.is_on = on
         for module in self.modules:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
         """Report to DeepSpeed that the buffers hold gradients."""
-        for buffer in self.buffers:
+        for buffer in self.buffers if self.is_on else ():
             buffer.mark()
 
     def zero(self) -> None:

@@ -58,8 +58,9 @@ def base_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 def adamw_is_fused(engine: Any) -> bool:
     """Return whether AdamW is fused. The fused kernel reads its step count on the GPU."""
-    optimizer = base_optimizer(engine)
-    return bool(getattr(optimizer, "aux_optimizer", optimizer).defaults.get("fused"))
+    return bool(
+        getattr(base_optimizer(engine), "aux_optimizer", base_optimizer(engine)).defaults.get("fused")
+    )
 
 
 # Names of Muon's state tensors. AdamW's are MOMENTS.
@@ -137,10 +138,9 @@ def own_settings(engine: Any) -> Iterator[None]:
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    fused = any(group.get("fused") for group in optimizer.param_groups)
     for weight, state in optimizer.state.items():  # with ZeRO 3 no group lists its weights
         if "step" in state:  # on the device where the kernel reads it
-            state["step"] = state["step"].to(weight.device if fused else "cpu")
+            state["step"] = state["step"].to(weight.device if adamw_is_fused(engine) else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
 
@@ -155,8 +155,7 @@ def forget_moments(engine: Any) -> None:
 
     The links would keep the replaced moments in memory. The next step creates new links.
     """
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        engine.optimizer._hp_optimizer_states_linked = False
+    engine.optimizer._hp_optimizer_states_linked = False
 
 
 def forget_module(engine: Any) -> None:
@@ -194,7 +193,6 @@ def pack_states(engine: Any, moments: str) -> None:
         moments: type of the moments.
     """
     optimizer, plain = engine.optimizer, base_optimizer(engine)
-    assert type(optimizer).__name__ == "BF16_Optimizer", type(optimizer)
     groups = []
     for index, group in enumerate(plain.param_groups):
         rank = dist.get_rank(group=optimizer.real_dp_process_group[index])
@@ -222,7 +220,6 @@ def pack_states(engine: Any, moments: str) -> None:
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-MOMENTS_LINKED = ("_hp_optimizer_states_linked",)
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
@@ -249,16 +246,21 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
     """
     wrapper, optimizer = engine.optimizer, base_optimizer(engine)
     updated = list(masters(engine))
-    holders = [(engine, COUNTERS), (wrapper, MOMENTS_LINKED)]
-    holders += [(getattr(wrapper, name, None), LOSS_SCALE) for name in ("loss_scaler", "loss_scale_config")]
+    scalers = [getattr(wrapper, name, None) for name in ("loss_scaler", "loss_scale_config")]
+    holders = [
+        (engine, COUNTERS),
+        (wrapper, ("_hp_optimizer_states_linked",)),
+        *((scaler, LOSS_SCALE) for scaler in scalers),
+    ]
     counters = [(h, name, getattr(h, name)) for h, names in holders for name in names if hasattr(h, name)]
 
     def take_gradients(
         *_: Any,
     ) -> None:  # DeepSpeed may step one group at a time, and sets only its gradients
         for master in updated:
-            packed = isinstance(optimizer, PackedAdamW)
-            gradient = optimizer.gradients[master.tensor] if packed else master.tensor.grad
+            gradient = master.tensor.grad
+            if isinstance(optimizer, PackedAdamW):
+                gradient = optimizer.gradients[master.tensor]
             if gradient is not None:
                 take(master, gradient)
 
@@ -351,10 +353,9 @@ def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]
             except Exception as error:
                 errors.append(error)
 
-    writer = engine.checkpoint_engine
     with (
-        mock.patch.object(writer, "save", save),
-        mock.patch.object(writer, "makedirs"),
+        mock.patch.object(engine.checkpoint_engine, "save", save),
+        mock.patch.object(engine.checkpoint_engine, "makedirs"),
         mock.patch.object(engine, "_copy_recovery_script"),
     ):
         engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)

@@ -124,7 +124,7 @@ def main_grads_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_main_grads(self, engine, precision, arguments) -> None:  # type: ignore[no-untyped-def]
         begin(self, engine, precision, arguments)
         if arguments.speed.main_grad:
-            self.main_grads = MainGrads(engine, precision)
+            self.main_grads = MainGrads(engine, precision, True)
             assert len(self.main_grads.buffers) == 2 * 4 + 1
 
     monkeypatch.setattr("model.te_reference.linear.fp8_gemm", fp8_gemm)
