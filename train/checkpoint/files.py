@@ -330,11 +330,6 @@ def belongs_to(path: Path, root: Path) -> bool:
     return path.resolve().parent == root.resolve()
 
 
-def origin(path: Path) -> dict[str, str]:
-    """Return the RunState.began_at of a run that begins from the checkpoint `path` of another run."""
-    return {"path": str(path.resolve()), "manifest_sha256": identity(path)}
-
-
 def branch_at(root: Path, path: Path) -> bool:
     """Return whether the run with the checkpoints `root` began from the checkpoint `path` of another run.
 

@@ -136,8 +136,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
 
 def fits_fp8_state(saved: RunState, precision: Precision) -> bool:
     """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
-    before = saved.precision  # {} in some tests
-    return not before or same_precision(before, vars(precision.config), FP8_STATE_OF)
+    return not saved.precision or same_precision(saved.precision, vars(precision.config), FP8_STATE_OF)
 
 
 def set_random_state(rank_state: dict[str, Any]) -> None:

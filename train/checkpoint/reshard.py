@@ -59,7 +59,6 @@ class Contents:
 
     pieces: Pieces
     step: float | None = None  # AdamW's step count; None before the first step
-    loss_scale: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)  # of the engine
 
 
@@ -67,7 +66,8 @@ class Contents:
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """Load the weights, optimizer state and counters of the checkpoint `path` into `engine`. Collective.
 
-    The weights of the model are the float32 weights rounded to its dtype, as in training.
+    The weights of the model are the float32 weights rounded to its dtype, as in training. The loss scale of fp16 begins
+    anew.
 
     Args:
         state: run state of the checkpoint.
@@ -92,10 +92,6 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
                         found = old.tensors[what][first - old.start : end - old.start]
                         tensor[first - piece.start : end - piece.start].copy_(found)
     vars(engine).update(saved.counters)
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for name, value in saved.loss_scale.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
 
 
 def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
@@ -244,10 +240,8 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
     """Read the optimizer state without ZeRO: of torch's optimizer, or of DeepSpeed's wrapper with float32 weights."""
     optimizer = model["optimizer"]
-    if "fp32_groups" in optimizer:
-        masters = list(itertools.chain(*optimizer["fp32_groups"]))
-    else:
-        masters = [model["module"][name] for name in names]
+    weights = [[model["module"][name] for name in names]]
+    masters = itertools.chain(*optimizer.get("fp32_groups", weights))
     adam = optimizer.get("optimizer_state_dict", optimizer)
     for index, (name, master) in enumerate(zip(names, masters, strict=True)):
         saved.pieces[name].append(Piece(0, _tensors(master, adam["state"], index, saved)))
@@ -257,8 +251,6 @@ def _read_shard(
     content: dict[str, Any], groups: list[Sizes], rank: int, state: RunState, saved: Contents
 ) -> None:
     """Read the part of one rank: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
-    scaler = content.get("loss_scaler")
-    saved.loss_scale = {name: getattr(scaler, name) for name in zero.LOSS_SCALE if hasattr(scaler, name)}
     if state.zero_stage == 3:
         flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
     else:

@@ -20,7 +20,7 @@ from train.checkpoint.files import (
     branch_at,
     check_given,
     committed,
-    origin,
+    identity,
     rolled_back,
 )
 from train.config.arguments import ConfigurationError, TrainingArguments
@@ -117,24 +117,23 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     for name in ("health", "evaluation_due", "precision", "escalations", "precision_changes"):
         setattr(state, name, getattr(saved, name))
     is_own = belongs_to(path, RunFolder(new["output_dir"]).checkpoints)
-    state.began_at = saved.began_at if is_own else origin(path)
+    state.began_at = (
+        saved.began_at if is_own else {"path": str(path.resolve()), "manifest_sha256": identity(path)}
+    )
     lines = []
     given, began = (config["model"].get("init_from") for config in (new, old))
     new["model"]["init_from"] = began  # the model card names the initial weights
     if given not in (None, began):
         lines.append(f"model.init_from {given} is ignored, because the weights come from {path}")
-    if saved.world_size != state.world_size:
+    if (saved.world_size, saved.zero_stage) != (state.world_size, state.zero_stage):
         lines.append(
-            f"{saved.world_size} ranks -> {state.world_size}: weights, optimizer and FP8 state are resharded; "
-            f"gradient_accumulation_steps {old['gradient_accumulation_steps']} -> {new['gradient_accumulation_steps']}"
+            f"{saved.world_size} -> {state.world_size} ranks, ZeRO {saved.zero_stage} -> {state.zero_stage}: weights, "
+            "optimizer and FP8 state are resharded; gradient_accumulation_steps "
+            f"{old['gradient_accumulation_steps']} -> {new['gradient_accumulation_steps']}"
         )
-    if saved.zero_stage != state.zero_stage:
-        lines.append(f"ZeRO {saved.zero_stage} -> {state.zero_stage}: weights and optimizer are resharded")
-    if found:
-        lines += [f"{ALLOW}: changes from step {saved.step + 1} on:", *(f"  {change}" for change in found)]
+    lines += [f"{ALLOW}: from step {saved.step + 1} on, {change}" for change in found]
     if saved.data_fingerprint == _through_json(state.data_fingerprint):
-        skipped = rolled_back(path)
-        state.skipped_samples = saved.skipped_samples if skipped is None else skipped
+        state.skipped_samples = rolled_back(path) or saved.skipped_samples
     else:
         lines.append(
             f"the order of samples changes: the run resumes at sample {state.consumed_samples:,} of the new order. "
@@ -167,12 +166,11 @@ def allowed_changes(
     wrong = refused or [c for c in found if not (allow is True or c.key in (allow or ()))]
     if not wrong:
         return found
-    remedy = "Restore the old values, choose another output_dir, or pass --resume_from_checkpoint never"
-    if not refused:
-        remedy = f"To resume with these changes, pass {allow_option(c.key for c in found)} (true allows all). {remedy}"
+    allowed = f"To resume with these changes, pass {allow_option(c.key for c in found)} (true allows all). "
     lines = "\n  ".join(map(str, wrong))
     error = ChangesError(
-        f"{path} was written with a different configuration:\n  {lines}\n{remedy}",
+        f"{path} was written with a different configuration:\n  {lines}\n{'' if refused else allowed}Restore the old "
+        "values, choose another output_dir, or pass --resume_from_checkpoint never",
         code="cannot_change" if refused else None,
         key=(refused or found)[0].key,
     )

@@ -71,8 +71,12 @@ def roll_back(
     if path is None or saved is None:
         logger.warning("on_spike rollback: there is no checkpoint yet; the run continues")
         return False
-    if problem := _find_obstacle(saved, state, precision):
-        logger.warning(f"on_spike rollback: {path.name} {problem}; the run continues")
+    # otherwise positions refer to other samples, or the modules have no use for the FP8 state
+    if saved.data_fingerprint != state.data_fingerprint or not fits_fp8_state(saved, precision):
+        logger.warning(
+            f"on_spike rollback: {path.name} was saved before the order of samples or the precision changed; the run "
+            "continues"
+        )
         return False
     if len(state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
         logger.warning(
@@ -96,15 +100,6 @@ def roll_back(
     logger.info(
         f"on_spike rollback: back to step {saved.step} ({path.name}); the run skips {samples_text(record)}"
     )
-    back = {"from_step": spikes[-1].step, **record}
-    metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": back})
+    record = {"from_step": spikes[-1].step, **record}
+    metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": record})
     return True
-
-
-def _find_obstacle(saved: RunState, state: RunState, precision: Precision) -> str:
-    """Return why the run cannot go back to the checkpoint with the run state `saved`, or ""."""
-    if saved.data_fingerprint != state.data_fingerprint:  # the positions would refer to other samples
-        return "was saved before the order of samples changed"
-    if not fits_fp8_state(saved, precision):
-        return "was saved before the precision changed"
-    return ""

@@ -67,12 +67,10 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if self.world > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
         """Return the `value` of each rank."""
-        if self.group is None:
-            return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -206,11 +204,11 @@ class Job:
                 with contextlib.suppress(OSError):
                     remove_unfinished(self.path)
             ranks.all_gather(None)  # rank 0 is done: the next save may use the folder
-            remedy = "Free disk space there, lower save_total_limit, or choose another output_dir"
-            if error.may_pass:
-                remedy = (
-                    "The error may be temporary: start the run again (run_training.sh does so automatically)"
-                )
+            remedy = (
+                "The error may be temporary: start the run again (run_training.sh does so automatically)"
+                if error.may_pass
+                else "Free disk space there, lower save_total_limit, or choose another output_dir"
+            )
             raise SaveError(
                 f"the checkpoint {self.path} could not be saved: {error}. Earlier checkpoints are unchanged. {remedy}",
                 error.may_pass,

@@ -41,9 +41,8 @@ class HostBuffer:
             self._unpin()  # a finalizer runs only once
         self._memory, self.size = None, 0
         self._memory, self.size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # the kernel does not support huge pages
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # the kernel does not support huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         if pin:
             self._touch()
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())

@@ -31,7 +31,6 @@ from train.checkpoint.files import (
     describe_file,
     discard_old,
     name_of,
-    origin,
     problems,
     read_manifest,
     read_state,
@@ -119,7 +118,7 @@ def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     root = tmp_path / "new"
     assert choose_checkpoint(root, str(start)) == start
     for step in (5, 6):
-        make(root, step, began_at=origin(start))
+        make(root, step, began_at={"path": str(start.resolve()), "manifest_sha256": "0"})
     assert choose_checkpoint(root, str(start)) == root / name_of(6)
     (root / name_of(6) / RUN_STATE).write_text("")
     assert choose_checkpoint(root, str(start)) == root / name_of(5)
