@@ -1,13 +1,13 @@
 """Documents in memory through the steps of preparation, for their tests."""
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import dill
@@ -31,14 +31,12 @@ Ranks = list[list[str]]
 class Read(PipelineStep):
     """The documents of each task, from memory."""
 
-    def __init__(self, ranks: Ranks, fail_after: int | None = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks, self.fail_after = ranks, fail_after
+        self.ranks = ranks
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         for number, text in enumerate(self.ranks[rank]):
-            if number == self.fail_after:
-                raise KeyboardInterrupt
             yield Document(text=text, id=f"{rank}/{number}")
 
 
@@ -56,7 +54,7 @@ class Write(PipelineStep):
         (self.folder / f"{rank:05d}.json").write_text(json.dumps(result))
 
 
-def run_stage(stage: Stage, order: list[int] | None = None) -> None:
+def run_stage(stage: Stage, order: Iterable[int] | None = None) -> None:
     """Run the tasks of a stage, each with the pipeline as a worker gets it: pickled, then copied."""
     for rank in order or range(stage.tasks):
         data = None
@@ -65,14 +63,9 @@ def run_stage(stage: Stage, order: list[int] | None = None) -> None:
         deque(data or (), maxlen=0)
 
 
-def stages_of(options: StepOptions, ranks: Ranks, folder: Path, fail_after: int | None = None) -> list[Stage]:
-    return make_stages(
-        options,
-        folder / "scratch",
-        len(ranks),
-        lambda tally: Read(ranks, fail_after),
-        lambda tally: Write(folder / "out", tally),
-    )
+def stages_of(options: StepOptions, ranks: Ranks, folder: Path) -> list[Stage]:
+    write = partial(Write, folder / "out")
+    return make_stages(options, folder / "scratch", len(ranks), lambda tally: Read(ranks), write)
 
 
 def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
@@ -88,10 +81,7 @@ def run(
 ) -> tuple[Ranks, Counter[str]]:
     """All stages; the tasks of each in random order with `shuffle`."""
     for stage in stages_of(options, ranks, folder):
-        order = list(range(stage.tasks))
-        if shuffle:
-            shuffle.shuffle(order)
-        run_stage(stage, order)
+        run_stage(stage, shuffle and shuffle.sample(range(stage.tasks), stage.tasks))
     return results(folder, ranks)
 
 
@@ -116,8 +106,3 @@ def parse(*argv: str) -> StepOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return find_step_options(parser.parse_args(argv))
-
-
-def tree_hashes(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -10,6 +10,7 @@ import pytest
 from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
 from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
+from tests.train.prepare.megatron_datasets import content_of
 from tests.train.prepare.prepare_documents import (
     first_of,
     near,
@@ -19,7 +20,6 @@ from tests.train.prepare.prepare_documents import (
     run_stage,
     stages_of,
     text_of,
-    tree_hashes,
 )
 from train.prepare import dedup as prepare_dedup
 from train.prepare.dedup import link_to_first, minhash_bands, minhash_signature
@@ -57,7 +57,7 @@ def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_p
         texts, removed = run(StepOptions(dedup="minhash"), ranks, folder, random.Random(trial))
         assert texts == [ranks[0], [], [*others[2:4], ranks[2][-1]], others[4:7]]
         assert removed == {"duplicate (minhash)": 6}
-    assert tree_hashes(tmp_path / "0") == tree_hashes(tmp_path / "1")
+    assert content_of(tmp_path / "0") == content_of(tmp_path / "1")
 
 
 @BOTH
@@ -89,20 +89,18 @@ def test_a_task_that_was_interrupted_runs_again_and_a_missing_one_is_an_error(
     assert whole == first_of(ranks)
 
     folder = tmp_path / "broken"
-    with pytest.raises(KeyboardInterrupt):
-        run_stage(stages_of(options, ranks, folder, fail_after=3)[0], [1])
     stages = stages_of(options, ranks, folder)
     for stage in stages[1:]:
         with pytest.raises(FileNotFoundError):
             run_stage(stage)
     for stage in stages:
-        before = tree_hashes(folder)
+        before = content_of(folder)
         run_stage(stage)
-        for name in tree_hashes(folder).keys() - before.keys():  # half of a killed task's file
+        for name in content_of(folder).keys() - before.keys():  # half of a killed task's file
             (folder / name).write_bytes((folder / name).read_bytes()[:-1])
         run_stage(stage)
     assert results(folder, ranks) == results(tmp_path / "whole", ranks)
-    assert tree_hashes(folder) == tree_hashes(tmp_path / "whole")
+    assert content_of(folder) == content_of(tmp_path / "whole")
 
 
 def test_link_to_first_finds_components() -> None:

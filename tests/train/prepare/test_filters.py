@@ -40,14 +40,6 @@ def test_quality_filters(tmp_path: Path, name: str, bad: str, reason: str) -> No
 
 
 @needs_spacy
-def test_c4_removes_lines_before_duplicates_are_searched(tmp_path: Path) -> None:
-    ranks = [[PROSE + "Click here\n"], [PROSE + "Home | About\n"]]
-    texts, removed = run(parse("--quality", "c4", "--dedup", "exact"), ranks, tmp_path)
-    assert texts == [[PROSE.strip()], []]
-    assert removed == {"duplicate (exact)": 1}
-
-
-@needs_spacy
 def test_stop_words_are_asked_of_english_alone(tmp_path: Path) -> None:
     german = " ".join(["Der alte Leuchtturm wurde vor vielen Jahren von den Leuten des Dorfes gebaut."] * 5)
     kept, _ = run(parse("--quality", "gopher_quality", "--quality_language", "de"), [[german]], tmp_path)
@@ -118,16 +110,13 @@ def test_language_models_that_cannot_serve(tmp_path: Path, language_model: Path)
 
 
 @needs_fasttext
-def test_no_network_names_the_flag_for_a_local_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_or_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> str:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(prepare_filters, "cached_asset_path_or_download", fail)
     with refused(DataError, code="download_failed", key="--language_model"):
         parse("--languages", "en")
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_filters.LanguageFilter, "_requires_dependencies", ["no_such_package"])
     with refused(DataError, code="package_missing", key="--languages"):
         parse("--languages", "en")

@@ -115,20 +115,17 @@ def test_bad_token_id(tmp_path, run_import, reported, letter, token, monkeypatch
 def test_inputs_that_are_not_there(tmp_path, run_import, reported):
     prefix = write_dataset(tmp_path / "a", [[[5, 6]]])
     (tmp_path / "b").symlink_to(tmp_path)
-    assert run_import(tmp_path / "out", tmp_path / "a", tmp_path / "b/a") == 2
-    assert reported.pop().code == "given_twice"
     for given, code, key in (
-        (["nowhere"], "file_missing", "nowhere.idx"),
-        (["a.bin"], "file_missing", "a.bin.idx"),
-        (["a.idx"], "file_missing", "a.idx.idx"),
+        (["a", "b/a"], "given_twice", "--input"),
+        (["nowhere"], "file_missing", f"{tmp_path}/nowhere.idx"),
+        (["a.bin"], "file_missing", f"{tmp_path}/a.bin.idx"),
     ):
         assert run_import(tmp_path / "out", *(tmp_path / name for name in given)) == 2
-        error = reported.pop()
-        assert (error.code, error.key) == (code, str(tmp_path / key))
-    (tmp_path / "a.bin").unlink()
-    assert run_import(tmp_path / "out", prefix) == 2 and reported.pop().key == f"{prefix}.bin"
+        assert (reported[-1].code, reported.pop().key) == (code, key)
     assert run_import(tmp_path / "out", prefix, tokenizer=tmp_path) == 2
     assert reported.pop().code == "no_tokenizer" and not (tmp_path / "out").exists()
+    (tmp_path / "a.bin").unlink()
+    assert run_import(tmp_path / "out", prefix) == 2 and reported.pop().key == f"{prefix}.bin"
 
 
 def test_output_folder_is_protected(tmp_path, run_import, reported):

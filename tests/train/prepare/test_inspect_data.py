@@ -12,8 +12,9 @@ import pytest
 import sentencepiece
 
 from tests.fixtures import corpus_texts, write_jsonl
-from train.data.format import Manifest, read_manifest, write_manifest
-from train.data.inspection import count_lengths, examine, histogram_table, read_lengths
+from tests.train.prepare.megatron_datasets import imported
+from train.data.format import read_manifest, write_manifest
+from train.data.inspection import count_lengths, examine, histogram_table
 from train.files import sha256_file
 from train.inspect_data import main as inspect_data
 
@@ -45,16 +46,6 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def documents_of(folder: Path, split: str) -> list[list[int]]:
-    """The ids of each document, read in the plainest way."""
-    documents = []
-    for shard in read_manifest(folder).split_shards(split):
-        tokens = np.fromfile(folder / shard.name, "<u2").tolist()
-        ends = np.fromfile(folder / (shard.name + ".index"), "<u8").tolist()
-        documents += [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return documents
-
-
 def samples_in(output: str) -> list[tuple[re.Match[str], list[list[str]]]]:
     """Each sample's header and the lines of each of its documents."""
     samples: list[tuple[re.Match[str], list[list[str]]]] = []
@@ -69,17 +60,12 @@ def samples_in(output: str) -> list[tuple[re.Match[str], list[list[str]]]]:
     return samples
 
 
-def change_manifest(folder: Path, change: Callable[[Manifest], dict]) -> None:
-    manifest = read_manifest(folder)
-    write_manifest(folder, dataclasses.replace(manifest, **change(manifest)))
-
-
 def rehash(folder: Path, name: str) -> None:
     """Make the manifest agree with a shard's changed content: what a faulty preparation would have committed."""
     hashes = {"sha256": sha256_file(folder / name), "index_sha256": sha256_file(folder / f"{name}.index")}
-
-    shards = [dataclasses.replace(s, **hashes) if s.name == name else s for s in read_manifest(folder).shards]
-    change_manifest(folder, lambda _: {"shards": shards})
+    manifest = read_manifest(folder)
+    shards = [dataclasses.replace(s, **hashes) if s.name == name else s for s in manifest.shards]
+    write_manifest(folder, dataclasses.replace(manifest, shards=shards))
 
 
 def test_whole_data_passes_and_is_described(data, run):
@@ -92,7 +78,7 @@ def test_whole_data_passes_and_is_described(data, run):
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line}
     lengths = []
     for split in ("train", "eval"):
-        documents = documents_of(data, split)
+        documents = imported(data, split)
         tokens = sum(map(len, documents))
         found = [number(word) for word in rows[f"{split}:"] if word[0].isdigit()]
         assert found == [len(documents), tokens, len(manifest.split_shards(split))]
@@ -101,24 +87,18 @@ def test_whole_data_passes_and_is_described(data, run):
     assert len(bins) > 1 and sum(number(count) for _, _, count in bins) == len(lengths) == 300
     for low, high, count in bins:
         assert number(count) == sum(number(low) <= length <= number(high) for length in lengths)
-    total = sum(read_lengths(data, shard) for shard in manifest.shards)
-    assert total.sum(axis=1).tolist() == [300, sum(lengths)]
-
-
-def rows_of(lengths: np.ndarray) -> dict[int, list[int]]:
-    """Bin -> [documents, tokens]."""
-    return {int(k): lengths[:, k].tolist() for k in np.flatnonzero(lengths[0])}
 
 
 def test_lengths_at_the_edges_of_bins():
     total = count_lengths(np.array([1, 2, 3, 4, 7, 8, 2**20 - 1, 2**20], dtype=np.int64))
-    assert rows_of(total) == {0: [1, 1], 1: [2, 5], 2: [2, 11], 3: [1, 8], 19: [1, 2**20 - 1], 20: [1, 2**20]}
+    bins = {int(k): total[:, k].tolist() for k in np.flatnonzero(total[0])}  # documents and tokens
+    assert bins == {0: [1, 1], 1: [2, 5], 2: [2, 11], 3: [1, 8], 19: [1, 2**20 - 1], 20: [1, 2**20]}
     assert histogram_table(total).count("\n") == 6 and histogram_table(0 * total)
 
 
 @pytest.mark.parametrize("split, seq_length", [("train", 512), ("eval", 100), ("train", 10), ("eval", 10**6)])
 def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, split, seq_length):
-    documents = documents_of(data, split)
+    documents = imported(data, split)
     stream = [token for document in documents for token in document]
     starts = np.cumsum([0, *map(len, documents)]).tolist()
     texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}

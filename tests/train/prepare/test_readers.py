@@ -189,14 +189,12 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
 
 def test_what_a_folder_has_besides_is_counted(tmp_path, caplog):
     for name in ("a.png", "sub/b.png", "package.json", "LICENSE", "table.csv.gz", "c.txt", "d.TXT.gz"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, b"text")
-    found = list_sources([str(tmp_path)])
-    assert [Path(source.path).name for source in found] == ["c.txt", "d.TXT.gz"]
     found = list_sources([str(tmp_path), str(tmp_path / "package.json")])
     assert [Path(source.path).name for source in found] == ["c.txt", "d.TXT.gz", "package.json"]
-    lines = [line.replace(str(tmp_path), "") for line in caplog.messages]
-    assert [numbers(line) for line in lines] == [[5, 2, 1, 1, 1]] * 2
+    (line,) = caplog.messages
+    assert numbers(line.replace(str(tmp_path), "")) == [5, 2, 1, 1, 1]
     with refused(DataError, code="nothing_to_read", key=str(tmp_path / "sub")):
         list_sources([str(tmp_path / "sub")])
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts, write_jsonl
+from tests.train.prepare.test_prepare_data import contents
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, read_manifest
 from train.prepare.corpus import list_sources
@@ -117,34 +118,35 @@ REFUSED = {  # what is wrong: the code, the tokenizer
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_tokenizer_of_two_answers_is_refused(tmp_path, prepare, corpus, tokenizer_dir, reported, kind):
+def test_a_tokenizer_of_two_answers_is_refused(tmp_path, tokenizer_dir, kind):
     """One that gives a model's export other ids than its training, or that ends a document in its middle."""
     code, make = REFUSED[kind]
-    folder = make(tmp_path / "tokenizer", tokenizer_dir)
-    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 2
-    assert reported.pop().code == code and not (tmp_path / "out/manifest.json").exists()
+    with refused(DataError, code=code):
+        check_tokenizer(TextEncoder(make(tmp_path / "tokenizer", tokenizer_dir)), corpus_texts(100))
 
 
-@pytest.mark.parametrize(
-    "options", [{"user_defined_symbols": ["<|im_start|>"], **KEPT}, {"add_dummy_prefix": False, **KEPT}]
-)
-def test_a_converted_tokenizer_is_taken(tmp_path, prepare, corpus, options):
-    folder = converted(sentencepiece_folder(tmp_path / "model", **options), tmp_path / "new")
-    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 0
-    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
-    assert (check["texts"], check["texts_changed"], check["unknown_tokens"]) == (200, 0, 0)
+TAKEN = {  # tokenizer.json is written for models with other names of the special pieces and without a dummy prefix
+    "symbols": lambda new: converted(
+        sentencepiece_folder(new / "a", user_defined_symbols=["<|im_start|>"], **KEPT), new / "b"
+    ),
+    "converted": lambda new: converted(
+        sentencepiece_folder(new / "a", add_dummy_prefix=False, **KEPT), new / "b"
+    ),
+    "names": lambda new: sentencepiece_folder(
+        new / "a", bos_piece="<bos>", control_symbols=["<pad>"], add_dummy_prefix=False, **KEPT
+    ),
+}
 
 
-def test_own_symbols_and_no_leading_space_are_kept(tmp_path):
-    """tokenizer.json is written for models with other names of the special pieces and without a dummy prefix."""
-    names = {"bos_piece": "<bos>", "control_symbols": ["<pad>"], "add_dummy_prefix": False}
-    folder = sentencepiece_folder(tmp_path / "model", **names, **KEPT)
-    texts = corpus_texts(20)
-    check = check_tokenizer(TextEncoder(folder), texts)
+@pytest.mark.parametrize("kind", TAKEN)
+def test_other_tokenizers_are_taken(tmp_path, kind):
+    texts, encoder = corpus_texts(20), TextEncoder(TAKEN[kind](tmp_path))
+    check = check_tokenizer(encoder, texts)
     assert check == {"texts": 20, "texts_changed": 0, "unknown_tokens": 0, "tokens": check["tokens"]}
-    copy_tokenizer(TextEncoder(folder), tmp_path / "copy")
-    fast, model = AutoTokenizer.from_pretrained(tmp_path / "copy"), TextEncoder(folder)
-    assert fast(texts)["input_ids"] == [[model.bos_id, *ids] for ids in model.encode_batch(texts)]
+    copy_tokenizer(encoder, tmp_path / "copy")
+    fast = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert fast(texts, add_special_tokens=False)["input_ids"] == encoder.encode_batch(texts)
+    assert fast.bos_token_id == encoder.bos_id
 
 
 def test_lost_text_and_unknown_tokens_are_counted(tmp_path):
@@ -251,28 +253,13 @@ def test_an_existing_tokenizer_is_kept(tmp_path, reported, name):
 
 
 def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, tokenizer_dir):
-    """Nor of a run that failed while it put its files there."""
     (tmp_path / "added_tokens.json").write_text('{"<other>": 7}')
     (tmp_path / "tokenizer.json").write_text("other")
     (tmp_path / "README").write_text("mine")
-    arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
-    replace, moves = Path.replace, []
-
-    def failing(source: Path, target: Path) -> None:
-        moves.append(target.name)
-        if len(moves) == 2:
-            raise OSError("pulled plug")
-        replace(source, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", failing)
-        assert main(arguments) == 1
-    assert not (tmp_path / "tokenizer.model").exists()
-    assert main(arguments) == 0
-    (tmp_path / "README").unlink()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-        path.name: path.read_bytes() for path in tokenizer_dir.iterdir()
-    }
+    assert (
+        main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]) == 0
+    )
+    assert contents(tmp_path) == contents(tokenizer_dir) | {"README": b"mine"}
 
 
 def test_sample_is_spread_bounded_and_in_order():
