@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.config import ModelConfigError
-from model.documents import FEWEST_PIECES, Documents, random_documents
+from model.documents import FEWEST_PIECES, Documents, random_documents, reached
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
@@ -20,7 +20,6 @@ from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state, snapshot_fp8_state
 from model.graphs import ROOM, use_cuda_graphs
 from model.startup_check import attention_errors, check_startup
-from model.te_reference import DotProductAttention
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
 
@@ -128,31 +127,6 @@ def test_packed_documents_equal_each_alone(kind: str, lengths: list[int], window
     # and what is compared depends on the mask
     plain = packed(build(kind, window, **FP32), Documents.whole_rows(B, T, "cpu"))
     assert largest_error(plain, theirs) > 0.1
-
-
-@kinds
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_a_window_that_no_sample_reaches_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, kind: str, document_mask: bool
-) -> None:
-    """Of as many tokens as a sample, to Transformer Engine's eyes; of one token less it is there and counts."""
-    given, forward = set(), DotProductAttention.forward
-
-    def noted(self: DotProductAttention, *qkv: Tensor, **options: object) -> Tensor:
-        given.add(options["window_size"])
-        return forward(self, *qkv, **options)
-
-    monkeypatch.setattr(DotProductAttention, "forward", noted)
-    logits, windows = [], []
-    for window in (None, T, T - 1):
-        model = build(kind, window, document_mask, **FP32)
-        given.clear()
-        logits.append(model(batch(model.config)[0]).logits)
-        windows.append(set(given))
-        assert model.config.sliding_window == window
-    assert windows == [{(-1, 0)}, {(-1, 0)}, {(T - 2, 0)}]
-    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
-    assert torch.equal(logits[0][:, : T - 1], logits[2][:, : T - 1])
 
 
 @kinds
@@ -339,3 +313,13 @@ def test_fp8_within_documents_on_the_gpu(kind: str, recipe: str) -> None:
         te_backend.choose_attention_backend("auto")
     assert relative(ours[0], exact[0]) < 1.5 * relative(reference[0], exact[0])
     assert largest_error(ours, exact) < 1.5 * largest_error(reference, exact) + 1e-2
+
+
+@pytest.mark.parametrize(
+    ("window", "longest", "reached_window"),
+    [((-1, 0), 64, (-1, 0)), ((63, 0), 64, (-1, 0)), ((62, 0), 64, (62, 0))],
+)
+def test_a_window_that_no_sample_reaches_is_dropped(
+    window: tuple[int, int], longest: int, reached_window: tuple[int, int]
+) -> None:
+    assert reached(window, longest) == reached_window

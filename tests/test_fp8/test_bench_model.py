@@ -1,7 +1,8 @@
-"""test_fp8/bench_model.py: cases are the same model or have no speed; best settings, ratios; and the program as run."""
+"""test_fp8/bench_model.py: cases are the same model or have no speed; Megatron-Core's cases; the program as run."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model import build, conversion
+from model import build, conversion, startup_check
+from model.config import weight_shapes
+from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import StartupCheckError
 from test_fp8.bench_model import BENCHMARK
 from test_fp8.common.cases import Case, Unavailable, select
 from test_fp8.common.same_model import Conditions, DifferentModel, Reference, check_same_model, loss_error
-from test_fp8.model import bench
+from test_fp8.model import bench, megatron
 from test_fp8.model import cases as bench_cases
 from test_fp8.model.bench import Series, add_ratios, mean_pass_ms, measure_case
 from test_fp8.model.cases import PRESETS, Setting
+from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
 from tests.test_fp8.running import report_of
@@ -151,18 +155,6 @@ def test_a_pass_in_the_mean_of_a_step_counts_the_first_once() -> None:
     assert mean_pass_ms([20.0, 10.0, 11.0, 9.0, 22.0, 10.0], 4) == (21 + 3 * 10) / 4
 
 
-def test_the_best_setting_is_measured_again_and_reported() -> None:
-    one = series("te_layer_bf16", "bare", 8.0)
-    assert one.candidates(0) == [Setting(2, "auto"), Setting(4, "auto")]
-    one.found[Setting(4, "auto")] = measurements(10.0, 11.0)
-    assert one.candidates(1) == [Setting(4, "auto")] and series("te_layer_bf16").candidates(1) == []
-    result = one.result(2e9)
-    assert result["micro_batch"] == 4 and [tried["micro_batch"] for tried in result["tried"]] == [2, 4]
-    assert result["tokens_per_second"] == pytest.approx(4 * 64 * (1 / 10 + 1 / 11) / 2 * 1e3)
-    assert result["tflops"] == pytest.approx(2e9 * result["tokens_per_second"] / 1e12)
-    assert result["drift"] == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
@@ -282,3 +274,71 @@ def test_program(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("process_group")
 def test_program_on_a_gpu(tmp_path: Path) -> None:
     run_program(tmp_path)
+
+
+NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_weight_has_its_place(tied: bool) -> None:
+    config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    first, weights = 0, {}
+    for name, shape in weight_shapes(config).items():  # no two values are alike
+        size = torch.Size(shape).numel()
+        weights[name] = torch.arange(first, first + size, dtype=torch.float64).view(shape)
+        first += size
+    named = to_megatron(weights, config)
+    values = [
+        torch.cat([t.flatten() for t in tensors.values()]).sort().values for tensors in (named, weights)
+    ]
+    assert torch.equal(*values) and ("output_layer.weight" in named) is not tied
+    qkv = named["decoder.layers.1.self_attention.linear_qkv.weight"]
+    of = {x: weights[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"}
+    # a group: its four queries, then their key, then their value; 16 rows each
+    assert qkv.shape == (2 * 6 * 16, config.hidden_size)
+    assert torch.equal(qkv[96 : 96 + 64], of["q"][64:])
+    assert torch.equal(qkv[96 + 64 : 96 + 80], of["k"][16:]) and torch.equal(qkv[96 + 80 :], of["v"][16:])
+    fc1 = named["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert torch.equal(fc1[: config.intermediate_size], weights["model.layers.0.mlp.gate_proj.weight"])
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron_core")])
+def test_configuration_is_the_cases(name: str) -> None:
+    arguments, switches = configured(PRESETS[name]), PRESETS[name].megatron
+    assert switches is not None
+    for window, expected in ((64, None), (63, (62, 0)), (None, None)):  # samples have 64 tokens
+        options = transformer_config(small_config(sliding_window=window), arguments, switches)
+        assert options["window_size"] == expected
+    recipe = {"delayed": "delayed", "current": "tensorwise"}
+    if "bf16" in name:
+        assert "fp8" not in options and options["bf16"] is True
+    else:
+        assert (options["fp8"], options["fp8_recipe"]) == ("e4m3", recipe[name.split("_")[3]])
+    assert ("use_transformer_engine_op_fuser" in options) is ("op_fuser" in name)
+
+
+@pytest.mark.parametrize(
+    ("ran", "errors", "is_right"),
+    [
+        ("fused (cuDNN, 2)", (1e-3, 1e-3), True),
+        ("flash (4.0.0)", (1e-3, 1e-3), False),
+        ("fused (cuDNN, 1)", (1e-3, 0.5), False),
+        ("fused (cuDNN, 1)", (1e-3, float("nan")), False),
+    ],
+)
+def test_the_attention_that_is_checked_is_the_one_that_was_timed(
+    ran: str, errors: tuple[float, float], is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup_check, "attention_errors", lambda *_, **__: errors)
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
+    precision = Precision(PrecisionConfig(compute="bf16"))
+    with contextlib.nullcontext() if is_right else pytest.raises((DifferentModel, StartupCheckError)):
+        megatron.check_attention("fused (cuDNN, 1)", small_config(), precision, 64)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_missing_package_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "PACKAGE", "no-such-megatron")
+    options = ["--rows", "megatron_core_bf16", "--step_rows", "*", "--rounds", "1"]
+    (result,) = report_of(BENCHMARK, tmp_path, *options)["results"]
+    assert result["failed"] is False and result["reason"]

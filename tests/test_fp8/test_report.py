@@ -11,17 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from test_fp8.common import report, timing
 from test_fp8.common.cases import CaseError, parse_cases, select
-from test_fp8.common.folders import make_folder
-from test_fp8.common.launch import Program
 from test_fp8.common.options import Options, option, positive, shared
-from train.data.format import read_manifest, verify_shard
-from train.data.stream import open_stream
 from train.record.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,24 +93,6 @@ def test_cases_of_the_command_line() -> None:
     assert [case.name for case in select(["m*"], cases, "--rows")] == ["mine"]
     with pytest.raises(CaseError):
         select(["mine", "x*"], cases, "--rows")
-
-
-def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
-    tokens = np.arange(1000) % 400
-    folder = make_folder(tmp_path / "a", {"train": [tokens, tokens]}, document_tokens=np.array([3, 5]))
-    manifest = read_manifest(folder)
-    for shard in manifest.shards:
-        verify_shard(folder, manifest, shard)
-    assert np.fromfile(folder / "train_00001.ds.index", "<u8").tolist() == [3, 8, 1000]
-    stream = open_stream({"a": folder}, None, 16, seed=1)
-    assert {tuple(row) for row in stream.batch(0, stream.num_samples)[0].tolist()} >= {tuple(range(16))}
-
-
-def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    program = Program("train/train.py", ["x"], tmp_path / "log", ranks=2, gpus=[0, 2])
-    assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7"
-    assert program.command()[1:] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py", "x"]
 
 
 BAD_ARGUMENTS = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,23 +35,6 @@ def test_attention_in_use(monkeypatch: pytest.MonkeyPatch, chosen: dict, name: s
     assert attention_backend_in_use(SimpleNamespace(name="transformer_engine")) == name
 
 
-@pytest.mark.parametrize(
-    ("recipe", "available", "allowed"),
-    [("delayed", False, True), ("block", True, True), ("block", False, False)],
-)
-def test_block_scaling_is_refused_where_transformer_engine_lacks_it(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, available: bool, allowed: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
-    asked = SimpleNamespace(
-        is_fp8_block_scaling_available=lambda return_reason: (available, "CUDA is too old")
-    )
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", asked)
-    with nullcontext() if allowed else refused(te_backend.BackendError, code="no_block_scaling"):
-        te_backend.require_fp8(SimpleNamespace(name="transformer_engine"), recipe, "go home")
-    te_backend.require_fp8(SimpleNamespace(name="reference"), recipe)
-
-
 def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -65,33 +46,6 @@ def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
     )
     with refused(te_backend.BackendError, code="not_installed"):
         te_backend.load("auto")
-
-
-def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a forward, when TE has chosen for these shapes; "auto" is the user's environment again."""
-    monkeypatch.setattr(te_backend, "_attention_environment", {})
-    for variable, value in (("NVTE_FUSED_ATTN", None), ("NVTE_FLASH_ATTN", "0"), ("NVTE_UNFUSED_ATTN", None)):
-        monkeypatch.delenv(variable, raising=False)
-        if value is not None:
-            monkeypatch.setenv(variable, value)
-    made = {
-        "attention_params": "of these shapes",
-        "use_fused_attention": True,
-        "fused_attention_backend": "F16",
-    }
-    state = AT_START | made | {"backend_selection_requires_update": False}
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(_attention_backends=state))
-
-    switches = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN")
-    for name, expected in (("fused", "100"), ("unfused", "001"), ("flash", "010")):
-        choose_attention_backend(name)
-        assert "".join(os.environ[switch] for switch in switches) == expected
-    assert state["attention_params"] is None and state["backend_selection_requires_update"] is True
-    assert attention_backend_in_use(SimpleNamespace(name="transformer_engine")) == NO_ATTENTION_YET
-    choose_attention_backend("fused")
-    choose_attention_backend("auto")
-    assert os.environ["NVTE_FLASH_ATTN"] == "0"
-    assert "NVTE_FUSED_ATTN" not in os.environ and "NVTE_UNFUSED_ATTN" not in os.environ
 
 
 @pytest.mark.parametrize(
