@@ -104,9 +104,9 @@ def _in_pool(stage: Stage, folder: Path, ranks: list[int], workers: int) -> Iter
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((stage, folder)),))
     # the workers inherit this mask: the terminal sends Ctrl-C to them as well, and each would print a traceback
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    tasks = [pool.submit(_run_rank, rank) for rank in ranks]
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
+        tasks = [pool.submit(_run_rank, rank) for rank in ranks]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for task in as_completed(tasks):
             yield task.result()
     except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C between two tasks

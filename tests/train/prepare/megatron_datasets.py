@@ -1,5 +1,6 @@
 """Datasets in Megatron-LM's format, written from its definition, and what was imported from them."""
 
+import itertools
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from train.data.format import read_manifest
-from train.files import sha256_file
 
 BOS, EOS, VOCABULARY = 1, 2, 400  # of the fixture's tokenizer
 CODES = {
@@ -33,10 +33,7 @@ def index_bytes(
     **header: bytes | int,
 ) -> bytes:
     """An .idx: sequence lengths, the sequences before each document and the total, the type's size and number."""
-    pointers, end = [], 0
-    for length in lengths:
-        pointers.append(end)
-        end += length * itemsize
+    pointers = [sum(lengths[:place]) * itemsize for place in range(len(lengths))]
     parts = [
         header.get("magic", b"MMIDIDX\x00\x00"),
         struct.pack("<Q", header.get("version", 1)),
@@ -55,9 +52,7 @@ def index_bytes(
 def write_dataset(prefix: Path, documents: Documents, letter: str = "i", modes: bool = False) -> Path:
     """PREFIX.bin and PREFIX.idx; `letter` is struct's for the type of the ids."""
     sequences = [sequence for document in documents for sequence in document]
-    bounds = [0]
-    for document in documents:
-        bounds.append(bounds[-1] + len(document))
+    bounds = [0, *itertools.accumulate(map(len, documents))]
     ids = [token for sequence in sequences for token in sequence]
     Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(ids)}{letter}", *ids))
     index = index_bytes(
@@ -101,7 +96,7 @@ def imported(folder: Path, split: str) -> list[list[int]]:
     return documents
 
 
-def content_of(folder: Path) -> dict[str, str]:
-    """The hash of every file in a folder."""
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file in a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

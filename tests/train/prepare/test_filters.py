@@ -83,18 +83,13 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_languages_by_a_local_model(tmp_path: Path, language_model: Path) -> None:
-    options = parse("--languages", "en", "--language_model", str(language_model))
-    ranks = [
-        ["the river is big\nand the water", "das haus ist gross"],
-        [],
-        ["wir haben das wasser", "we have seen"],
-    ]
-    texts, removed = run(options, ranks, tmp_path)
-    assert texts == [ranks[0][:1], [], ranks[2][1:]]
-    assert removed == {"language": 2}
-    both = parse("--languages", "en", "de", "--language_model", str(language_model))
-    assert run(both, ranks, tmp_path) == (ranks, Counter())
+    model = ("--language_model", str(language_model))
+    english = ["the river is big\nand the water", "we have seen"]
+    ranks = [[english[0], "das haus ist gross"], [], ["wir haben das wasser", english[1]]]
+    options = parse("--languages", "en", *model)
     assert options.sha256 == ((str(language_model), hashlib.sha256(language_model.read_bytes()).hexdigest()),)
+    assert run(options, ranks, tmp_path) == ([english[:1], [], english[1:]], {"language": 2})
+    assert run(parse("--languages", "en", "de", *model), ranks, tmp_path) == (ranks, Counter())
 
 
 def test_language_models_that_cannot_serve(tmp_path: Path, language_model: Path) -> None:

@@ -2,20 +2,23 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import sentencepiece
+import tokenizers
 
+from tests.conftest import refused
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
+from tests.train.prepare.megatron_datasets import imported
 from tests.train.prepare.test_corpus import read_documents
-from train.data.format import read_manifest
+from train.data.format import DataError, read_manifest
 from train.files import sha256_file
-from train.prepare.corpus import Source
+from train.prepare.corpus import Source, list_sources
 from train.prepare.preparation import Preparation
 from train.prepare.readers import Text
 from train.prepare_data import parse_arguments
@@ -25,26 +28,10 @@ TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", 
 
 def decoded(folder: Path, split: str = "train") -> list[str]:
     """The documents of a split, checked for BOS and EOS and turned back into text."""
-    manifest = read_manifest(folder)
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer" / "tokenizer.model"))
-    texts = []
-    for shard in manifest.split_shards(split):
-        tokens = np.fromfile(folder / shard.name, dtype=manifest.dtype)
-        ends = np.fromfile(folder / (shard.name + ".index"), dtype="<u8").astype(int)
-        assert ends[-1] == len(tokens) == shard.tokens and len(ends) == shard.documents
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            ids = tokens[start:end].tolist()
-            assert ids[0] == 1 and ids[-1] == 2 and not {0, 1, 2} & set(ids[1:-1])
-            texts.append(model.decode(ids[1:-1]))
-    return texts
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    documents = imported(folder, split)
+    assert all(ids[0] == 1 and ids[-1] == 2 and not {0, 1, 2} & set(ids[1:-1]) for ids in documents)
+    return model.decode([ids[1:-1] for ids in documents])
 
 
 def lines(texts: list[str], key: str = "text") -> bytes:
@@ -212,21 +199,17 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, reported):
     assert decoded(out) == TEXTS
 
 
-def test_inputs_that_cannot_be_meant(tmp_path, prepare, reported, corpus):
+def test_inputs_that_cannot_be_meant(tmp_path, corpus):
     (tmp_path / "in").mkdir()
     (tmp_path / "x.png").write_bytes(b"")
-    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
-    for inputs, tokenizer, code in (
-        ([tmp_path / "nowhere"], None, "file_missing"),
-        ([tmp_path / "in"], None, "nothing_to_read"),
-        ([tmp_path / "x.png"], None, "nothing_to_read"),
-        ([corpus, corpus.parent], None, "given_twice"),
-        ([corpus], tmp_path / "in", "no_tokenizer"),
-        ([corpus], tmp_path, "tokenizer_unreadable"),
+    for inputs, code in (
+        ([tmp_path / "nowhere"], "file_missing"),
+        ([tmp_path / "in"], "nothing_to_read"),
+        ([tmp_path / "x.png"], "nothing_to_read"),
+        ([corpus, corpus.parent], "given_twice"),
     ):
-        assert prepare(tmp_path / "out", *inputs, **({"tokenizer": tokenizer} if tokenizer else {})) == 2
-        assert reported.pop().code == code
-    assert not (tmp_path / "out").exists()
+        with refused(DataError, code=code):
+            list_sources(map(str, inputs))
 
 
 def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir):
@@ -255,25 +238,19 @@ def test_splits_are_disjoint_and_complete(tmp_path, prepare):
 
 
 def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokenizer_dir):
-    other = tmp_path / "tokenizer"
-    other.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (other / name).write_bytes((tokenizer_dir / name).read_bytes())
-    # as training of another kind leaves it: cut and padded there, documents are whole
-    values = json.loads((other / "tokenizer.json").read_text())
-    cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
-    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
-    values |= {"truncation": cut, "padding": padding | {"pad_type_id": 0, "pad_token": "<unk>"}}
-    (other / "tokenizer.json").write_text(json.dumps(values))
+    """Also if the training of another kind left it cutting and padding: documents are whole."""
+    other = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    (other / "tokenizer.model").unlink()
+    fast = tokenizers.Tokenizer.from_file(str(other / "tokenizer.json"))
+    fast.enable_truncation(16), fast.enable_padding(pad_token="<unk>")
+    fast.save(str(other / "tokenizer.json"))
     literal = write_jsonl(tmp_path / "literal.jsonl", TEXTS)
     for name, folder in (("a", tokenizer_dir), ("b", other)):
         assert prepare(tmp_path / name, corpus, literal, tokenizer=folder) == 0
     a, b = read_manifest(tmp_path / "a"), read_manifest(tmp_path / "b")
     assert a.shards == b.shards and a.tokenizer_sha256 != b.tokenizer_sha256
-    (tmp_path / "incomplete").mkdir()
-    (tmp_path / "incomplete/tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    # nothing says which ids are BOS and EOS
-    assert prepare(tmp_path / "c", corpus, tokenizer=tmp_path / "incomplete") == 2
+    (other / "tokenizer_config.json").unlink()  # nothing says which ids are BOS and EOS
+    assert prepare(tmp_path / "c", corpus, tokenizer=other) == 2
 
 
 def test_shuffling_keeps_every_document_and_each_task_has_a_seed_of_its_own(tmp_path, prepare):
@@ -299,8 +276,23 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
 
 
 @pytest.mark.parametrize("flag", ["--input", "--decontaminate", "--text_key"])
-def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(flag):
-    given = ["--input", "a.txt", "--tokenizer", "a", "--output", "out"]
+def test_a_name_that_no_manifest_can_hold_is_refused(flag):
+    refuse([flag, os.fsdecode(b"caf\xe9.txt")])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--eval_fraction 0", "--eval_fraction 0.6", "--dedup fuzzy", "--quality good", "--languages",
+        "--decontaminate_ngram 0", "--language_model lid.bin", "--executor slurm",
+        "--executor slurm --slurm_partition cpu --slurm_args team",
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_meant(words):
+    refuse(words.split())
+
+
+def refuse(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_arguments([*given, flag, os.fsdecode(b"caf\xe9.txt")])
+        parse_arguments(["--input", "a.txt", "--tokenizer", "a", "--output", "out", *words])
     assert stop.value.code == 2

@@ -14,8 +14,9 @@ import pytest
 
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts
+from tests.train.prepare.megatron_datasets import contents
 from tests.train.prepare.test_corpus import read_documents, shares, texts_of
-from tests.train.prepare.test_prepare_data import contents, decoded
+from tests.train.prepare.test_prepare_data import decoded
 from train.data.format import DataError, read_manifest
 from train.prepare import readers
 from train.prepare.blocks import cut_for_eval
@@ -81,20 +82,16 @@ def test_every_cut_gives_each_document_once(tmp_path, split_on, data):
 def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", b"one\n\ntwo\n\nlo\nng\n\xff\n\nfour\n\n\xff\n")
     write(tmp_path / "b.py", b"x = 1\n\n\ny = 2\n")
-    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 6)
-    items = list(read_documents([str(tmp_path / "a.txt")], split_on="blank_line"))
-    assert [getattr(item, "text", "-") for item in items] == ["one", "two", "-", "four", "-"]
-    assert items[2].reason == readers.TOO_LONG and items[2].where.endswith("a.txt:4")
-    assert items[4].reason == readers.BAD_UTF8
-    (whole,) = read_documents([str(tmp_path / "a.txt")])
-    assert whole.reason == readers.TOO_LONG and "--split_on" in whole.detail
-    monkeypatch.undo()
-    items = [
-        item for share in shares([tmp_path / "b.py", tmp_path / "a.txt"], 1, "blank_line") for item in share
-    ]
-    assert items[0].text == "x = 1\n\n\ny = 2\n" and len(items) == 6
     with refused(DataError, code="nothing_to_split", key="--split_on"):
         list_sources([str(tmp_path / "b.py")], "blank_line")
+    *_, code = read_documents([str(tmp_path)], split_on="blank_line")
+    assert code.text == "x = 1\n\n\ny = 2\n"
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 6)
+    one, two, long, four, bad = read_documents([str(tmp_path / "a.txt")], split_on="blank_line")
+    assert (one.text, two.text, four.text, bad.reason) == ("one", "two", "four", readers.BAD_UTF8)
+    assert long.reason == readers.TOO_LONG and long.where.endswith("a.txt:4")
+    (whole,) = read_documents([str(tmp_path / "a.txt")])
+    assert whole.reason == readers.TOO_LONG and "--split_on" in whole.detail
 
 
 @pytest.mark.parametrize("split_on", [None, "--"])

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests.train.prepare.megatron_datasets import contents
 from tests.train.prepare.prepare_documents import needs_spacy, parse, results, run, stages_of, text_of
-from tests.train.prepare.test_prepare_data import contents
 from train import export, import_megatron, prepare_data, train_tokenizer
 from train.prepare.executors import run_local
 from train.prepare.steps import StepOptions
 
 
 def test_without_flags_nothing_is_done(tmp_path: Path) -> None:
-    options = parse()
-    assert options == StepOptions()
-    assert run(options, [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
+    assert parse() == StepOptions()
+    assert run(parse(), [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
 
 
 @needs_spacy
@@ -40,17 +39,6 @@ def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
         f"evaluation text: {tmp_path / 'eval.txt'}": 1,
         "duplicate (exact)": 1,
     }
-
-
-def test_bad_flags() -> None:
-    for flags in (
-        ["--dedup", "fuzzy"],
-        ["--quality", "good"],
-        ["--languages"],
-        ["--decontaminate_ngram", "0"],
-    ):
-        with pytest.raises(SystemExit):
-            parse(*flags)
 
 
 @pytest.mark.parametrize(

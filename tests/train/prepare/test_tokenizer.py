@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sentencepiece
@@ -13,9 +14,9 @@ from transformers import AutoTokenizer
 
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts, write_jsonl
-from tests.train.prepare.test_prepare_data import contents
+from tests.train.prepare.megatron_datasets import contents
 from train.data.encoder import TextEncoder
-from train.data.format import DataError, read_manifest
+from train.data.format import DataError
 from train.prepare.corpus import list_sources
 from train.prepare.readers import Text
 from train.prepare.tokenizer import (
@@ -273,18 +274,22 @@ def test_sample_is_spread_bounded_and_in_order():
 def test_a_tokenizer_is_trained_on_what_was_asked_for(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one|two|three")
     (tmp_path / "b.jsonl").write_text('{"content": "four", "text": 5}\n')
-    asked = []
-
-    def train(texts, vocab_size, character_coverage):
-        asked.extend([sorted(texts), vocab_size, character_coverage])
-        raise ValueError("enough")
-
+    train, out = Mock(side_effect=ValueError("enough")), tmp_path / "out"
     monkeypatch.setattr("train.prepare.tokenizer.train_model", train)
+    options = [
+        "--text_key",
+        "content",
+        "--split_on",
+        "|",
+        "--character_coverage",
+        "0.99",
+        "--vocab_size",
+        "300",
+    ]
     inputs = [str(tmp_path / name) for name in ("a.txt", "b.jsonl")]
-    options = ["--text_key", "content", "--split_on", "|", "--character_coverage", "0.99"]
-    out = tmp_path / "out"
-    assert main(["--input", *inputs, "--vocab_size", "300", "--output", str(out), *options]) == 2
-    assert asked == [["four", "one", "three", "two"], 300, 0.99] and not list(out.iterdir())
+    assert main([*options, "--output", str(out), "--input", *inputs]) == 2
+    train.assert_called_once_with(["one", "two", "three", "four"], 300, 0.99)
+    assert not list(out.iterdir())
 
 
 def test_training_sentences_keep_the_text_and_stay_short():
@@ -302,19 +307,14 @@ def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
         assert model.decode(model.encode("é")) == "é"
 
 
-def test_data_of_a_sentencepiece_model_alone_have_what_transformers_reads(
-    tokenizer_dir, tmp_path, prepare, corpus
-):
+def test_what_transformers_reads_is_written_for_a_sentencepiece_model_alone(tokenizer_dir, tmp_path):
     """What transformers makes of the model itself has no space before a text, which training had."""
-    alone, out = tmp_path / "alone", tmp_path / "out"
+    alone, copy = tmp_path / "alone", tmp_path / "copy"
     alone.mkdir()
     shutil.copy(tokenizer_dir / "tokenizer.model", alone)
     (alone / "tokenizer_config.json").write_text('{"chat_template": "mine", "add_bos_token": false}')
-    assert prepare(out, corpus, tokenizer=alone) == 0
-    assert (out / "tokenizer/tokenizer.json").read_bytes() == (tokenizer_dir / "tokenizer.json").read_bytes()
-    config = json.loads((out / "tokenizer/tokenizer_config.json").read_text())
+    copy_tokenizer(TextEncoder(alone), copy)
+    assert (copy / "tokenizer.json").read_bytes() == (tokenizer_dir / "tokenizer.json").read_bytes()
+    config = json.loads((copy / "tokenizer_config.json").read_text())
     assert (config["chat_template"], config["add_bos_token"]) == ("mine", True)
-    files = [path.name for path in (out / "tokenizer").iterdir()]
-    manifest = read_manifest(out)
-    assert set(files) == set(manifest.tokenizer_files) and manifest.tokenizer_files[0] == "tokenizer.model"
     assert sorted(path.name for path in alone.iterdir()) == ["tokenizer.model", "tokenizer_config.json"]
