@@ -13,9 +13,9 @@ Unreadable documents are counted by reason. Partly unreadable files are counted 
 lost. If more than --max_dropped documents or --max_damaged_files files are lost, the command writes no manifest and
 exits with status 2.
 
-datatrove runs the work as tasks on this machine, as Slurm jobs or on a Ray cluster (--executor). The same inputs and
-options give the same bytes with every executor. Completed tasks are kept: to resume after a stop, an error or a crash,
-run the same command again.
+The work is divided into tasks, which run on this machine, as Slurm jobs or on a Ray cluster (--executor). The same
+inputs and options give the same bytes with every executor. Completed tasks are kept: to resume after a stop, an error
+or a crash, run the same command again. On Slurm the last repetition writes the manifest.
 
 Exit status: 0 done, or with slurm submitted; 1 an error of the system or a failed task; 2 the user must change the
 command or the inputs; 130 Ctrl-C.

@@ -91,8 +91,8 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     return Text(text, where)
 
 
-def damaged(path: Path, reason: str, read: int, error: Exception, lost_rows: int = 0) -> Damaged:
-    """Return the `Damaged` of a corrupt file of which `read` documents were read.
+def damaged(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
+    """Return the `Damaged` of a corrupt file. `detail` says what was read of it.
 
     Raises:
         OSError: the system failed to read the file, so the file may be fine.
@@ -100,12 +100,7 @@ def damaged(path: Path, reason: str, read: int, error: Exception, lost_rows: int
     if getattr(error, "errno", None):
         raise error
     line = str(error).partition("\n")[0]
-    return Damaged(
-        str(path),
-        reason,
-        f"{read:,} documents were read: {line if line.isprintable() else repr(line)}",
-        lost_rows,
-    )
+    return Damaged(str(path), reason, f"{detail}: {line if line.isprintable() else repr(line)}", lost_rows)
 
 
 def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
@@ -129,7 +124,7 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     except (EOFError, OSError, zlib.error) as error:
         if not packing:
             raise
-        yield damaged(path, f"truncated or corrupt {packing}", read, error)
+        yield damaged(path, f"truncated or corrupt {packing}", f"{read:,} documents were read", error)
 
 
 def _unpacked(file: io.BufferedReader, packing: str) -> Any:
@@ -330,7 +325,7 @@ def read_table(path: Path, kind: str, text_key: str, start: int, stop: float) ->
         names, parts = _open_parquet(path, text_key) if kind == ".parquet" else _open_arrow(path)
     except (pyarrow.ArrowException, OSError) as error:
         if start == 0:
-            yield damaged(path, f"unreadable {kind}", 0, error)
+            yield damaged(path, f"unreadable {kind}", "nothing was read", error)
         return
     rows, row, size = sum(count for count, _ in parts), 0, path.stat().st_size
     if not rows or names.count(text_key) != 1:
@@ -377,7 +372,9 @@ def _read_part(
                 where = f"{path}:{row}"
                 yield _decoded(value, where) if isinstance(value, bytes) else check_text(value, where)
     except (pyarrow.ArrowException, OSError) as error:
-        yield damaged(path, f"unreadable {kind}", row - first, error, first + count - row)
+        end = first + count
+        detail = f"rows {row + 1:,} to {end:,} cannot be read"
+        yield damaged(path, f"unreadable {kind}", detail, error, end - row)
 
 
 def _values(column: Any) -> list[Any]:

@@ -148,9 +148,9 @@ def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
 
 def test_documents_that_a_disk_does_not_give_are_not_dropped():
     """They are there: another start reads them."""
-    assert readers.damaged(Path("a"), "corrupt", 3, OSError("Truncated"), 2).lost_rows == 2
+    assert readers.damaged(Path("a"), "corrupt", "nothing was read", OSError("Truncated"), 2).lost_rows == 2
     with pytest.raises(OSError):
-        readers.damaged(Path("a"), "corrupt", 3, OSError(errno.EIO, "Input/output error"))
+        readers.damaged(Path("a"), "corrupt", "nothing was read", OSError(errno.EIO, "Input/output error"))
 
 
 def test_rows_are_counted_through_the_batches_of_a_group(tmp_path, monkeypatch):
