@@ -155,7 +155,7 @@ def stopped(prepared: User) -> int:
     text = "".join(said)
     assert process.wait() == STOPPED, text
     assert FP8_RAN in text and "Traceback" not in text, text
-    assert text.count("Ctrl-C: the run finishes the current step and saves") == 1, text
+    assert text.count("SIGINT: the run finishes the current step and saves") == 1, text
     found = re.search(r"stopped on request after step (\d+)", text)
     assert found, text
     return int(found[1])

@@ -723,7 +723,7 @@ class Trainer:
         state.consumed_tokens += self.tokens
         skipped = self.skip_decision.is_skipped(state.step)
         if skipped:
-            self.health.record_skipped()
+            self.health.skipped_in_a_row += 1
         else:
             weights = stream.weights_at(state.consumed_samples - 1)
             norm = engine.get_global_grad_norm()

@@ -33,40 +33,39 @@ to 5.3 times what their scales allow (an error of 0.53). No other range exceeds 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision
-from train.record.fp8_health import values
+from train.record.fp8_health import OPERANDS, values
 
 logger = logging.getLogger(__name__)
 
 Operand = tuple[str, str]  # name of the GEMM, and input | weight | gradient
 
-# Limits by statistic and operand; "" applies to all other operands.
+# Limits by statistic and operand. Most elements of a gradient are far below its largest, and contribute little. At a
+# range of 4 the largest value is clamped to a quarter. Rounding alone gives an error of 0.026 for e4m3, and 0.053 for
+# e5m2, which has one bit less (arXiv 2209.05433). With few tokens, one step with a clamped value may have a large
+# error.
 LIMITS = {
-    ("underflow", ""): 0.05,
-    # most elements of a gradient are far below its largest, and contribute little
-    ("underflow", "gradient"): 0.6,
-    ("saturated", ""): 0.05,
-    # the largest value is clamped to a quarter
-    ("range", ""): 4.0,
-    # rounding alone gives 0.026 for e4m3, and 0.053 for e5m2, which has one bit less (arXiv 2209.05433)
-    ("error", ""): 0.106,
-    # with few tokens, one step with a clamped value may have a large error
-    ("error", "gradient"): 0.4,
+    **{("underflow", operand): limit for operand, limit in zip(OPERANDS, (0.05, 0.05, 0.6), strict=True)},
+    **{("saturated", operand): 0.05 for operand in OPERANDS},
+    **{("range", operand): 4.0 for operand in OPERANDS},
+    **{("error", operand): limit for operand, limit in zip(OPERANDS, (0.106, 0.106, 0.4), strict=True)},
 }
 OVER = 0.5  # an alarm is over when all statistics are below this fraction of their limits
 RECENT = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
 NAMED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
-# Statistic -> its text in the log, with the likely cause of a large value.
+# Statistic -> its text in the log, with the likely cause of a large value and the key that helps.
+CURRENT = "set precision.recipe current"
 WORDS = {
-    "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale",
-    "saturated": "{:.1%} of its elements were clamped, because the scale is outdated",
-    "range": "its largest value is {:.3g} times what its scale allows, because the scale is outdated",
+    "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale; set precision."
+    "recipe block, or add its module to precision.bf16_modules (lm_head: set fp8_head_gradients false)",
+    "saturated": f"{{:.1%}} of its elements were clamped, because the scale is outdated; {CURRENT}",
+    "range": f"its largest value is {{:.3g}} times what its scale allows, because the scale is outdated; {CURRENT}",
     "error": "its relative error is {:.3g}",
 }
 
@@ -118,12 +117,12 @@ class FP8Alarms:
         """
         operands, had_alarms = by_operand(health), bool(self.active)
         excess = {
-            key: max(value / limit_of(what, key[1]) for what, value in found.items())
+            key: max(value / LIMITS[what, key[1]] for what, value in found.items())
             for key, found in operands.items()
         }
         self._compare_with_recent_checks({key for key, ratio in excess.items() if ratio > 1})
         began = {
-            key: {what: value for what, value in operands[key].items() if value > limit_of(what, key[1])}
+            key: {what: value for what, value in operands[key].items() if value > LIMITS[what, key[1]]}
             for key, ratio in excess.items()
             if ratio > 1 and key not in self.active
         }
@@ -134,7 +133,6 @@ class FP8Alarms:
         _log_first(
             f"step {step}: FP8 alarm: {key[0]}, {key[1]}: "
             + ", ".join(WORDS[what].format(value) for what, value in began[key].items())
-            + f". {_advice(key[0], began[key])}"
             for key in sorted(began, key=lambda key: -excess[key])
         )
         _log_first(f"step {step}: FP8 alarm over: {gemm}, {operand}" for gemm, operand in ended)
@@ -178,7 +176,7 @@ def find_fallbacks(
     for gemm, operand in [key for key in operands if key in alarms.repeated]:
         name = gemm if gemm in modules else gemm.rpartition(".")[0]  # a LayerNormMLP has two GEMMs
         for what, value in operands[gemm, operand].items():
-            limit = limit_of(what, operand)
+            limit = LIMITS[what, operand]
             if value > max(limit, worst.get(name, (1.0,))[0] * limit):
                 found = {"gemm": gemm, "operand": operand, "statistic": what}
                 worst[name] = value / limit, {**found, "value": value, "threshold": limit}
@@ -195,11 +193,6 @@ def find_fallbacks(
     return fallbacks
 
 
-def limit_of(statistic: str, operand: str) -> float:
-    """Return the limit above which a statistic of an operand raises an alarm."""
-    return LIMITS.get((statistic, operand)) or LIMITS[statistic, ""]
-
-
 def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
     """Return the statistics that have limits, by operand."""
     found: dict[Operand, dict[str, float]] = {}
@@ -208,16 +201,6 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
             if value is not None and what in WORDS:
                 found.setdefault((kind.replace("*", str(layer)), operand), {})[what] = value
     return found
-
-
-def _advice(gemm: str, found: Collection[str]) -> str:
-    """Return the keys that help against the statistics `found` above their limits."""
-    if not {"saturated", "range"}.isdisjoint(found):
-        return "Set precision.recipe current, which computes the scale from the tensor itself"
-    if gemm == "lm_head":
-        return "Set fp8_head_gradients false with lm_head in bf16_modules"
-    module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # GEMMs of a LayerNormMLP
-    return f"Set precision.recipe block, which has one scale per 128 values, or add {module} to precision.bf16_modules"
 
 
 def _log_first(lines: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class Spike:
     threshold: float
 
     def __str__(self) -> str:
-        name = {"loss": "loss", "grad_norm": "gradient norm"}[self.what]
-        return f"{name} {self.value:.4g}, the median before it is {self.median:.4g}, the threshold {self.threshold:.4g}"
+        limits = f"the median before it is {self.median:.4g}, the threshold {self.threshold:.4g}"
+        return f"{self.what} {self.value:.4g}, {limits}"
 
 
 class SpikeDetector:
@@ -55,9 +56,9 @@ class SpikeDetector:
     full: in its first steps a model learns so fast that single norms of several times the median are harmless.
     """
 
-    def __init__(self, window: int, factor: float) -> None:
+    def __init__(self, window: int, factor: float, recent: Iterable[float] = ()) -> None:
         self.factor = factor
-        self.recent: deque[float] = deque(maxlen=window)
+        self.recent: deque[float] = deque(recent, maxlen=window)
 
     def judge(self, value: float) -> tuple[float, float] | None:
         """Return (median, threshold) if `value` is a spike, otherwise None, and add the value to the window.
@@ -82,7 +83,7 @@ class Health:
     """Records the steps of a run and finds spikes among them. Only `find_spikes` waits for the GPU."""
 
     def __init__(self, window: int, factor: float) -> None:
-        self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
+        self.window, self.factor = window, factor
         self.fp8_alarms = FP8Alarms()
         self.load_state_dict({})
 
@@ -108,13 +109,10 @@ class Health:
         # sums over the judged steps since the last line of metrics: loss * labelled tokens, labelled tokens
         self._interval: list[float] = list(saved.get("interval", [0.0, 0.0]))
         self.fp8_alarms.load_state_dict(saved.get("fp8_alarms", {}))
-        for what, detector in self.detectors.items():
-            detector.recent.clear()
-            detector.recent.extend(saved.get(what, []))
-
-    def record_skipped(self) -> None:
-        """Record a step that was skipped."""
-        self.skipped_in_a_row += 1
+        self.detectors = {
+            what: SpikeDetector(self.window, self.factor, saved.get(what, []))
+            for what in ("loss", "grad_norm")
+        }
 
     def record(
         self,
@@ -172,8 +170,7 @@ class Health:
                     detector.recent.clear()
             previous = first if self._previous_sample is None else self._previous_sample
             for what, value in (("loss", loss), ("grad_norm", norm)):
-                judged = self.detectors[what].judge(value)
-                if judged:
+                if judged := self.detectors[what].judge(value):
                     found.append(Spike(step, first, previous, what, value, *judged))
             self._previous_sample, self._data_weights = first, weights
         self._steps.clear()
@@ -191,8 +188,7 @@ def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
     """Return the loss by rank for all ranks with a non-finite loss (scalar). Collective."""
     every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(every, loss)
-    losses = torch.stack(every).tolist()
-    return {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
+    return {rank: float(value) for rank, value in enumerate(every) if not value.isfinite()}
 
 
 def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:

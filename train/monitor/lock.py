@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,13 @@ class Lock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
-            "started": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+            "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "machine": machine(),
             "process_started": process_started(os.getpid()),
             "beats": 0,
         }
         self._released = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def acquire(self) -> None:
         """Acquire the lock and keep it alive in a thread.
@@ -86,12 +85,11 @@ class Lock:
         except FileExistsError:
             self._wait_for_end_of_holder()
             self._write()
-        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
         """Release the lock if this process holds it."""
-        if self._thread is None:
+        if not self._thread.is_alive():
             return
         self._released.set()
         self._thread.join()
@@ -133,10 +131,9 @@ class Lock:
                 raise self._refusal(found)
 
     def _refusal(self, holder: dict[str, Any]) -> LockError:
-        job = f", Slurm job {holder['job']}" if holder.get("job") else ""
-        who = f"process {holder.get('pid')} on {holder.get('host')}{job}, since {holder.get('started')}"
         return LockError(
-            f"{self.path.parent} is in use by another run: {who}. Wait until it ends, stop it, or choose another "
+            f"{self.path.parent} is in use by another run: process {holder.get('pid')} on {holder.get('host')} (Slurm "
+            f"job {holder.get('job')}), since {holder.get('started')}. Wait until it ends, stop it, or choose another "
             f"output_dir. If this folder is a copy of the folder of that run, delete {self.path}",
             key=str(self.path),
         )

@@ -75,11 +75,8 @@ def describe_difference(differs: list[list[int]], names: list[str]) -> str | Non
     different = [name for name, *column in zip(names, *differs, strict=True) if any(column)]
     if not different:
         return None
-    world = len(differs)
     ranks = [rank for rank, row in enumerate(differs) if any(row)]
-    who = f"ranks {ranks} differ from rank 0"
-    if 2 * len(ranks) == world:
-        who = f"ranks {ranks} differ from the other {world // 2}, and there is no majority that shows which are wrong"
-    elif 2 * len(ranks) > world:
-        who = f"rank 0 differs from {len(ranks)} of the other {world - 1}"
-    return f"{who}; {different[0]!r} is the first of {len(different)} tensors that differ, of {len(names)}"
+    count = f"{len(different)} of {len(names)} tensors differ, first {different[0]!r}"
+    if 2 * len(ranks) < len(differs):
+        return f"ranks {ranks} have other weights or FP8 state than the other ranks; {count}"
+    return f"rank 0 has other weights or FP8 state than ranks {ranks} of {len(differs)}; {count}"

@@ -49,11 +49,12 @@ class Stopped(Exception):
     """
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
-        kept = f"{checkpoint} is committed. The same command{option} resumes from it"
-        lost = (
-            "nothing was saved (save_strategy is no). The same command starts from the same point as this run"
+        what = (
+            f"{checkpoint} is committed. The same command{option} resumes from it"
+            if checkpoint
+            else "nothing was saved (save_strategy is no). The same command starts where this run started"
         )
-        super().__init__(f"stopped on request after step {step}; {kept if checkpoint else lost}")
+        super().__init__(f"stopped on request after step {step}; {what}")
         self.step, self.checkpoint = step, checkpoint
 
 
@@ -75,12 +76,6 @@ def taking_steps() -> Iterator[None]:
         _is_training = False
 
 
-def _print(text: str) -> None:
-    # print raises if the signal arrives during another print; os.write raises on a full disk
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-
-
 def _record(number: int, frame: FrameType | None) -> None:
     """Record a stop request. A second Ctrl-C ends the rank at once.
 
@@ -99,12 +94,11 @@ def _record(number: int, frame: FrameType | None) -> None:
         if not is_passed_on:
             os._exit(INTERRUPTED)
         return
-    if not received and name != "SIGINT":
-        _print(f"rank {launchers.rank()}: {name}: the run finishes the current step and saves")
-    elif not received and launchers.rank() == 0:  # every rank receives a Ctrl-C
-        _print(
-            "Ctrl-C: the run finishes the current step and saves; press Ctrl-C again to end it without a save"
-        )
+    if not received and (name != "SIGINT" or launchers.rank() == 0):  # every rank receives a Ctrl-C
+        text = f"rank {launchers.rank()}: {name}: the run finishes the current step and saves"
+        # print raises if the signal arrives during another print; os.write raises on a full disk
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text} (a second Ctrl-C ends it at once)\n".encode())
     received.append(name)
 
 

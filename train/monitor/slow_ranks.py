@@ -55,7 +55,6 @@ class SlowRanks:
         self.on = group is not None and engine.zero_optimization_stage() < 3 and not cuda_graphs
         self._start: Any = None
         self._pairs: list[tuple[Any, Any]] = []
-        self._steps = 0
         if self.on:
             self._slow_windows = [0] * dist.get_world_size(group)
             engine.module.model.norm.register_forward_pre_hook(self._layers_done)
@@ -78,11 +77,8 @@ class SlowRanks:
         return event
 
     def step(self, step: int) -> None:
-        """Count a finished step. At the end of a window, compare the ranks and warn about slow ones."""
-        if not self.on:
-            return
-        self._steps += 1
-        if self._steps % WINDOW_STEPS:
+        """Compare the ranks at the end of a window, after `step`, and warn about slow ones."""
+        if not self.on or step % WINDOW_STEPS:
             return
         times: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(times, self._median_s(), group=self.group)

@@ -71,11 +71,10 @@ class Watchdog:
             name: phase name for reports, such as "opening the output folder".
             reads: bytes of the files that the phase reads, which extend the timeout.
         """
-        if self.timeout_s:
-            self.at(f"waiting for all ranks before {name}")
-            dist.barrier()
-            self.renew(name)
-            self.limit_s += reads / SLOWEST
+        self.at(f"waiting for all ranks before {name}")
+        dist.barrier()
+        self.renew(name)
+        self.limit_s += reads / SLOWEST
 
     def renew(self, name: str, after_step: bool = False) -> None:
         """Restart the timeout after the ranks have synchronized.
@@ -180,15 +179,9 @@ def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, lim
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
     }
     gone = "does not answer: its process is stopped, or its machine or connection is down"
+    cause = f". All {world} ranks answer, so the rank at fault is unknown"
     if blamed:
         cause = f"; the other ranks wait for rank {', '.join(map(str, blamed))} of {world}"
-        named = [places.get(rank, f"rank {rank} {gone}") for rank in blamed]
-        named += [f"waiting: {places[rank]}" for rank in sorted(set(found) - set(blamed))[:1]]
-    else:
-        cause = f". All {world} ranks answer, so the rank at fault is unknown"
-        named = [places[rank] for rank in sorted(places)]
-    lines = [
-        f"error: no progress for {limit_s:g} s (hang_timeout_s){cause}:",
-        *(f"  {line}" for line in named),
-    ]
+    lines = [f"error: no progress for {limit_s:g} s (hang_timeout_s){cause}:"]
+    lines += [f"  {places.get(rank, f'rank {rank} {gone}')}" for rank in blamed or sorted(places)]
     return "\n".join([*lines, "The job ends. The same command resumes from the last checkpoint"])

@@ -32,6 +32,8 @@ ELSEWHERE = {"machine": "another machine"}
 class Clock:
     """The module time of lock.py: sleeping takes none, and something happens in it."""
 
+    strftime = staticmethod(time.strftime)
+
     def __init__(self, happens: Callable[[float], object]) -> None:
         self.now_s, self.happens = 0.0, happens
 

@@ -32,20 +32,17 @@ def test_a_single_bit_makes_a_difference(dtype: torch.dtype, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("differs", "named"),
     [
-        ([[0, 0], [0, 1], [0, 0]], "ranks [1] 'b' 1 2"),
-        ([[0, 0], [1, 1], [0, 0], [0, 1], [0, 0]], "ranks [1, 3] 'a' 2"),
-        ([[0, 0], [1, 0], [1, 0]], "rank 0 'a' 1"),
-        ([[0, 0], [0, 1]], "ranks [1] majority 'b'"),
+        ([[0, 0], [0, 1], [0, 0]], "ranks [1] have 1 of 2 'b'"),
+        ([[0, 0], [1, 1], [0, 0], [0, 1], [0, 0]], "ranks [1, 3] have 2 of 2 'a'"),
+        ([[0, 0], [1, 0], [1, 0]], "rank 0 has ranks [1, 2] of 3; 1 of 2 'a'"),
+        ([[0, 0], [0, 1]], "rank 0 has ranks [1] of 2; 1 of 2 'b'"),
+        ([[0, 0]] * 3, ""),
     ],
 )
 def test_the_ranks_at_fault_are_named_by_majority(differs: list[list[int]], named: str) -> None:
-    message = str(describe_difference(differs, ["a", "b"]))
-    assert message.startswith(named.partition(" '")[0].removesuffix(" majority"))
+    message = describe_difference(differs, ["a", "b"]) or ""
+    assert bool(message) == bool(named) and message[:8] == named[:8]
     assert all(word in message for word in named.split())
-
-
-def test_equal_ranks_are_no_problem() -> None:
-    assert describe_difference([[0, 0]] * 3, ["a", "b"]) is None
 
 
 class Module(nn.Module):
