@@ -60,9 +60,15 @@ def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
             if workers > 1
             else map(partial(_run_task, stage, folder), ranks)
         )
-        done = stage.tasks - len(ranks)
         try:
-            for _ in tqdm(tasks, stage.name, stage.tasks, initial=done, unit="task", mininterval=PROGRESS_S):
+            for _ in tqdm(
+                tasks,
+                stage.name,
+                stage.tasks,
+                initial=stage.tasks - len(ranks),
+                unit="task",
+                mininterval=PROGRESS_S,
+            ):
                 pass
         except BrokenProcessPool as error:
             raise PreparationError(

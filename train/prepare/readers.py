@@ -372,9 +372,8 @@ def _read_part(
                 where = f"{path}:{row}"
                 yield _decoded(value, where) if isinstance(value, bytes) else check_text(value, where)
     except (pyarrow.ArrowException, OSError) as error:
-        end = first + count
-        detail = f"rows {row + 1:,} to {end:,} cannot be read"
-        yield damaged(path, f"unreadable {kind}", detail, error, end - row)
+        detail = f"rows {row + 1:,} to {first + count:,} cannot be read"
+        yield damaged(path, f"unreadable {kind}", detail, error, first + count - row)
 
 
 def _values(column: Any) -> list[Any]:

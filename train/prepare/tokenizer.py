@@ -268,20 +268,18 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         if (decoded := encoder.decode(own)) not in (text, f" {text}")
     ]
     report: dict[str, Any] = {"texts": len(texts), "texts_changed": len(changed)}
+    remedy = "To keep it, train a tokenizer with train/train_tokenizer.py"
     for text, decoded in changed[:1]:
         at = len(os.path.commonprefix([text, decoded]))
         part = slice(max(at - 20, 0), at + 20)
         report["first_change"] = [text[part], decoded[part]]
+        logger.warning(
+            f"{len(changed)} of {len(texts)} sampled texts lose text in the tokenizer: {text[part]!r} becomes "
+            f"{decoded[part]!r}. {remedy}"
+        )
     report["tokens"] = sum(map(len, ids))
     unk_id = encoder.markers().unk_id
     report["unknown_tokens"] = unknown = sum(own.count(unk_id) for own in ids)
-    remedy = "To keep it, train a tokenizer with train/train_tokenizer.py"
-    if changed:
-        before, after = report["first_change"]
-        logger.warning(
-            f"{len(changed)} of {len(texts)} sampled texts lose text in the tokenizer: {before!r} becomes {after!r}. "
-            f"{remedy}"
-        )
     if unknown:
         logger.warning(
             f"{unknown} of {report['tokens']} tokens of the sampled texts are unknown, so their text is lost. {remedy}"
@@ -330,11 +328,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
-    size = sum(len(text.encode()) for text in texts)
-    print(
-        f"training on {len(texts):,} of {documents.n:,} documents, {size / 1e6:,.1f} MB (--max_bytes)",
-        flush=True,
-    )
+    print(f"training on {len(texts):,} of {documents.n:,} documents (--max_bytes)", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
         work = Path(name)
