@@ -73,12 +73,12 @@ def test_rows_end_on_their_own(model: Model) -> None:
     rows = prompts(3)  # 1, 40 and 3 tokens
     run = engine.generate(rows, GREEDY, [0, 0, 0], 20)
     assert run.full == {1}
-    counts = [0, 0, 0]
-    for index, step in enumerate(run):
-        counts = [n + (token is not None) for n, token in zip(counts, step, strict=True)]
-        if index == 4:
+    steps = []
+    for step in run:
+        steps.append(step)
+        if len(steps) == 5:
             run.stop(0)
-    assert counts == [5, 8, 20]
+    assert [sum(token is not None for token in row) for row in zip(*steps, strict=True)] == [5, 8, 20]
     assert (run.timing.prefill_tokens, run.timing.decode_tokens) == (44, 33 - 3)
     assert engine.generate([[1] * 28], GREEDY, [0], 20).full == set(), "it just fits"
     run.stop(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -45,28 +44,12 @@ def say(folder: Path, demo: Demo) -> Demo:
     return lambda typed, *options: demo(*base, *options, typed=typed)
 
 
-def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
-    """A terminal at which these are typed; KeyboardInterrupt: Ctrl-C, EOFError: Ctrl-D."""
-    typed: Iterator[str | type[BaseException]] = iter(lines)
-
-    def read(prompt: str) -> str:
-        line = next(typed)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr("builtins.input", read)
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
-
-
 def test_a_conversation_goes_on_with_all_that_was_said(say: Demo, prompts: list[str], output: Output) -> None:
     assert say(b"def main\n\nreturn the\n", "--interactive") == 0
-    answers = output().removesuffix("\n")
     assert prompts[0] == "<s>def main"
     assert prompts[1].startswith("<s>def main") and prompts[1].endswith("\nreturn the")
     first = prompts[1].removeprefix("<s>def main").removesuffix("\nreturn the")
-    assert first and answers.startswith(first), "the answer is in between"
+    assert first and output().startswith(first), "the answer is in between"
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_session(
@@ -102,7 +85,7 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, end: str | type[BaseException]
 ) -> None:
     monkeypatch.setattr(io, "TextIOWrapper", Terminal)
-    type_lines(monkeypatch, KeyboardInterrupt, "def main", end, "never")
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[KeyboardInterrupt, "def main", end, "never"]))
     assert say(b"") == 0
     assert prompts == ["<s>def main"]
     with pytest.raises(SystemExit):

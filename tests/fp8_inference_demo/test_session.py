@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from transformers import PreTrainedTokenizerFast
 
 from fp8_inference_demo import fp8_inference
-from fp8_inference_demo.completions import Options, Request
+from fp8_inference_demo.completions import Completion, Options, Request
 from fp8_inference_demo.errors import InferenceError
-from fp8_inference_demo.sampling import Sampler, Sampling
+from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Printer, Session
 from tests.conftest import refused
 from tests.fp8_inference_demo.conftest import Output
@@ -77,19 +77,8 @@ def test_who_looks_at_a_text_sees_it_grow(folder: Path, stop: tuple[str, ...]) -
     assert session.timing.decode_tokens == 2 * run.timing.decode_tokens == 14, "of all batches"
 
 
-def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = Sampler.draw
-
-    def with_eos(self: Sampler, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        tokens = draw(self, logits, steps)
-        tokens[0] = torch.where(steps[0] == 3, 2, tokens[0])
-        return tokens
-
-    monkeypatch.setattr(Sampler, "draw", with_eos)
-    for options, first in (((), (4, "stop")), (("--ignore_eos",), (7, "length"))):
-        session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 7, *options)
-        session.load(3, 2)
-        completions, _ = session.complete([Request([1, 5, 6], seed) for seed in (0, 1)])
-        assert [(c.tokens, c.finish_reason) for c in completions] == [first, (7, "length")]
+def test_eos_ends_a_completion_and_counts(tokenizer: PreTrainedTokenizerFast) -> None:
+    completion = Completion(tokenizer, Request([1], 0), Options(Sampling(), 7), {2}, False)
+    for token in (5, 6, 7, 2):
+        completion.push(token)
+    assert (completion.tokens, completion.finish_reason) == (4, "stop")

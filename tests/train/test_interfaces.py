@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -268,9 +269,5 @@ def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, error: BaseException, st
     """Of errors while the arguments are read. tests/reliability has 0 and 75 of whole programs."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-    def fails(argv: list[str]) -> None:
-        raise error
-
-    monkeypatch.setattr(train, "load_arguments", fails)
+    monkeypatch.setattr(train, "load_arguments", Mock(side_effect=error))
     assert (train.main([]), signals.STOPPED) == (status, 75)

@@ -1,7 +1,6 @@
 """train/record/metrics.py: metrics.jsonl, the lines that a resume keeps, the logged lines, MFU."""
 
 import json
-import resource
 import time
 
 import pytest
@@ -111,24 +110,6 @@ def test_lines_that_a_start_repeats_at_its_first_step_are_moved(tmp_path, record
     write(tmp_path, {"step": 2, **record}, {"step": 3, **record})
     write(tmp_path, start_step=3, evaluates_again=again)
     assert steps(tmp_path) == ([2, 3] if kept else [2])
-
-
-def test_lines_that_cannot_be_written_are_written_later(tmp_path, logged):
-    """A limit on the size of files acts like a full disk, also in the middle of a line."""
-    log = MetricsLogger(RunFolder(tmp_path), CONFIG, True)
-    log.log({"step": 1, "tokens": 0})
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for first, room in ((2, 0), (4, 5)):
-        size = (tmp_path / METRICS).stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, hard))
-        try:
-            log.log({"step": first, "tokens": 0})
-            assert len(read_history(tmp_path).records) == first - 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        log.log({"step": first + 1, "tokens": 0})
-    log.close()
-    assert steps(tmp_path) == [1, 2, 3, 4, 5] and len(logged) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,7 @@ def card(tmp_path: Path) -> Card:
     def write(
         config: dict = CONFIG, step: int = 2, former: str = "", quantization: dict | None = None
     ) -> str:
-        out, old = tmp_path / "out", tmp_path / "old"
-        for folder in (out, old):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+        out, old = (Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))
         model_config = {"max_position_embeddings": 2048, "quantization_config": quantization}
         (out / "config.json").write_text(json.dumps(model_config))
         if former:

@@ -28,10 +28,11 @@ def test_starts_are_added_with_their_ends(tmp_path):
     for step, error in ((7, KeyboardInterrupt), (8, ValueError)):
         with pytest.raises(error), record(folder, step):
             raise error
-    starts = read_starts(folder)
-    ends = [(0, "done"), (7, "stopped"), (8, "failed")]
-    assert [(start["step"], start["ended"]["how"]) for start in starts] == ends
-    assert all((start["ended"]["step"], start["ended"]["tokens"]) == (7, 70) for start in starts)
+    ends = [
+        (start["step"], *[start["ended"][key] for key in ("how", "step", "tokens")])
+        for start in read_starts(folder)
+    ]
+    assert ends == [(0, "done", 7, 70), (7, "stopped", 7, 70), (8, "failed", 7, 70)]
 
 
 def test_a_full_disk_is_reported_and_does_not_end_the_run(tmp_path, monkeypatch, logged):
