@@ -63,8 +63,7 @@ class ConfigurationError(UserError, ValueError):
 def raise_problems(source: str, problems: Sequence[str]) -> None:
     """Raise ConfigurationError with all problems of `source`, or return if there are none."""
     if problems:
-        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        raise ConfigurationError(f"{source} has {count}:", problems=problems)
+        raise ConfigurationError(f"{source} cannot be used:", problems=problems)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -336,8 +335,8 @@ def find_config(name: str, what: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    kind = "ds" if what == "deepspeed" else "train"
-    shipped = sorted(path.name for path in CONFIG_FOLDER.glob(f"{kind}_config_*.json"))
+    pattern = "ds_config_*.json" if what == "deepspeed" else "train_config_*.json"
+    shipped = sorted(path.name for path in CONFIG_FOLDER.glob(pattern))
     raise ConfigurationError(
         f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; train_args/ has {', '.join(shipped)}, "
         "which you can name without the folder",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ from train.config.schema import (
 from train.data.order import weight_problems
 from train.files import data_folder, existing, shown
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 USAGE = """\
 usage: train.py CONFIG [--key value]...
 
@@ -68,7 +66,6 @@ Exit status:
 """
 # Error types of pydantic
 MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"
-OF_TYPED_DICT = {"extra_forbidden": UNKNOWN}
 
 Place = tuple[str | int, ...]  # path to a value: names of keys and indices in lists
 
@@ -124,7 +121,9 @@ def schema_text() -> str:
     named = {"$schema": {"type": "string", "description": "Path of this schema, for editors."}} | schema[
         "properties"
     ]
-    return json.dumps({"$schema": DIALECT} | schema | {"properties": named}, indent=1)
+    return json.dumps(
+        {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"properties": named}, indent=1
+    )
 
 
 def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -247,13 +246,15 @@ def build_arguments(raw: dict[str, Any], source: str = "configuration") -> Train
 
 
 def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> list[str]:
-    kinds = {_place(given, e): OF_TYPED_DICT.get(e["type"], e["type"]) for e in errors}
+    kinds = {
+        _place(given, e): UNKNOWN if e["type"] == "extra_forbidden" else e["type"]  # of a TypedDict
+        for e in errors
+    }
     # pydantic reports one error per allowed type of a key. The innermost place is the mistake.
     places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
-    places.sort(
-        key=lambda place: kinds[place] != UNKNOWN
-    )  # list unknown keys first: a misspelt key explains a missing one
-    return [_problem(given, place, kinds[place]) for place in places]
+    # unknown keys first: a misspelt key explains a missing one
+    unknown_first = sorted(places, key=lambda place: kinds[place] != UNKNOWN)
+    return [_problem(given, place, kinds[place]) for place in unknown_first]
 
 
 def _place(given: Any, error: ErrorDetails) -> Place:
@@ -285,8 +286,6 @@ def _problem(given: Any, place: Place, kind: str) -> str:
         return f"{name}: this key is required; {expected}"
     for step in place:
         given = given[step]
-    if isinstance(given, float) and not math.isfinite(given):
-        expected = expected.replace("number", "finite number")
     return f"{name}: the value is {shown(given)}; {expected}"
 
 

@@ -59,8 +59,7 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
     """Return "phase 2 of 3 of precision.schedule ({...})", with the keys of the phase."""
     phases = section.schedule or [{}]
     own = _own_keys(phases[number])
-    how = json.dumps(own) if own else "no changes"
-    return f"phase {number + 1} of {len(phases)} of precision.schedule ({how})"
+    return f"phase {number + 1} of {len(phases)} of precision.schedule ({json.dumps(own)})"
 
 
 def _own_keys(phase: PrecisionStage) -> PrecisionStage:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.config.test_load import arguments
-from train.config.differences import Difference, differences, resume_differences
+from train.config.differences import Difference, resume_differences
 from train.config.load import load_arguments, resolve_arguments
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -57,13 +57,6 @@ def resolved(**changes: Any) -> dict[str, Any]:
 def test_what_changes_a_step_is_named(old: dict, new: dict, found: dict) -> None:
     expected = [Difference(key, *values) for key, values in found.items()]
     assert resume_differences(resolved(**old), resolved(**new)) == expected
-
-
-def test_differences_name_the_key_and_both_values() -> None:
-    old, new = {"model": {"hidden_size": 8, "a": 1}, "b": 1}, {"model": {"hidden_size": 16, "a": 1}, "b": 1}
-    assert differences(old, new) == [Difference("model.hidden_size", 8, 16)]
-    assert differences(old, old) == []
-    assert "bücher" in str(Difference("data.sources", ["bücher"], []))
 
 
 def test_the_shipped_baseline_differs_from_fp8_only_in_precision() -> None:

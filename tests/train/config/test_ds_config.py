@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from train.config.differences import resume_differences
 from train.config.ds_config import INSTEAD, KEYS, SECTIONS, load_deepspeed, msamp_settings
 from train.config.load import build_arguments, resolve_arguments
 from train.files import REPOSITORY
+from train.launch import free_port
 
 
 def arguments(deepspeed=None, compute="bf16", **changes) -> TrainingArguments:
@@ -397,10 +397,12 @@ def deepspeed_result():
         for path in sorted(CONFIG_FOLDER.glob("ds_config_*.json"))
         for compute in (("bf16", "fp32") if "zero1" in path.name else ("bf16",))
     }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
     done = programs.run(
         [sys.executable, "-c", DEEPSPEED_SCRIPT],

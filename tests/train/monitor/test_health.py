@@ -55,16 +55,6 @@ def test_a_resumed_run_knows_all_that_was_saved() -> None:
         assert resumed.state_dict() == known
 
 
-def test_only_steps_that_are_skipped_in_a_row_are_counted() -> None:
-    health, counts = Health(16, 10.0), []
-    for skipped in (1, 1, 0, 1):
-        health.skipped_in_a_row += skipped
-        if not skipped:
-            health.record(1, 0, {}, torch.tensor(1.0), None, 1.0)
-        counts.append(health.skipped_in_a_row)
-    assert counts == [1, 2, 0, 1]
-
-
 def test_norms_are_those_of_their_steps(process_group: None) -> None:
     """DeepSpeed may write the next one into the tensor that it handed out."""
     norm, health = torch.tensor(0.0), Health(16, 10.0)
