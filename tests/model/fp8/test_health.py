@@ -162,8 +162,11 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
         with check.watching():
             backward(model, seed=1)
         totals.append(check.totals())
-    assert totals[0].isfinite().all()
-    torch.testing.assert_close(*totals)
+    assert totals[0].isfinite().all() and torch.equal(
+        *(t[..., health.TOTALS.index("elements")] for t in totals)
+    )
+    # attention's backward on a GPU is not deterministic
+    torch.testing.assert_close(*map(statistics, totals), rtol=0.1, atol=1e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize(
