@@ -20,7 +20,7 @@ from tests import programs
 from tests.conftest import numbers
 from tests.fixtures import write_jsonl
 from tests.reliability.launching import clean_environment
-from tests.train.prepare.test_inspect_data import documents_of
+from tests.train.prepare.megatron_datasets import imported
 from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
@@ -117,7 +117,7 @@ def test_documents_alone(
     trained: Path, other: Path, evaluated: Callable[..., dict], stride: int, tmp_path: Path
 ) -> None:
     """Text gives the same as prepared data."""
-    documents, encoder = documents_of(other, "eval"), TextEncoder(other / "tokenizer")
+    documents, encoder = imported(other, "eval"), TextEncoder(other / "tokenizer")
     assert max(map(len, documents)) > 65 and min(map(len, documents)) < 60 and len(documents) > 20
     texts = [encoder.decode(ids[1:-1]) for ids in documents]
     text = tmp_path / "text.jsonl"
@@ -139,7 +139,7 @@ def test_documents_alone(
 def test_text_in_a_row(trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:
     """No token is skipped, unlike the last tokens of prepared data."""
     encoder, text = TextEncoder(other / "tokenizer"), tmp_path / "text.txt"
-    texts = [encoder.decode(ids[1:-1]).strip("\n") for ids in documents_of(other, "eval")]
+    texts = [encoder.decode(ids[1:-1]).strip("\n") for ids in imported(other, "eval")]
     text.write_text("\n<|next|>\n".join(texts))
     report = evaluated(trained, text, "--split_on", "<|next|>", "--precision", "fp32")
     documents = [[1, *ids, 2] for ids in encoder.encode_batch(texts)]
