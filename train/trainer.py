@@ -155,7 +155,6 @@ def run_training(args: TrainingArguments) -> None:
             plan = disk_plan(args, load_sizes(args.model.config), state.zero_stage)
             return log_lines(plan, f"dry_run: step {state.step + 1} would follow; nothing was written")
         metrics = open_run_folder(args, state, trainer.first_checkpoint)
-        open_log_file(folder.log if is_main else folder.rank_log(dist.get_rank()))
         record = RunRecord(
             folder,
             {"time": began, **describe_start(trainer)},
@@ -163,6 +162,8 @@ def run_training(args: TrainingArguments) -> None:
             {Stopped: "stopped", Interrupted: "interrupted"},
             is_main,
         )
+        # describe_start is collective, so rank 0 has created the folder
+        open_log_file(folder.log if is_main else folder.rank_log(dist.get_rank()))
         stop_vote = StopVote()
     try:
         with contextlib.closing(metrics), record:
@@ -751,10 +752,8 @@ class Trainer:
         number, most = self.state.step, self.args.max_skipped_steps
         found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
         losses = ranks_without_finite_loss(step.loss)
-        logger.info(
-            f"step {number} is skipped on all ranks, no weight changed: losses that are not finite by rank: {losses} "
-            f"({{}}: only gradients); {samples_text(found)}"
-        )
+        why = f"losses by rank: {losses}" if losses else "the loss is finite, a gradient is not"
+        logger.info(f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}")
         record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
             self._write_metrics(record)

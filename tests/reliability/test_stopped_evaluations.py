@@ -32,7 +32,7 @@ def test_an_evaluation_is_left_and_made_up_for(
     settings["eval_steps"] = 2
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
-        stop_when(patch, Trainer, "held_out_losses", evaluation, signal.SIGUSR1)
+        stop_when(patch, Trainer, "_evaluate", evaluation, signal.SIGUSR1)
         with pytest.raises(signals.Stopped) as stopped:
             run(settings)
     assert stopped.value.step == step
@@ -72,7 +72,7 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
     folder = Path(settings["output_dir"])
     for step, evaluation in ((2, 1), (4, 2)):  # the second start makes up for the first one's
         with monkeypatch.context() as patch:
-            stop_when(patch, Trainer, "held_out_losses", evaluation, signal.SIGUSR1)
+            stop_when(patch, Trainer, "_evaluate", evaluation, signal.SIGUSR1)
             with pytest.raises(signals.Stopped) as stopped:
                 run(settings)
         assert stopped.value.step == step
@@ -96,7 +96,7 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
         (tmp_path / "b", str(tmp_path / "a/checkpoints/step-00000002")),
     ):
         with monkeypatch.context() as patch:
-            stop_when(patch, Trainer, "held_out_losses", 1, signal.SIGUSR1)
+            stop_when(patch, Trainer, "_evaluate", 1, signal.SIGUSR1)
             with pytest.raises(signals.Stopped):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
         signals.received.clear()

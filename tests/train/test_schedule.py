@@ -1,8 +1,5 @@
 """precision.schedule: a change of the precision within a run is a stop and a resume with others, bit for bit."""
 
-import json
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -16,12 +13,9 @@ from torch.utils._pytree import tree_leaves
 from model.fp8.precision import PrecisionError
 from model.startup_check import StartupCheckError
 from tests.conftest import refused
-from tests.reliability.launching import clean_environment, launch
-from tests.train.runs import PRECISIONS, ROOT, curve, gradients_without_fp8, metrics, run
+from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
 from train import trainer
-from train.checkpoint import save
-from train.checkpoint.files import committed, read_state
-from train.config.arguments import ConfigurationError
+from train.checkpoint.files import read_state
 from train.engine.zero import masters
 from train.evaluation.models import plan_model
 from train.record.history import read_history
@@ -115,22 +109,6 @@ def test_a_run_goes_on_from_any_step_of_its_schedule(
         assert curve(folder) == curve(whole)[step:] and tensors(folder, 6) == tensors(whole, 6)
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_two_ranks_change_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path) -> None:
-    schedule = [{"until_step": 3, "compute": "bf16"}, {}]
-    settings |= {"precision": {"schedule": schedule}, "deepspeed": "ds_config_zero1.json"}
-    folders = [tmp_path / "whole", tmp_path / "again"]
-    start = ["never", str(folders[0] / START)]
-    for folder, resume_from in zip(folders, start, strict=True):
-        of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
-        (tmp_path / "config.json").write_text(json.dumps(settings | of_folder))
-        done = launch(2, "train/train.py", str(tmp_path / "config.json"))
-        assert done.returncode == 0, done.stdout[-3000:]
-    whole, again = folders
-    assert curve(again) == curve(whole)[3:] and tensors(again, 6) == tensors(whole, 6)
-
-
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
     settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int
@@ -170,63 +148,3 @@ def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settin
     with refused(PrecisionError):
         run(settings, precision={"schedule": schedule})
     assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_save_that_fails_at_a_change_ends_the_run(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing that the next stage could begin from; the save before it is as it was."""
-    write = save.write_tensors
-
-    def full(path: Path, value: Any) -> Any:
-        if path.parent.name == "step-00000003":
-            raise OSError(f"{path} could not be written: No space left on device")
-        return write(path, value)
-
-    monkeypatch.setattr(save, "write_tensors", full)
-    settings |= {"on_save_failure": "continue", "save_steps": 2}
-    with refused(save.SaveError):
-        run(settings, precision={"schedule": [{"until_step": 3, "compute": "bf16"}, {}]})
-    folder = RunFolder(settings["output_dir"])
-    assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002"]
-    assert read_starts(folder)[0]["ended"]["how"] == "failed"
-
-
-def test_a_run_that_does_not_reach_its_last_phase_is_refused(settings: dict) -> None:
-    settings["precision"] = {"schedule": [{"until_tokens": 10**9}, {}]}
-    with refused(ConfigurationError, key="precision.schedule[0]"):
-        run(settings)
-
-
-EDITED_MEANWHILE = """
-import sys
-from train import train
-from train.trainer import Trainer
-
-take = Trainer.take_step
-
-class Edited:
-    def find_spec(self, name, *rest):
-        if name.partition(".")[0] in ("train", "model"):
-            raise ImportError(f"{name} has another text than what runs")
-
-def step(self):
-    if self.state.step == 0:
-        sys.meta_path.insert(0, Edited())
-    return take(self)
-
-Trainer.take_step = step
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.interpreter
-def test_sources_that_are_edited_while_it_runs_do_not_end_a_run(settings: dict, tmp_path: Path) -> None:
-    """Whatever comes after the first step: an evaluation, another precision, the export."""
-    settings |= {"max_steps": 3, "eval_steps": 1}
-    settings["precision"] = {"schedule": [{"until_step": 2}, {"compute": "bf16"}]}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    program = [sys.executable, "-c", EDITED_MEANWHILE, str(tmp_path / "config.json")]
-    done = subprocess.run(program, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (Path(settings["output_dir"]) / "hf/model.safetensors").is_file()

@@ -8,13 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from model.config import load_config, numbers_of
-from model.fp8 import te_backend
-from model.fp8.precision import PrecisionError
-from tests.conftest import refused
 from train import trainer
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
@@ -49,15 +44,6 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_resumed_run_does_not_load_the_weights_of_init_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    init_from = list[Any]()
-    monkeypatch.setattr(trainer, "build_model", lambda *_, **keys: init_from.append(keys["init_from"]))
-    for checkpoint in (None, Path("checkpoints/step-00000003")):
-        _, precision = trainer.build_model_and_precision(arguments(), checkpoint, {"a": "current"})
-        assert precision.levels == {"a": "current"}
-    assert init_from == ["other/hf", None]
-
-
 def test_each_rank_verifies_its_share_of_all_data(
     settings: dict, data: Path, monkeypatch: pytest.MonkeyPatch, rank: list[int]
 ) -> None:
@@ -77,20 +63,6 @@ def test_each_rank_verifies_its_share_of_all_data(
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_act", "gelu"), ("initializer_range", 0.5), ("eos_token_id", 7), ("rms_norm_eps", 1e-3)],
-)
-def test_what_of_a_model_changes_numbers_is_compared_with_the_checkpoint(key: str, value: object) -> None:
-    """Not where it was read."""
-    config = load_config("tiny")
-    before = numbers_of(config)
-    config._name_or_path = "elsewhere"
-    assert numbers_of(config) == before
-    setattr(config, key, value)
-    assert numbers_of(config) == before | {key: value}
-
-
 def test_the_first_scales_are_of_the_rows_that_the_rank_begins_with(
     monkeypatch: pytest.MonkeyPatch, rank: list[int]
 ) -> None:
@@ -104,20 +76,6 @@ def test_the_first_scales_are_of_the_rows_that_the_rank_begins_with(
     model, precision = SimpleNamespace(), SimpleNamespace(device="cpu")
     trainer.build_engine_and_resume(arguments(), model, precision, stream, state_of(), None)  # type: ignore[arg-type]
     assert asked == [(26, 2), (3, None)]
-
-
-def test_a_phase_that_cannot_run_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hours before it: the fallbacks of the checkpoint need block scaling, the run is in bf16 and needs none."""
-
-    def require(te: Any, recipe: str, *instead: str) -> None:
-        if recipe == "block":
-            raise te_backend.BackendError("block is not available here")
-
-    monkeypatch.setattr(te_backend, "require_fp8", require)
-    args = arguments(precision={"bf16_modules": [], "schedule": [{"until_step": 4, "compute": "bf16"}, {}]})
-    model: Any = SimpleNamespace(named_modules=lambda: [])
-    with refused(PrecisionError):
-        trainer.check_later_phases(args, model, torch.device("cpu"), {"a": "block"})
 
 
 def test_a_start_notes_its_changes_and_no_earlier_ones(tmp_path: Path) -> None:

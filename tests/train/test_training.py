@@ -25,10 +25,7 @@ from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import plot, trainer
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
-from train.config.ds_config import load_deepspeed
 from train.data.format import DataError
-from train.prepare_data import main as prepare_data
-from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 GPU = torch.cuda.is_available()
@@ -66,13 +63,6 @@ def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(settings: dict, prec
 )
 def test_resume_is_bit_exact(settings: dict, variant: str, precision: str) -> None:
     check_resume(settings, variant, {**PRECISIONS, **TORCHAO}[precision])
-
-
-def test_run_json_says_which_modules_ran_torchaos_fp8(settings: dict) -> None:
-    settings["model"]["variant"] = "torchao"
-    folder = run(settings, precision={"recipe": "rowwise"}, max_steps=1, warmup_steps=0)
-    (start,) = read_starts(RunFolder(folder))
-    assert start["fp8"].startswith("14/15 rowwise") and start["attention"] == {"torch SDPA": [0]}
 
 
 @pytest.mark.slow
@@ -178,29 +168,6 @@ def test_two_ranks(trained: Path, settings: dict, tmp_path: Path) -> None:
     check_two_ranks(trained, settings, tmp_path, launcher)
 
 
-@pytest.mark.skipif(
-    GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
-)
-@pytest.mark.slow
-@pytest.mark.process
-def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
-    """Its launcher starts the same program with the same results, and passes a failure on."""
-    config, curves = tmp_path / "config.json", []
-    own = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
-    for name, launcher in (("own", own), ("deepspeed", deepspeed_launcher())):
-        config.write_text(json.dumps({**settings, "output_dir": str(tmp_path / name)}))
-        done = two_ranks(launcher, config)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "ranks [0, 1]" in done.stdout
-        curves.append(curve(tmp_path / name))
-    assert curves[0] == curves[1]
-    other = two_ranks(own, config, "--learning_rate", "1e-3")
-    assert other.returncode != 0 and "learning_rate: 0.005 -> 0.001" in other.stderr
-    refused = two_ranks(deepspeed_launcher(), config, "--learning_ratte", "1e-3")
-    assert refused.returncode != 0
-    assert "rank 0: " in refused.stderr and "learning_ratte" in refused.stderr
-
-
 def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [*launcher, str(ROOT / "train/train.py"), str(config), *arguments]
     return programs.run(command, capture_output=True, text=True, env=clean_environment())
@@ -245,22 +212,6 @@ def test_zero_stages_train_alike(trained: Path, settings: dict, stage: int) -> N
     run(settings, deepspeed=deepspeed, save_steps=3)
     assert curve(output_dir) == losses
     check_export(output_dir, losses[-1][-1], settings)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_that_accumulated_in_bf16_goes_on_in_float32_if_allowed(settings: dict, stage: int) -> None:
-    shipped = load_deepspeed(f"ds_config_zero{stage}.json")
-    in_bf16 = {key: value for key, value in shipped.items() if key != "data_types"}
-    output_dir = run(settings, deepspeed=in_bf16, save_steps=3)
-    losses = curve(output_dir)
-    (output_dir / "checkpoints/step-00000006/manifest.json").unlink()
-    with refused(CheckpointError, key="deepspeed"):
-        run(settings, deepspeed=shipped)
-    run(settings, deepspeed=shipped, allow_changes_on_resume=["deepspeed"])
-    resumed = curve(output_dir)
-    assert [entry[0] for entry in resumed] == [1, 2, 3, 4, 5, 6]
-    assert [entry[1] for entry in resumed] == pytest.approx([entry[1] for entry in losses], rel=1e-3)
-    assert resumed[4:] != losses[4:]
 
 
 def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small_model: Path) -> None:
@@ -330,49 +281,6 @@ def test_starting_anew_keeps_what_was(own_trained: Path, settings: dict) -> None
     assert list(output_dir.glob("metrics.jsonl.discarded-*"))
 
 
-def test_resume_with_another_configuration_is_refused(
-    own_trained: Path, settings: dict, data: Path, tmp_path: Path
-) -> None:
-    with refused(CheckpointError) as error:
-        run(settings, learning_rate=0.01, seed=7)
-    assert {"learning_rate", "seed"} <= {change.key for change in error.value.changes}
-    with refused(CheckpointError, key="precision.recipe"):
-        run(settings, precision={"recipe": "current"})
-    other = tmp_path / "other"
-    source = [
-        "--input",
-        os.path.dirname(json.__file__),
-        "--tokenizer",
-        str(data / "tokenizer"),
-        "--workers",
-        "1",
-    ]
-    assert prepare_data([*source, "--output", str(other), "--eval_fraction", "0.3"]) == 0
-    with refused(CheckpointError, key="data.sources"):
-        run(settings, data={"sources": {"text": str(other)}})
-    before = curve(own_trained)
-    run(settings, logging_steps=3)  # what does not change the numbers may change
-    assert curve(own_trained) == before
-
-
-def test_steps_without_finite_gradients_end_the_run(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed skips them without a word; a run that trains nothing must not look like one that does."""
-    right = mistral_base.causal_lm_loss
-
-    def nan_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (
-            right(logits, labels) + (logits.float() * 0).sum().clamp(min=0).sqrt()
-        )  # 0, with gradient 0 * inf
-
-    monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_gradient)
-    with pytest.raises(trainer.TrainingError) as error:
-        run(settings, max_skipped_steps=3)
-    assert numbers(error.value) == [3, 3]
-    lines = metrics(Path(settings["output_dir"]))
-    assert [m["step"] for m in lines if "skipped" in m] == [1, 2, 3]
-    assert [m["skipped_steps"] for m in lines[:2]] == [1, 2]
-
-
 def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it(
     settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,25 +304,6 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it
     ]
     same = [all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(states, states[1:], strict=False)]
     assert same == [False, False, True, True]
-
-
-def test_a_run_can_move(trained: Path, settings: dict, tmp_path: Path, small_model: Path) -> None:
-    """Neither where the model's configuration lies nor the output folder's place matters to a resume."""
-    moved, copy = shutil.copytree(trained, tmp_path / "moved"), tmp_path / "copy.json"
-    copy.write_text(small_model.read_text())
-    (moved / "checkpoints/step-00000006/manifest.json").unlink()
-    before = curve(moved)
-    run(settings, output_dir=str(moved), save_steps=3, model={"config": str(copy)})
-    assert curve(moved) == before
-
-
-def test_a_finished_checkpoint_of_another_folder_is_exported(
-    trained: Path, settings: dict, tmp_path: Path
-) -> None:
-    last = trained / "checkpoints/step-00000006"
-    other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(last))
-    assert RunFolder(other).is_exported(identity(last))
-    assert not RunFolder(tmp_path).is_exported(identity(last))
 
 
 @pytest.mark.parametrize("step", [3, 6])
@@ -464,11 +353,3 @@ def test_bad_input_is_refused_before_anything_is_written(settings: dict, changes
     with refused(error):
         run({k: v for k, v in settings.items() if k != "gradient_accumulation_steps"}, **changes)
     assert not Path(settings["output_dir"]).exists()
-
-
-def test_a_vocabulary_that_does_not_fit(settings: dict, tmp_path: Path, small_model: Path) -> None:
-    config = json.loads(small_model.read_text()) | {"vocab_size": 256}
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(config))
-    with refused(DataError, code="vocabulary_too_large"):
-        run(settings, model={"config": str(path)})

@@ -56,11 +56,6 @@ def test_a_step_is_that_of_plain_muon(
     assert max(muon_against_plain(config, variant, stage, compute).values()) < FLOAT32
 
 
-@pytest.mark.slow
-def test_as_it_trains_it_is_that_but_for_rounding(process_group: None, config: str) -> None:
-    assert FLOAT32 < max(muon_against_plain(config, "te_layer", 1, "bf16", half=True).values()) < HALF
-
-
 def test_fused_weights_and_apart_take_the_same_step(process_group: None, config: str) -> None:
     (_, fused), (_, apart) = (two_steps(config, v, 0, "fp32", False) for v in ("te_layer", "te_linear"))
     assert fused.keys() == apart.keys() and "model.layers.1.self_attn.v_proj.weight" in fused
@@ -126,33 +121,6 @@ def test_on_the_gpu_it_is_the_same_and_resumes_bit_exactly(settings: dict, confi
     assert max(muon_against_plain(config, variant, 1, "bf16").values()) < FLOAT32
     settings |= {"optim": "muon", "speed": {"cuda_graphs": True}}
     check_resume(settings, variant, PRECISIONS["delayed"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "precision", "stage"),
-    [("te_linear", "current", 1), ("te_layer", "bf16", 0)],
-)
-def test_other_runs_resume_bit_exactly(settings: dict, variant: str, precision: str, stage: int) -> None:
-    settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json"}
-    check_resume(settings, variant, PRECISIONS[precision])
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_step_that_is_not_finite_leaves_the_momentum(config: str, tmp_path: Path) -> None:
-    """On the second of two ranks; in every way that skip() of number_ranks.py knows."""
-    fp32 = {"grad_accum_dtype": "fp32"}
-    cases = [(0, {"compute": "fp32"}, {}), (0, {"compute": "bf16"}, {}), (1, {"compute": "bf16"}, fp32)]
-    keys = ("stage", "precision", "data_types")
-    common = {"clipping": 1.0, "config": config, "optim": "muon"}
-    wanted = [(2, "skip", {**dict(zip(keys, case, strict=True)), **common}) for case in cases]
-    for ranks in run_cases(tmp_path, wanted):
-        for found in ranks:
-            for step in found["steps"]:
-                bad = step["kind"] is not None
-                assert step["skipped"] == bad and step["finite"]
-                assert step["changed"] == ([] if bad else ["weights", "optimizer"])
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.train.engine.test_states import FLOAT32, INT8, Trained
 from train.checkpoint.load import load_checkpoint
-from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments
 from train.engine.distributed import without_prints
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
@@ -79,17 +78,6 @@ def test_decay_is_by_dimension_and_tied_weights_appear_once():
     assert len(decay["params"]) == 3
 
 
-def test_a_model_without_vectors_has_one_group():
-    assert len(parameter_groups(nn.Linear(4, 4, bias=False), 0.1)) == 1
-
-
-def test_a_partitioned_parameter_is_judged_by_its_true_shape():
-    model = nn.Linear(4, 4)
-    model.weight.ds_shape = model.weight.shape
-    model.weight.data = torch.empty(0)
-    assert parameter_groups(model, 0.1)[0]["params"] == [model.weight]
-
-
 def test_optimizer_takes_the_arguments():
     a = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
     optimizer = build_optimizer(Tied(), a)
@@ -119,11 +107,6 @@ def test_learning_rates(changes: dict[str, Any], rates: dict[int, float]) -> Non
     assert {step: learning_rate_at(step, a) for step in rates} == pytest.approx(rates)
     after = [learning_rate_at(step, a) for step in range(a.warmup_steps, 101)]
     assert sorted(after, reverse=True) == after
-
-
-def test_warmup_and_decay_are_no_longer_than_the_run() -> None:
-    with pytest.raises(ConfigurationError):
-        arguments(**WSD, warmup_steps=60, decay_steps=41)
 
 
 MUON = {"optim": "muon"}

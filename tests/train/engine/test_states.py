@@ -206,22 +206,6 @@ def test_float32_becomes_packed_and_packed_float32_to_the_last_bit(settings: dic
     assert equal(back.whole(), state)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [INT8, FP8])
-def test_8_bits_come_back_as_they_were_and_elsewhere_rounded_anew(
-    settings: dict, tmp_path: Path, precision: dict[str, str]
-) -> None:
-    first = Trained(settings, precision).steps(3)
-    path = first.saved(tmp_path / "packed")
-    assert equal(Trained(settings, precision).steps(1).loaded(path, False).whole(), first.whole())
-    float32 = Trained(settings, FLOAT32).steps(1).loaded(path, True)
-    assert equal(float32.whole(), first.whole())
-    anew = Trained(settings, precision).loaded(path, True).whole()
-    for found, expected in zip(anew, first.whole(), strict=True):
-        assert float((found - expected).norm() / expected.norm()) < 0.03
-    assert torch.equal(anew[0], first.whole()[0]), "weights are not rounded"
-
-
 def test_before_the_first_step_there_is_nothing_to_pack(settings: dict, tmp_path: Path) -> None:
     first = Trained(settings, FLOAT32)
     path = first.saved(tmp_path / "float32")

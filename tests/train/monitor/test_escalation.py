@@ -17,13 +17,10 @@ from test_fp8.zero_matrix import TOLERANCE
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
-from train import trainer
 from train.checkpoint.files import read_state
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, resolve_arguments
 from train.evaluation.models import plan_model
-from train.monitor import fp8_alarms
-from train.monitor.health import Health, Spike
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
@@ -48,17 +45,6 @@ def path_of(folder: Path) -> dict[str, list[tuple[int, str]]]:
 def active(folder: Path) -> dict[int, int]:
     """Alarms after each step."""
     return {m["step"]: m.get("fp8_alarms", {}).get("active", 0) for m in metrics(folder)}
-
-
-def in_trouble(folder: Path) -> dict[int, set[tuple[str, str]]]:
-    """GEMMs and operands with an alarm after each look that had or has one."""
-    found, now = dict[int, set[tuple[str, str]]](), set[tuple[str, str]]()
-    for line in metrics(folder):
-        if alarms := line.get("fp8_alarms"):
-            now |= {(a["gemm"], a["operand"]) for a in alarms["began"]}
-            now -= {(a["gemm"], a["operand"]) for a in alarms["over"]}
-            found[line["step"]] = set(now)
-    return found
 
 
 def growing(variant: str) -> Callable[[Any], None]:
@@ -177,55 +163,6 @@ def test_every_level_is_reached_and_gone_on_from_on_the_gpu(
     check_every_level(settings, tmp_path, monkeypatch, variant, recipe)
 
 
-def growing_gradient(model: Any, step: int) -> None:
-    """One channel of the gradient of the residual stream, 4096 times larger each step; what is in it stays 0."""
-    model.model.norm.weight[3] = 4096.0 ** (step + 1)
-    model.model.embed_tokens.weight[:, 3] = 0
-    for name, weight in model.named_parameters():
-        if name.endswith(("proj.weight", "fc2_weight")) and not name.endswith(
-            ("q_proj.weight", "k_proj.weight")
-        ):
-            if weight.shape[0] == model.config.hidden_size:
-                weight[3] = 0
-
-
-LEAVES = {"self_attention.proj": "bf16_backward", "layernorm_mlp": "bf16"}
-
-
-@pytest.mark.slow
-def test_a_gradient_that_underflows_ends_in_bf16(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a scale for each 128 elements, here a row; a module of one GEMM keeps FP8 in its forward."""
-    before_each_step(monkeypatch, growing_gradient)
-    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["block"], **ESCALATE}}
-    folder = run(settings)
-    assert {(c["operand"], c["statistic"]) for c in changes(folder)} == {("gradient", "underflow")}
-    first = changes(folder)[0]["step"]
-    assert path_of(folder) == {
-        f"{layer}.{name}": [(first, level)] for layer in (0, 1) for name, level in LEAVES.items()
-    }
-    assert active(folder)[first] == 4 and not any(active(folder)[step] for step in range(first + 1, 5))
-
-
-def sure_of_itself(model: Any, step: int) -> None:
-    """Logits so far apart that nearly all probabilities are zero in e4m3; the optimizer's step takes that back."""
-    if step >= 1:
-        model.lm_head.weight *= 400
-
-
-@pytest.mark.slow
-def test_gradients_of_lm_head_that_underflow_are_computed_in_bf16(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before_each_step(monkeypatch, sure_of_itself)
-    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["current"], **ESCALATE}}
-    whole = run(settings)
-    assert path_of(whole) == {"lm_head": [(3, "bf16")]} and active(whole) == {1: 0, 2: 1, 3: 1, 4: 0}
-    assert [(c["from"], c["to"], c["statistic"]) for c in changes(whole)] == [("block", "bf16", "underflow")]
-    start = str(whole / "checkpoints/step-00000003")
-    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
-    assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)
-
-
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_step_that_is_skipped_takes_nothing_up(
     settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
@@ -257,33 +194,6 @@ def test_a_step_that_is_skipped_takes_nothing_up(
 
 
 @pytest.mark.slow
-def test_a_jump_of_the_rate_is_mended_by_scales_of_their_own(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three jumps, each over in the next step: what was found after two of them is in no trouble after the third, as it
-    is with a warning alone."""
-    settings |= {"max_steps": 12, "learning_rate": 1e-3}
-    rate = trainer.learning_rate_at
-    jumps = {4: 50, 7: 100, 10: 300}
-    monkeypatch.setattr(trainer, "learning_rate_at", lambda n, args: rate(n, args) * jumps.get(n, 1))
-    found = {}
-    for on_trouble in ("warn", "escalate"):
-        keys = {"health_steps": 3, "on_trouble": on_trouble}
-        found[on_trouble] = run(settings, precision=keys, output_dir=str(tmp_path / on_trouble))
-    warned, escalated = (in_trouble(folder) for folder in found.values())
-    assert warned[6] == escalated[6] and len(escalated[6]) > 3
-    assert 7 not in warned and not escalated[7]  # looked at again
-    taken = changes(found["escalate"])
-    assert {(c["step"], c["from"], c["to"]) for c in taken} == {
-        (9, "delayed", "current"),
-        (12, "delayed", "current"),
-    }
-    assert {c["statistic"] for c in taken} <= {"saturated", "range", "error"}
-    up = {(c["gemm"], c["operand"]) for c in taken if c["step"] == 9}
-    assert up <= warned[12] and not up & escalated[12]
-
-
-@pytest.mark.slow
 def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,55 +221,6 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
     assert curve(kept)[0] == curve(whole)[4] and active(kept)[6] == 1
     levels = read_state(kept / "checkpoints/step-00000006").levels
     assert levels == {"model.layers.1.layernorm_mlp": "current"}
-
-
-@pytest.mark.slow
-def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To before it did, as the checkpoint since then is damaged."""
-    before_each_step(monkeypatch, growing("te_layer"))
-    whole, looks, spikes = Path(settings["output_dir"]), Health.find_spikes, list[Spike]()
-
-    def spike_in_step_4(self: Health, tokens: int) -> list[Spike]:
-        step, first_sample = self._steps[-1][:2]
-        found = looks(self, tokens)
-        if step != 4 or spikes:
-            return found
-        (whole / "checkpoints/step-00000003/manifest.json").unlink()
-        spikes.append(Spike(step, first_sample, first_sample, "loss", 9.0, 1.0, 2.0))
-        return spikes
-
-    monkeypatch.setattr(Health, "find_spikes", spike_in_step_4)
-    settings |= {"learning_rate": 1e-4, "max_steps": 4, "save_steps": 1, "on_spike": "rollback"}
-    run(settings, precision={**PRECISIONS["delayed"], **ESCALATE})
-    lines = metrics(whole)
-    assert [m["step"] for m in lines if "rollback" in m] == [2] and lines[-1]["step"] == 4
-    (start,) = read_starts(RunFolder(whole))
-    taken = start["escalations"]
-    assert [(c["step"], c["to"]) for c in taken] == [(3, "current"), (4, "block")] and len(
-        start["stages"]
-    ) == 1
-    assert read_state(whole / "checkpoints/step-00000004").escalations == taken
-
-
-@pytest.mark.slow
-def test_weights_that_are_spread_over_ranks_have_every_level(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of each gradient more is asked than FP8 can do."""
-    monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
-    settings |= {
-        "max_steps": 3,
-        "deepspeed": "ds_config_zero3.json",
-        "precision": {"recipe": "block", **ESCALATE},
-    }
-    settings["model"]["variant"] = "te_linear"
-    whole = run(settings)
-    up = path_of(whole)
-    assert up.pop("lm_head") == [(2, "bf16")]
-    assert len(up) == 14 and all(path == [(2, "bf16_backward")] for path in up.values())
-    start = str(whole / "checkpoints/step-00000002")
-    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
-    assert curve(again) == curve(whole)[2:] and tensors(again, 3) == tensors(whole, 3)
 
 
 @pytest.mark.slow
