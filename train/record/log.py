@@ -66,7 +66,7 @@ def open_log_file(path: Path) -> None:
         OSError: The file cannot be written.
     """
     (memory,) = (h for h in _handlers if isinstance(h, logging.handlers.MemoryHandler))
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have created the run folder yet
     file = logging.FileHandler(path, encoding="utf-8", errors="replace")
     header = f"======== {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(sys.argv)}"
     print(header, file=file.stream, flush=True)
