@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,22 +138,6 @@ def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pyt
     with pytest.raises(SaveError):
         run(settings, save_steps=2)
     assert not list(Path(settings["output_dir"], "checkpoints").glob("*"))
-
-
-def test_training_errors_leave_the_save_under_way_whole(
-    settings: dict, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = trainer.Trainer._mean_loss
-
-    def mean_loss(self: trainer.Trainer, step: trainer.Step) -> float:
-        factor = float("nan") if self.state.step == 3 else 1
-        return right(self, replace(step, loss=step.loss * factor))
-
-    monkeypatch.setattr(trainer.Trainer, "_mean_loss", mean_loss)
-    with pytest.raises(trainer.TrainingError):
-        run(settings, save_steps=2)
-    (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
-    assert path.name == "step-00000002" and problems(path) == []
 
 
 def values() -> dict[str, Any]:

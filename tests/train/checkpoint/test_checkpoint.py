@@ -39,7 +39,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
 from train.checkpoint.save import Ranks, SaveError, Saver, rank_state
-from train.files import may_pass, without_patterns
+from train.files import may_pass
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -267,17 +267,6 @@ def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_p
 # ---------------------------------------------------------------- errors of a save
 
 
-@pytest.mark.parametrize(("number", "passes"), [(errno.EIO, True), (errno.ENOSPC, False)])
-def test_a_failed_save_says_whether_a_restart_may_help(
-    settings: dict, monkeypatch: pytest.MonkeyPatch, number: int, passes: bool
-) -> None:
-    monkeypatch.setattr(torch, "save", fault(number))
-    with pytest.raises(SaveError) as found:
-        run(settings, save_steps=2)
-    assert found.value.may_pass == passes
-    assert not list(Path(settings["output_dir"], "checkpoints").glob("step-*"))
-
-
 @pytest.mark.parametrize(
     ("numbers", "passes"),
     [
@@ -387,15 +376,3 @@ def test_a_folder_that_a_glob_takes_for_a_pattern_is_resumed_from(settings: dict
     assert [m["step"] for m in metrics(folder) if "loss" in m] == [1, 2, 3] and (
         folder / "hf/config.json"
     ).is_file()
-
-
-def test_a_relative_folder_has_a_path_without_a_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = Path("output/run[1]")
-    folder.mkdir(parents=True)
-    (folder / "a").write_text("here")
-    with without_patterns(folder) as plain:
-        assert "[" not in str(plain) and (plain / "a").read_text() == "here"
-    assert (folder / "a").exists()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.train.checkpoint.test_checkpoint import make
-from tests.train.runs import ROOT
-from train import inspect_checkpoint
-from train.checkpoint.files import MANIFEST, ROLLBACK, discard_old, name_of, note_rollback
+from train.checkpoint.files import MANIFEST, ROLLBACK, name_of, note_rollback
 from train.inspect_checkpoint import describe, find_damage, main
 
 
@@ -57,35 +53,14 @@ def test_damage_is_named_and_the_status_is_1(
     assert status(tmp_path, "--verify") == 1 and status(tmp_path) == (0 if needs_verify else 1)
 
 
-def test_what_is_not_committed_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what its run removes while hashes are computed, which takes minutes for large files."""
-    old, newest = make(tmp_path, 10), make(tmp_path, 20)
+def test_what_is_not_committed_is_not_judged(tmp_path: Path) -> None:
+    make(tmp_path, 20)
     (make(tmp_path, 30) / MANIFEST).unlink()
     (tmp_path / name_of(40)).mkdir()
     assert find_damage(tmp_path / name_of(30), True) is find_damage(tmp_path / name_of(40), True) is None
     assert status(tmp_path, "--verify") == 0 and status(tmp_path / name_of(40)) == 1
-    right = inspect_checkpoint.problems
-
-    def problems(path: Path, hashes: bool) -> list[str]:
-        discard_old(newest, keep=1)
-        return right(path, hashes=hashes)
-
-    monkeypatch.setattr(inspect_checkpoint, "problems", problems)
-    assert find_damage(old, True) is None and not old.exists()
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text('{"schema": 1, "shards": []}')  # prepared data have one, too
     assert status(tmp_path / "nowhere") == status(tmp_path) == 2
-
-
-@pytest.mark.interpreter
-def test_the_command_needs_no_torch(tmp_path: Path) -> None:
-    make(tmp_path, 10)
-    program = (
-        "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 0 and not {'torch', 'deepspeed'} & set(sys.modules)"
-    )
-    command = [sys.executable, "-c", program, str(ROOT / "train/inspect_checkpoint.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,20 +1,13 @@
 """A checkpoint that an earlier state of this code wrote is read, and training goes on from it with the same losses.
 
-    python tests/train/checkpoint/test_stored_checkpoint.py     records it anew, after a change of the format
-
-tests/data/stored_checkpoint is in the present format. One rank, ZeRO 1, FP8 with delayed scaling on the CPU reference,
-a model of 0.01 M parameters; batches are random, so that no data is needed.
+tests/data/stored_checkpoint is of one rank, ZeRO 1, FP8 with delayed scaling on the CPU reference, a model of 0.01 M
+parameters; batches are random, so that no data is needed.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 import pytest
 import torch
@@ -22,13 +15,12 @@ import torch
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
-from train.checkpoint.files import RunState, name_of, problems, read_state
+from train.checkpoint.files import name_of, problems, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint
-from train.checkpoint.save import Saver
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed, without_prints
+from train.engine.distributed import without_prints
 from train.engine.step import MicroStep, build_engine
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/stored_checkpoint"
@@ -88,19 +80,3 @@ def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
     losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert problems(path) == []  # it was only read
-
-
-def record() -> None:
-    shutil.rmtree(FOLDER / name_of(SAVED_STEP), ignore_errors=True)
-    init_distributed()
-    stored = Stored()
-    stored.losses(1, SAVED_STEP)
-    saver = Saver(stored.engine, FOLDER, stored.precision, 0)
-    saver.begin(RunState(SAVED_STEP, 2 * SAVED_STEP, 32 * SAVED_STEP, 1, 1, {}, {}), background=False)
-    saver.finish()
-    losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
-    (FOLDER / "losses.json").write_text(json.dumps({"torch": torch.__version__, "losses": losses}) + "\n")
-
-
-if __name__ == "__main__":
-    record()

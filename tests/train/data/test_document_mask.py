@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import refused
 from tests.fixtures import write_jsonl
 from tests.train.runs import curve, metrics, run
-from train.checkpoint.files import CheckpointError
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, open_stream
 
@@ -125,10 +123,6 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
             count += int((wanted != NO_LABEL).sum())
     assert count < 5 * 64
     assert total / count == pytest.approx(metrics(whole)[-1]["eval_loss"], abs=1e-2)
-
-    with refused(CheckpointError, key="data.document_mask"):
-        data = {**settings["data"], "document_mask": False}
-        run({**settings, "data": data}, gradient_accumulation_steps=3)
 
 
 def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_path: Path) -> None:

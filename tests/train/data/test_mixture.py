@@ -89,19 +89,6 @@ def test_random_stages_keep_the_bound_and_any_position_is_found(seed):
             assert np.array_equal(part[1], ordinal[start : start + count]), stages
 
 
-def test_deadlines_look_beyond_the_end_of_a_stage():
-    """Each stage has weights for those alone that had least so far: an order that did not know the stages to come
-    would leave one source ever further behind, 2 samples here."""
-    sources, stages, start, late = 16, [], 0, list(range(16))
-    while len(late) > 1:
-        stages.append((start, [1 if k in late else 0 for k in range(sources)]))
-        start += len(late) // 2
-        source, _ = Mixture(stages[0][1], later=stages[1:]).locate(0, start)
-        late = [k for k in late if k not in source][: len(late) // 2]
-    stages.append((start, [1] * sources))
-    assert worst_deviation(stages, start + 100) < 1
-
-
 def test_stages_of_any_length_cost_no_more_than_short_ones():
     far = Mixture([0.7, 0.3], later=[(10**12 + 1, [0.2, 0.8]), (3 * 10**12, [0.5, 0.5])])
     source, ordinal = far.locate(10**12 + 1 - 5, 10)
