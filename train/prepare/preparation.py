@@ -31,6 +31,7 @@ from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sour
 logger = logging.getLogger(__name__)
 TASK_BYTES = 16 << 20  # input bytes per task; the number of tasks must not depend on the machine
 MOST_TASKS = 1000
+WORK_VERSION = 2  # of the work folder; unfinished work of another version is not resumed
 JOBS_NAME = "jobs.txt"  # in the work folder: the ids of the Slurm jobs
 INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in the scratch folder
 
@@ -102,9 +103,8 @@ class Preparation:
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the output depends on, as JSON values."""
-        values = asdict(self)
-        values["tokenizer"] = values.pop("tokenizer_is")
-        del values["output"]
+        values = asdict(self) | {"version": WORK_VERSION, "tokenizer": self.tokenizer_is}
+        del values["output"], values["tokenizer_is"]
         return json.loads(json.dumps(values))
 
     def encoder(self) -> TextEncoder:
