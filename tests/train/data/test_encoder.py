@@ -39,21 +39,15 @@ def test_a_vocabulary_with_unused_ids_reaches_to_its_largest(tmp_path: Path) -> 
     assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8
 
 
-def test_the_tokenizer_of_a_training_is_with_its_data_else_in_its_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of data whose relative folder is in the repository, and not where we are."""
-    here, repository, export = (tmp_path / name for name in ("here", "repository", "run/hf"))
-    monkeypatch.setattr("train.files.REPOSITORY", repository)
-    for folder in (here, repository / "data/mine", export):
+def test_the_tokenizer_of_a_training_is_with_its_data_else_in_its_export(tmp_path: Path) -> None:
+    mine, export = tmp_path / "mine", tmp_path / "run/hf"
+    sources = {"gone": str(tmp_path / "gone"), "mine": str(mine)}
+    for folder in (mine / "tokenizer", export):
         folder.mkdir(parents=True)
-    monkeypatch.chdir(here)
-    sources = {"gone": "data/gone", "mine": "data/mine"}
     for given in (export, None):
-        with refused(DataError, code="no_tokenizer", key="data/gone/tokenizer"):
+        with refused(DataError, code="no_tokenizer", key=str(tmp_path / "gone/tokenizer")):
             tokenizer_of(sources, given)
     (export / "tokenizer.json").touch()
     assert tokenizer_of(sources, export) == export
-    (repository / "data/mine/tokenizer").mkdir()
-    (repository / "data/mine/tokenizer/tokenizer.model").touch()
-    assert tokenizer_of(sources, export) == repository / "data/mine/tokenizer"
+    (mine / "tokenizer/tokenizer.model").touch()
+    assert tokenizer_of(sources, export) == mine / "tokenizer"

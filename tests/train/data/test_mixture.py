@@ -1,10 +1,8 @@
 """The mixture of sources: exact quotas at every prefix, over stages too, from any position; what is refused."""
 
 import hashlib
-import json
 import math
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -157,19 +155,10 @@ def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):
 def test_the_fingerprint_has_the_stages(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
     assert stream.fingerprint()["sources"]["c"]["weight_from_sample"] == {"0": 0, "100": 0, "201": 0.75}
-    others = [
-        staged((100 * T, {"a": 1}), (None, {"b": 1, "c": 3})),
-        staged((101 * T, {"a": 1}), (200 * T + 1, {"a": 1, "b": 1}), (None, {"b": 1, "c": 3})),
-        staged((100 * T, {"a": 1}), (200 * T + 1, {"a": 1, "b": 2}), (None, {"b": 1, "c": 3})),
-    ]
-    prints = [json.dumps(open_stream(folders, weights, T, 1).fingerprint()) for weights in (WEIGHTS, *others)]
-    assert len(set(prints)) == 4
 
 
-def test_the_log_and_a_position_have_the_weights_of_the_stages(folders):
+def test_a_position_has_the_weights_of_its_stage(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
-    a, *_ = stream.describe().splitlines()
-    assert re.findall(r"[\d.]+%|\d,\d{3} on", a) == ["100.00%", "50.00%", "1,600 on", "0.00%", "3,216 on"]
     found = [stream.weights_at(sample) for sample in (0, 99, 100, 201)]
     assert found == [{"a": 1}, {"a": 1}, {"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}]
 
