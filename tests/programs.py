@@ -111,27 +111,11 @@ class Popen(RealPopen):
         return self.pid, status
 
 
-def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-    """subprocess.run, by this Popen."""
-    timeout, check, given = (
-        options.pop("timeout", None),
-        options.pop("check", False),
-        options.pop("input", None),
-    )
-    if given is not None:
-        options["stdin"] = subprocess.PIPE
-    if options.pop("capture_output", False):
-        options["stdout"] = options["stderr"] = subprocess.PIPE
-    with Popen(command, **options) as process:
-        try:
-            out, err = process.communicate(given, timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(command, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+# subprocess.run, by this Popen
+run = types.FunctionType(
+    subprocess.run.__code__, vars(subprocess) | {"Popen": Popen}, "run", subprocess.run.__defaults__
+)
+run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
 def can_fork() -> bool:
@@ -305,10 +289,9 @@ def _run(args: list[str]) -> int:
     args = [os.fspath(a) for a in args[1:]]
     unbuffered = args[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     args = args[args[0] == "-u" :]
-    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
-    sys.stdin = open(0, encoding=encoding, errors=errors or "strict", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding=encoding, errors=errors or "strict", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.stdout.reconfigure(write_through=unbuffered)
     main = types.ModuleType("__main__")

@@ -155,7 +155,6 @@ def stopped(prepared: User) -> int:
     text = "".join(said)
     assert process.wait() == STOPPED, text
     assert FP8_RAN in text and "Traceback" not in text, text
-    assert text.count("SIGINT: the run finishes the current step and saves") == 1, text
     found = re.search(r"stopped on request after step (\d+)", text)
     assert found, text
     return int(found[1])
@@ -170,13 +169,6 @@ def resumed(prepared: User, stopped: int) -> str:
     found = re.search(r"(--allow_changes_on_resume) (\S+)", refused)
     assert found and f"step-{stopped:08d}" in refused, refused
     return prepared.train(*changes, found[1], found[2])
-
-
-@pytest.fixture(scope="module")
-def bf16(resumed: str, prepared: User) -> str:
-    """What the run in bf16 says, of as many steps."""
-    output = ("--output_dir", "output/my_run-bf16")
-    return prepared.train("--precision.compute", "bf16", "--max_steps", STEPS, *output)
 
 
 def test_own_text_becomes_tokens(prepared: User) -> None:
@@ -217,62 +209,12 @@ def test_a_resume_with_another_learning_rate_and_more_steps(
     assert log.count(" step 5/") == 1 and f" step {STEPS}/{STEPS} " in log
 
 
-def test_bf16_beside_it(prepared: User, resumed: str, bf16: str) -> None:
-    assert f"FP8: 0 of {3 * LAYERS + 1} GEMM modules ran FP8" in bf16, bf16
-    assert f"step {STEPS}/{STEPS}" in bf16 and "resumed" not in bf16
-    one, other = (
-        [m["loss"] for m in metrics(prepared.run(n)) if "loss" in m] for n in ("my_run", "my_run-bf16")
-    )
-    assert one[:5] == pytest.approx(other[:5], rel=1e-2) and one[:5] != other[:5]
-
-
-def test_a_branch_leaves_the_run_as_it_is(prepared: User, resumed: str) -> None:
-    folder, branch = prepared.run("my_run"), prepared.run("my_run-branch")
-    before = contents(folder)
-    start = "output/my_run/checkpoints/step-00000020"
-    said = prepared.train(
-        *(
-            "--resume_from_checkpoint",
-            start,
-            "--output_dir",
-            "output/my_run-branch",
-            "--learning_rate",
-            "1e-3",
-        ),
-        *("--max_steps", 24, "--allow_changes_on_resume", '["max_steps"]'),
-    )
-    assert f"resumed from {start}" in said and FP8_RAN in said, said
-    lines = [m for m in metrics(branch) if "loss" in m]
-    assert [m["step"] for m in lines] == [21, 22, 23, 24]
-    assert lines[-1]["learning_rate"] == pytest.approx(1e-4, rel=0.2)
-    assert [path.name for path in sorted((branch / "checkpoints").iterdir())] == ["step-00000024"]
-    assert (branch / "hf/model.safetensors").is_file()
-    assert contents(folder) == before
-
-
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each file."""
-    stats = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def test_evaluation(prepared: User, resumed: str, bf16: str) -> None:
-    for name, how in (("my_run", "te_layer in FP8 (delayed scaling)"), ("my_run-bf16", "te_layer in bf16")):
-        output = ("--max_samples", EVAL_SAMPLES, "--output", f"{name}.json")
-        done = prepared.python("train/evaluate.py", f"output/{name}", *output)
-        result = json.loads((prepared.folder / f"{name}.json").read_text())["sources"]["mine"]
-        logged = [m["eval_loss"] for m in metrics(prepared.run(name)) if "eval_loss" in m][-1]
-        assert result["tokens"] == 128 * EVAL_SAMPLES and result["loss"] == pytest.approx(logged, rel=1e-5)
-        assert how in done.stderr and f"{logged:.4f}" in done.stdout, done.stdout + done.stderr
-
-
-def test_comparison(prepared: User, resumed: str, bf16: str) -> None:
-    done = prepared.python("train/plot.py", "output/my_run", "output/my_run-bf16")
-    for name, fp8 in (("my_run", f"{3 * LAYERS}/{3 * LAYERS + 1} delayed"), ("my_run-bf16", "bf16")):
-        loss = [m["loss"] for m in metrics(prepared.run(name)) if "loss" in m][-1]
-        row = rf"^{name} +{STEPS}/{STEPS} +{loss:.4f} .* {fp8}.* done$"
-        assert re.search(row, done.stdout, re.M), done.stdout
-    assert (prepared.folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+def test_evaluation(prepared: User, resumed: str) -> None:
+    output = ("--max_samples", EVAL_SAMPLES, "--output", "my_run.json")
+    prepared.python("train/evaluate.py", "output/my_run", *output)
+    result = json.loads((prepared.folder / "my_run.json").read_text())["sources"]["mine"]
+    logged = [m["eval_loss"] for m in metrics(prepared.run("my_run")) if "eval_loss" in m][-1]
+    assert result["tokens"] == 128 * EVAL_SAMPLES and result["loss"] == pytest.approx(logged, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["hf", "hf-fp8"])

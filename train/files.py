@@ -151,23 +151,17 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_files() -> set[str]:
-    """Return the paths of all files that are open in processes this user may inspect (Linux)."""
-    found = set()
-    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(OSError):  # closed meanwhile
-            found.add(os.readlink(descriptor))
-    return found
-
-
 def remove_dead_buffers() -> None:
     """Remove the shared memory of killed ranks: on a machine without a GPU, DeepSpeed creates 66 MB per rank.
 
-    A running rank keeps its file open from its creation, so files that nobody has open are left over.
+    A running rank keeps its file open from its creation, so files that no process has open are left over (Linux).
     """
     shared = os.path.realpath("/dev/shm")  # /proc shows the real path
-    if buffers := glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*"):
-        for path in set(buffers) - open_files():
+    if buffers := set(glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*")):
+        for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+            with suppress(OSError):  # closed meanwhile
+                buffers.discard(os.readlink(descriptor))
+        for path in buffers:
             Path(path).unlink(missing_ok=True)
 
 

@@ -31,10 +31,6 @@ from train.trainer import TrainingError
 RIGHT_LOSS = mistral_base.causal_lm_loss
 
 
-class Crash(Exception):
-    """Nothing in train/ expects it."""
-
-
 def spoil(kind: str | None) -> None:
     """From now on this rank's loss is wrong: nan_loss; inf_loss, whose gradient is finite; nan_gradient, with a finite
     loss; large_loss: ten times as large, and so its gradient; None: right again."""
@@ -166,8 +162,8 @@ def skip(
 def whole_run(
     settings: dict, spoiled: dict[str, str], rank: int = 0, left_out: list | None = None
 ) -> dict[str, Any]:
-    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, wrong_labels, flip,
-    stop: a signal, or crash) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
+    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, wrong_labels, flip
+    or stop: a signal) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
     place of its own."""
     if left_out is not None:
         right_read = trainer.read_state
@@ -190,8 +186,6 @@ def whole_run(
         kind = spoiled.get(str(step)) if dist.get_rank() == rank else None
         if kind == "stop":
             os.kill(os.getpid(), signal.SIGUSR1)
-        if kind == "crash":
-            raise Crash(f"in step {step} of this process")
         if kind == "wrong_labels":
             batch = batch._replace(labels=self.engine.module.config.vocab_size - 1 - batch.labels)
         spoil(None if kind in ("flip", "stop", "wrong_labels") else kind)
@@ -203,9 +197,10 @@ def whole_run(
         return loss
 
     MicroStep.__call__ = call
+    Path(settings["output_dir"]).mkdir(parents=True, exist_ok=True)  # which the lock of train.py has done
     try:
         trainer.run_training(arguments)
-    except (TrainingError, ReplicaError, signals.Stopped, Crash) as error:
+    except (TrainingError, ReplicaError, signals.Stopped) as error:
         return {"error": str(error)}
     finally:
         MicroStep.__call__ = right

@@ -4,12 +4,9 @@ mpirun describe their tasks as these do."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -130,46 +127,3 @@ def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None
     launched = f" {launch} --nnodes 2 --master_addr localhost "
     assert launched in started[-2] and python + launched in started[-1]
     assert "--container-image=image.sqsh" in started[-1] and "--container" not in started[-2]
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_nodes_with_other_configurations_do_not_train_together(ways: Ways, data: Path) -> None:
-    """Each key is named; where folders lie, and what rank 0 alone goes by, may differ."""
-    launch, port = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "1"], str(free_port())
-    launch += ["--nnodes", "2", "--master_addr", "localhost", "--master_port", port]
-    (elsewhere := ways.folder / "elsewhere").symlink_to(data)
-    settings = json.loads(ways.config.read_text())
-    settings["data"]["sources"] = dict.fromkeys(settings["data"]["sources"], str(elsewhere))
-    settings["model"]["config"] = str(shutil.copy(settings["model"]["config"], ways.folder / "copied.json"))
-    (own := ways.folder / "own.json").write_text(json.dumps(settings | {"run_name": "own"}))
-    other = ["--learning_rate", "1e-5", "--save_steps", "1", "--precision.amax_epsilon", "1e-9"]
-    second = ways.start("nodes", [*launch, "--node_rank", "1", TRAIN, str(own), *other])
-    with ways.start("nodes", [*launch, "--node_rank", "0", TRAIN, str(ways.config)]) as first:
-        assert (first.wait(timeout=120), second.wait(timeout=120)) == (2, 2), ways.said("nodes")
-    lines = {line for line in ways.said("nodes").splitlines() if line.startswith("  rank 1 (")}
-    values = {"learning_rate": "1e-05", "precision.amax_epsilon": "1e-09", "save_steps": "1"}
-    assert len(lines) == len(values)
-    for key, value in values.items():
-        assert any(f" {key} " in line and value in line for line in lines), lines
-    assert not (ways.folder / "nodes/run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(300)
-def test_a_rank_that_a_signal_kills_is_heard_on_the_console(ways: Ways) -> None:
-    """Its log is appended to that of earlier starts."""
-    log = ways.folder / "run/run/logs/rank-001.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("of an earlier start\n")
-    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", TRAIN, str(ways.config)]
-    with ways.start("run", [*command, "--max_steps", "100000"]) as process:
-        while "\nstep 2/" not in ways.said("run") and process.poll() is None:
-            time.sleep(0.05)
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(ranks[1]), signal.SIGSEGV)
-        assert process.wait(timeout=120) == 128 + signal.SIGSEGV
-    said = ways.said("run")
-    assert "rank 1 was killed by SIGSEGV" in said
-    assert log.read_text().startswith("of an earlier start\n======== ")

@@ -222,22 +222,6 @@ def test_a_rollback_at_other_stages(base: dict[str, Any], tmp_path: Path, stage:
     check_rollback(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_crash_does_not_forget_what_a_rollback_left_out(base: dict[str, Any], tmp_path: Path) -> None:
-    """The run crashes in the second step after it went back, before its next save."""
-    cases = rollback_cases({**base, "per_device_train_batch_size": 2}, tmp_path, ranks=1)
-    ranks, function, values = cases["rollback"]
-    crashing = {**values, "spoiled": {**values["spoiled"], "22": "crash"}}
-    again = {**values, "spoiled": {}}
-    found = run_cases(
-        tmp_path / "results",
-        [(ranks, function, crashing), (ranks, function, again), *list(cases.values())[1:]],
-    )
-    assert [each["error"] for (each,) in found] == ["in step 22 of this process", None, None, None, None]
-    check_rollback(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def runs(
     base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

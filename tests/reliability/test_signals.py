@@ -34,7 +34,6 @@ from train.preflight import check
     [
         (trainer.MicroBatches, "get", 6, signal.SIGTERM),  # the second micro-batch of step 3
         (save.Saver, "begin", 1, signal.SIGUSR1),  # the save of step 2; noticed after step 3
-        pytest.param(trainer.MicroBatches, "get", 6, signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(

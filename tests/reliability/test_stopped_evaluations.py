@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from tests.reliability.stopping import stop_when
 from tests.train.runs import metrics, run
 from train.checkpoint.files import committed, read_state
 from train.monitor import fp8_alarms, signals
-from train.record.provenance import read_starts
-from train.record.run_folder import RunFolder
 from train.trainer import Trainer
 
 
@@ -84,24 +81,3 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
         [(m["step"], m["eval_loss"]) for m in metrics(f) if "eval_loss" in m] for f in (whole, folder)
     ]
     assert [step for step, _ in evaluated[0]] == [2, 4, 5] and evaluated[1] == evaluated[0]
-
-
-def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
-    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same command goes on from there; with auto it would begin anew."""
-    settings |= {"eval_steps": 2, "precision": {"compute": "bf16"}}
-    for folder, start in (
-        (tmp_path / "a", "auto"),
-        (tmp_path / "b", str(tmp_path / "a/checkpoints/step-00000002")),
-    ):
-        with monkeypatch.context() as patch:
-            stop_when(patch, Trainer, "_evaluate", 1, signal.SIGUSR1)
-            with pytest.raises(signals.Stopped):
-                run(settings, output_dir=str(folder), resume_from_checkpoint=start)
-        signals.received.clear()
-        log = (folder / "train.log").read_text()
-        assert "Traceback" not in log, "it was asked for"
-        assert [each["ended"]["how"] for each in read_starts(RunFolder(folder))] == ["stopped"]
-    kept = [json.loads((tmp_path / name / "stopped.json").read_text())["checkpoint"] for name in "ab"]
-    assert kept == ["step-00000002", start] and not (tmp_path / "b/checkpoints").exists()

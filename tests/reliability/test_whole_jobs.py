@@ -16,42 +16,14 @@ import pytest
 
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
-from tests.reliability.stopping import assert_equal_runs, stop_when
+from tests.reliability.stopping import assert_equal_runs
 from tests.scripts.machine import executable
-from tests.train.runs import ROOT, metrics, run
-from train import trainer
-from train.checkpoint import save
+from tests.train.runs import ROOT, metrics
 from train.checkpoint.files import read_state
 from train.monitor import signals
 
 LAUNCHED = "training: {} ranks"
 A_STEP = "\nstep "
-
-
-def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
-    trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process: asked to stop before the first step, within a step, in a save."""
-    taken: list[tuple[int, int]] = []
-    right = trainer.MicroBatches.get
-
-    def get(self: object, consumed_samples: int, index: int) -> object:
-        taken.append((consumed_samples, index))
-        return right(self, consumed_samples, index)
-
-    monkeypatch.setattr(trainer.MicroBatches, "get", get)
-    settings |= {"save_steps": 2}
-    for owner, name, call, step in ((trainer, "build_engine", 1, 1), (trainer.MicroBatches, "get", 3, 3),
-                                    (save.Saver, "begin", 1, 5)):  # fmt: skip
-        with monkeypatch.context() as patch:
-            stop_when(patch, owner, name, call, signal.SIGUSR1)
-            with pytest.raises(signals.Stopped) as stopped:
-                run(settings)
-        assert stopped.value.step == step
-        signals.received.clear()
-    run(settings)
-    assert taken == [(4 * step, index) for step in range(6) for index in range(2)]
-    assert_equal_runs(Path(settings["output_dir"]), trained)
 
 
 class Job:

@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -101,43 +99,6 @@ def test_nothing_in_an_active_environment_is_replaced_unasked(
         assert "SETUP_REPLACE=1" in run.stderr and metadata.version("pytest") in run.stderr
 
 
-def test_a_missing_package_that_would_replace_another_is_refused(tmp_path: Path) -> None:
-    """With pip and wheels: what `absent` needs is installed in another version."""
-    wheels, target = tmp_path / "wheels", tmp_path / "venv"
-    wheel(wheels, "absent", "1.0", "Requires-Dist: pytest==0.1")
-    wheel(wheels, "pytest", "0.1")
-    wheel(wheels, "alone", "1.0")
-    venv.create(target, with_pip=False)
-    places = {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
-    }
-    script = f"set -euo pipefail; source scripts/setup_env.sh; PY={target}/bin/python KEEP=yes; pip_install "
-    for name, status in (("absent", 1), ("alone", 0)):
-        command, environment = ["bash", "-c", script + name], {**os.environ, **places}
-        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode == status, run.stdout + run.stderr
-    assert [path.stem for path in target.rglob("*.py") if path.stem in ("absent", "pytest", "alone")] == [
-        "alone"
-    ]
-
-
-def wheel(folder: Path, name: str, version: str, metadata: str = "") -> None:
-    """A wheel with one empty module."""
-    folder.mkdir(exist_ok=True)
-    information = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": "",
-        f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}\n",
-        f"{information}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{information}/RECORD"] = "".join(f"{path},,\n" for path in files)
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-
-
 def test_the_cpu_communication_is_built_once_for_an_environment(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
@@ -184,8 +145,6 @@ CPU_BUILDS = "--extra-index-url https://download.pytorch.org/whl/cpu"
         ("", 0, "", CPU_BUILDS),
         ("", 1, "", None),
         ("global.extra-index-url='file:///mirror'", 0, "", ""),
-        (":env:.find-links='wheels'", 0, "", ""),
-        ("global.timeout='60'", 0, "", CPU_BUILDS),
         ("", 1, "file:///cpu", "--extra-index-url file:///cpu"),
     ],
 )
@@ -205,24 +164,6 @@ def test_a_file_system_without_locks_is_set_up_all_the_same(machine: dict[str, s
     run = set_up(machine, tmp_path)
     assert run.returncode == 0 and "PY=" in run.stdout, run.stderr
     assert "has no locks" in run.stdout and "under way" not in run.stdout
-
-
-# As root nothing is refused: a folder is opened for reading alone, a link into nowhere not at all.
-@pytest.mark.parametrize(
-    "before", [": >.setup.lock; chmod a-w .setup.lock", "mkdir .setup.lock", "ln -s nowhere/lock .setup.lock"]
-)
-def test_set_up_in_the_checkout_of_another_user(machine: dict[str, str], tmp_path: Path, before: str) -> None:
-    run = set_up(machine, tmp_path, before=before)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"PY={tmp_path}/venv/bin/python\n" and run.stderr == ""
-
-
-def test_who_may_not_write_waits_for_who_does_alone(machine: dict[str, str], tmp_path: Path) -> None:
-    for kind, waits in (("-x", True), ("-s", False)):
-        lock = f"mkdir .setup.lock; exec 8<.setup.lock; flock {kind} 8; (sleep 0.5; exec 8>&-) & exec 8>&-"
-        run = set_up(machine, tmp_path / kind, before=lock)
-        assert run.returncode == 0, run.stderr
-        assert ("another set-up is under way" in run.stdout) == waits and "PY=" in run.stdout
 
 
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
@@ -278,28 +219,15 @@ def test_set_up_says_what_is_missing(
     assert run.stderr.splitlines()[-1].startswith("set-up: ")
 
 
-@pytest.mark.parametrize("clone", ["user one", "user"])
-@pytest.mark.parametrize("venv", ["venv", "my venv", None])
 def test_an_environment_in_a_path_with_a_space_is_refused_before_anything_is_installed(
-    machine: dict[str, str], tmp_path: Path, clone: str, venv: str | None
+    machine: dict[str, str], tmp_path: Path
 ) -> None:
     """torch passes it to the compiler unquoted. A clone there is fine with an environment elsewhere."""
-    if venv is None:
-        break_disk(machine, tmp_path)  # what comes next
-    else:
-        machine["VIRTUAL_ENV"] = str((tmp_path / "venv").rename(tmp_path / venv))
-    run = set_up(machine, tmp_path / clone)
-    if venv == "venv":
-        assert run.returncode == 0, run.stderr
-    elif venv is None and clone == "user":
-        assert "free disk" in run.stderr
-    else:
-        folder = tmp_path / venv if venv else tmp_path / clone / "root/.venv"
-        assert run.returncode == 1 and run.stdout == ""
-        assert run.stderr.startswith(f"set-up: {folder} has white space in its path")
-        assert "Activate an environment in a path without white space" in run.stderr
-        assert ("or clone the repository" in run.stderr) == (venv is None)
-    assert not (tmp_path / clone / "root/.venv").exists()
+    assert set_up(machine, tmp_path / "user one").returncode == 0
+    machine["VIRTUAL_ENV"] = str((tmp_path / "venv").rename(tmp_path / "my venv"))
+    run = set_up(machine, tmp_path / "user")
+    assert run.returncode == 1 and run.stdout == "" and str(tmp_path / "my venv") in run.stderr
+    assert not (tmp_path / "user/root/.venv").exists()
 
 
 REQUIREMENTS = """
@@ -357,29 +285,21 @@ def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> Non
     test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
     command = [sys.executable, *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider".split()]
     command += [f"--results={results.parent}", str(test)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    body = "import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_a(n):\n    pass\n"
-    skip = "\ndef test_b():\n    pytest.skip('no device')\n"
-    fail = "\n@pytest.fixture\ndef broken():\n    raise OSError\n\ndef test_c(broken):\n    pass\n"
-    for more, status, skipped, failed in (
-        ("", 0, [], []),
-        (skip, 1, ["test_x.py::test_b"], []),
-        (skip + fail, 1, ["test_x.py::test_b"], ["test_x.py::test_c"]),
+    good = "import pytest\ndef test_a():\n    pass\n"
+    skip = "def test_b():\n    pytest.skip('no device')\n"
+    fail = "def test_c():\n    raise OSError\n"
+    for text, status, skipped, failed in (
+        (good, 0, [], []),
+        (good + skip, 1, ["test_x.py::test_b"], []),
+        (good + fail, 1, [], ["test_x.py::test_c"]),
     ):
-        test.write_text(body + more)
+        test.write_text(text)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = programs.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == status, run.stdout + run.stderr
-        assert ("counts as failed" in run.stdout) is bool(skipped)
-        said = run.stdout.partition("= ERRORS =")[0]  # while others still ran
-        assert ["FAILED test_x.py::test_c\n" in said, "raise OSError" in said] == [bool(failed)] * 2
         report = json.loads(results.read_text())
-        assert (report["status"], report["passed"], report["skipped"], report["failed"]) == (
-            status,
-            2,
-            skipped,
-            failed,
-        )
-        assert [(r["file"], r["passed"]) for r in report["results"]] == [("test_x.py", 2)]
+        found = [report[name] for name in ("status", "passed", "skipped", "failed")]
+        assert found == [status, 1, skipped, failed]
         assert re.match(r"[0-9a-f]{40}|unknown", report["commit"])
         assert {"date", "machine", "versions", "seconds"} <= report.keys()
 

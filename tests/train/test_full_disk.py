@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from fp8_inference_demo import fp8_inference
 from test_fp8.common.options import Options
-from train import evaluate, export, plan, train_tokenizer
+from train import evaluate, export, plan
 from train.checkpoint.files import RunState
 from train.files import lasts
 
@@ -39,14 +38,6 @@ def test_a_full_disk_or_quota_lasts(number: int) -> None:
 def test_a_plan(full: Path) -> None:
     assert plan.main(["tiny", "--output", str(full)]) == 2
     assert not full.exists()
-
-
-@pytest.mark.parametrize("part", ["pathlib.Path.write_bytes", "pathlib.Path.write_text"])
-def test_a_tokenizer(part: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, fail())
-    words = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]
-    assert train_tokenizer.main(words) == 1
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [None, SafetensorError("I/O error: No space left on device (os error 28)")])
@@ -87,11 +78,3 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
             raise SystemExit(command([*words, "--output", str(tmp_path / place)]))
         assert ended.value.code == 2
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["closed", "file", "folder.json"]
-
-
-def test_an_output_of_the_demo_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder.jsonl").mkdir()
-    words = ["--model", "no-such-folder", "--prompts", "in.jsonl", "--output", str(tmp_path / "folder.jsonl")]
-    with pytest.raises(SystemExit) as ended:
-        fp8_inference.parse_arguments(words)
-    assert ended.value.code == 2

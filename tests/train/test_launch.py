@@ -13,9 +13,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,10 +22,8 @@ import pytest
 from tests.conftest import refused
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, plan_of, progress
 from train import launch
-from train.config.load import load_arguments
-from train.launch import LaunchError, exit_status, grace_s, read_progress, should_restart
+from train.launch import LaunchError, exit_status, grace_s, should_restart
 from train.monitor.signals import SIGNALS
-from train.record.run_folder import RunFolder
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes
 NEVER = ("--resume_from_checkpoint", "never")
@@ -88,21 +85,6 @@ def test_how_long_the_other_ranks_have() -> None:
     """A save that a stop waits for takes longer than last words do."""
     assert grace_s({1: 75}) == 60 and grace_s({1: 75, 2: 1}) == grace_s({1: 1}) == 4
     assert grace_s({1: 2}) == 4 and grace_s({1: 1, 0: 2}) == 0
-
-
-def test_progress_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder, found = RunFolder("run"), [read_progress(RunFolder("run"))]
-    for step in (
-        progress(3),
-        checkpoint(2),
-        progress(4),
-        "echo other > run/checkpoints/step-00000002/manifest.json",
-    ):
-        subprocess.run(["bash", "-ec", step], check=True)
-        found.append(read_progress(folder))
-    assert [now.step for now in found] == [0, 3, 3, 4, 4] and len(set(found)) == len(found)
-    assert found[1].identity == "" != found[2].identity
 
 
 # ---------------------------------------------------------------- settings
@@ -401,12 +383,3 @@ def test_a_preparation_that_fails_or_is_stopped(machine: Machine, do: str, statu
     executable(machine.folder / "python", f'[[ "$*" == *train_tokenizer* ]] || exit 0\n{do}')
     assert machine.run(*option) == status and not machine.starts()
     assert machine.requeues() == ["requeue 41234"] * (status == 75)
-
-
-def test_missing_corpus(machine: Machine) -> None:
-    load: Callable[..., Any] = lambda *argv: launch.missing_corpus(load_arguments([*argv]))  # noqa: E731
-    folder = machine.folder / launch.EMBEDDED_CORPUS
-    assert load(str(machine.config), "--data.sources.text", str(folder)) == folder
-    assert load(str(machine.config)) is None, "the user's data is not ours to make"
-    shipped = load_arguments([str(launch.TINY)])
-    assert [Path(folder).name for folder in shipped.data.sources.values()] == [launch.EMBEDDED_CORPUS]

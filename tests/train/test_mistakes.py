@@ -18,8 +18,6 @@ from tests.train.mistakes import Mistake, World, keys
 from tests.train.runs import ROOT
 from train import launch, train
 from train.config.load import load_arguments
-from train.files import sha256_file
-from train.monitor import lock
 from train.preflight import check, machine
 from train.record.run_folder import EXPORTED_FROM
 
@@ -62,21 +60,6 @@ def other_tokenizer(world: World) -> None:
     (world.own_data() / "tokenizer/tokenizer.model").write_bytes(b"another")
 
 
-def two_tokenizers(world: World) -> None:
-    manifest, tokenizer = world.own_data() / "manifest.json", world.data / "tokenizer/tokenizer.model"
-    before = json.loads(manifest.read_text())["tokenizer_sha256"]
-    tokenizer.write_bytes(tokenizer.read_bytes() + b"\n")
-    manifest.write_text(manifest.read_text().replace(before, sha256_file(tokenizer)))
-    world.settings["data"]["sources"] = {"mine": str(world.data), "theirs": str(world.others)}
-
-
-def larger_held_out_fraction(world: World) -> None:
-    path = world.own_data() / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eval_fraction": 0.5}))
-    sets = {"held_out": str(world.data)}
-    world.settings["data"] = {"sources": {"text": str(world.others)}, "eval_sources": sets}
-
-
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
 
 
@@ -91,11 +74,6 @@ def hf_folder(world: World, key: str = "init_from", weights: bytes = NO_TENSORS,
 
 def data_as_output(world: World) -> None:
     world.settings["output_dir"] = str(world.own_data())
-
-
-def export_by_a_link(world: World) -> None:
-    world.output.mkdir()
-    (world.output / "hf").symlink_to(world.folder)
 
 
 def no_access(name: str, right: int) -> Mistake:
@@ -113,14 +91,6 @@ def no_access(name: str, right: int) -> Mistake:
     return change
 
 
-def second_run(world: World) -> None:
-    """This process's parent runs in the folder."""
-    world.output.mkdir()
-    holder = lock.Lock(world.output / "run.lock")
-    holder.owner |= {"pid": os.getppid(), "process_started": lock.process_started(os.getppid())}
-    holder.path.write_text(json.dumps(holder.owner))
-
-
 def huge_model(world: World) -> None:
     world.devices(80, 80)
     world.disk(1e15)
@@ -130,11 +100,6 @@ def huge_model(world: World) -> None:
 def missing_package(world: World) -> None:
     world.patch.setattr("importlib.util.find_spec", lambda name: None)
     world.settings["report_to"] = "wandb"
-
-
-def uncommitted_checkpoint(world: World) -> None:
-    written("old/checkpoints/step-00000003/run_state.json")(world)
-    world.settings["resume_from_checkpoint"] = str(world.folder / "old/checkpoints/step-00000003")
 
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -154,8 +119,6 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "unfinished data": (unfinished_data, "no_manifest", "{}/data"),
     "shortened data": (shortened_data, "wrong_size", "{}/data/train_00000_00000.ds"),
     "other tokenizer": (other_tokenizer, "tokenizer_replaced", "{}/data/tokenizer/tokenizer.model"),
-    "two tokenizers": (two_tokenizers, "different_tokenizers", None),
-    "larger held-out fraction": (larger_held_out_fraction, "different_eval_fractions", None),
     "short evaluation split": (
         keys(max_seq_length=2048, per_device_train_batch_size=1),
         "too_few_tokens",
@@ -179,17 +142,14 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
         "model.init_from",
     ),
     "no weights": (lambda world: hf_folder(world, weights=b""), "no_weights", "model.init_from"),
-    "uncommitted checkpoint": (uncommitted_checkpoint, "no_checkpoint", "resume_from_checkpoint"),
     # output
     "file as output": (written("run", "my notes"), "configuration", "output_dir"),
     "data as output": (data_as_output, "configuration", "output_dir"),
     "export as output": (written(f"run/{EXPORTED_FROM}"), "configuration", "output_dir"),
     "other model as export": (written("run/hf/config.json"), "configuration", "output_dir"),
-    "link as export": (export_by_a_link, "configuration", "output_dir"),
     "no access to the folder": (no_access(".", os.W_OK), "configuration", "output_dir"),
     "read-only checkpoints": (no_access("run/checkpoints", os.W_OK), "configuration", "output_dir"),
     "read-only metrics": (no_access("run/metrics.jsonl", os.W_OK), "configuration", "output_dir"),
-    "second run": (second_run, "lock", "{}/run/run.lock"),
     "little disk": (lambda world: world.disk(1e6), "disk", "output_dir"),
     # the machine
     "missing package": (missing_package, "tracker_not_installed", "report_to"),

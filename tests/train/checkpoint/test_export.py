@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import MistralForCausalLM
 
-from fp8_inference_demo import fp8_inference
-from fp8_inference_demo.session import Session
 from model.config import load_config, load_sizes
 from tests.conftest import refused
 from train import export
@@ -180,14 +178,6 @@ def test_the_trained_length_is_recorded_and_is_the_default_context(trained: Path
     assert (config["trained_sequence_length"], config["max_position_embeddings"]) == (64, 2048)
     assert load_sizes(str(folder)).trained_sequence_length == 64 == plan_model(folder, None).max_seq_length
     assert "| sequence length | 64 |" in (folder / "README.md").read_text()
-
-    def lengths(*options: str) -> list[int]:
-        arguments = fp8_inference.parse_arguments(["--model", str(folder), "--prompt", "x", *options])
-        session = Session(arguments, folder)
-        return [session.max_length(longest) for longest in (1, 100, None)]
-
-    assert lengths() == [64] * 3 and lengths("--max_new_tokens", "9") == [10, 64, 64]
-    assert lengths("--max_length", "128") == [128] * 3
 
 
 def test_another_tokenizer_is_refused_unless_it_is_given(tmp_path: Path, data: Path) -> None:

@@ -18,12 +18,9 @@ from safetensors.torch import load_file, save_file
 from model.fp8.gemms import Gemms
 from tests.conftest import numbers
 from tests.conftest import refused as raises_error
-from tests.fixtures import write_jsonl
-from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
-from train.evaluation import scores, texts
+from train.evaluation import scores
 from train.evaluation.models import EvaluationError, Plan, plan_model
-from train.files import sha256_file
 
 
 @pytest.fixture
@@ -102,27 +99,6 @@ def test_what_is_refused(
     places = {name.split(".")[0]: str(tmp_path / name) for name in (*folders, *texts)}
     places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}
     assert named.format(**places) in refused(*(argument.format(**places) for argument in arguments))
-
-
-def test_float16_is_evaluated_as_such(
-    own_hf: Path,
-    data: Path,
-    evaluated: Callable[..., dict],
-) -> None:
-    """Not in bf16, which has an eighth of its precision, without a word."""
-    weights = {name: weight.half() for name, weight in load_file(own_hf / "model.safetensors").items()}
-    save_file(weights, own_hf / "model.safetensors", {"format": "pt"})
-    options = own_hf, data, "--max_samples", 1, "--max_seq_length", 64
-    assert evaluated(*options)["precision"] == "fp16"
-
-
-def test_weights_that_are_cut_off_are_told_before_texts_are_read(
-    own_hf: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    weights, text = own_hf / "model.safetensors", tmp_path / "text.txt"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    text.write_text(" ")  # which would be refused, too
-    assert str(weights) in refused(own_hf, text)
 
 
 def test_a_tolerated_document_is_named(
@@ -226,14 +202,6 @@ def test_of_a_run_the_newest_good_checkpoint_counts(
     assert (report["variant"], report["precision"]) == ("hf", "bf16") and "run/hf" in report["model"]
 
 
-def test_a_loss_that_is_not_finite(
-    trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = scores.token_losses
-    monkeypatch.setattr(scores, "token_losses", lambda *tensors: right(*tensors) * float("inf"))
-    assert "error: text:" in refused(trained)
-
-
 def test_fp8_that_does_not_run(
     trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,17 +257,6 @@ def test_bytes_that_nobody_knows() -> None:
         scores.results(sums.double(), sources)
 
 
-def test_bytes_of_text_are_those_of_all_batches_that_are_encoded(
-    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(texts, "ENCODED_TOGETHER", 2)
-    written = ["one", "tw\u00e9", "three", "four", "five"]
-    path = write_jsonl(tmp_path / "text.jsonl", written)
-    documents = texts.Documents(length=16, size=1, stride=None)
-    documents.add_text(str(path), TextEncoder(tokenizer_dir), "text", None, 0)
-    assert documents.sources[0].text_bytes == sum(len(text.encode()) for text in written)
-
-
 def test_the_data_of_a_training_are_found_from_another_folder(
     trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,9 +268,3 @@ def test_the_data_of_a_training_are_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     assert model.sources() == {"text": str(data), "gone": "gone"}
     assert model.encoder(None).folder == data / "tokenizer"
-
-
-def test_data_may_be_made_by_either_tokenizer_of_a_folder(tokenizer_dir: Path) -> None:
-    model: Any = SimpleNamespace(state=None, tokenizer_folder=lambda given: tokenizer_dir)
-    both = {sha256_file(tokenizer_dir / name) for name in ("tokenizer.model", "tokenizer.json")}
-    assert len(both) == 2 and Plan.tokenizers(model, None) == both

@@ -129,17 +129,6 @@ def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, 
     assert whole_documents or seq_length < 100
 
 
-def test_samples_follow_the_seed_and_do_not_repeat(data, run):
-    def windows(*options: object) -> list[str]:
-        return [header[1] for header, _ in samples_in(run(data, "--seq_length", 200, *options)[1])]
-
-    assert windows("--samples", 5, "--seed", 1) == windows("--samples", 5, "--seed", 1)
-    assert windows("--samples", 5, "--seed", 1) != windows("--samples", 5, "--seed", 2)
-    every = windows("--samples", 10**6)
-    total = read_manifest(data).split_tokens("train")
-    assert sorted(map(number, every)) == list(range((total - 1) // 200))
-
-
 def test_data_for_evaluation_alone_and_data_without_two_tokens_pass(tmp_path, prepare, run):
     path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(5))
     assert prepare(tmp_path / "out", path, eval_fraction=1) == 0
