@@ -123,6 +123,9 @@ class Watched:
 
         trainer.build_engine, MicroStep.__call__ = built, micro_step
         trainer.load_checkpoint = rollback.load_checkpoint = loaded
+        Path(self.args.output_dir or "").mkdir(
+            parents=True, exist_ok=True
+        )  # which the lock of train.py has done
         try:
             trainer.run_training(self.args)
             if self.loaded_from is not None:
