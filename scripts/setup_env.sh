@@ -254,11 +254,8 @@ build_communication() {
   mkdir -p "$TORCH_EXTENSIONS_DIR"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
   rm -f "$log"
-  LOCAL_RANK=0 PYTHONPATH="$ROOT" "$PY" -c '
-from deepspeed.comm.torch import build_shm_op
-from train.engine.distributed import wait_out_a_dead_builder
-wait_out_a_dead_builder()
-build_shm_op()' 2>&1 | news "$log" || die "DeepSpeed's CPU communication could not be built: $(<"$log")"
+  PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.distributed import init_distributed; init_distributed()' 2>&1 |
+    news "$log" || die "DeepSpeed's CPU communication could not be built: $(<"$log")"
   : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
 }
 

@@ -22,6 +22,26 @@ group = dist.group.WORLD._get_backend(torch.device("cpu"))
 print(f"it has begun; ranks wait for each other for {group.options._timeout}")"""
 
 
+def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
+    """A run that joins its process group, and ends; what torch builds for it is in `folder`/ops."""
+    (folder / "start.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{START}")
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(folder / "start.py")]
+    environment = clean_environment(TORCH_EXTENSIONS_DIR=str(folder / "ops"))
+    return programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.usefixtures("process_group")  # for which the op was built
+@pytest.mark.process
+def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
+    """torch's FileBaton leaves it behind when it is killed, and waits forever for one that it finds."""
+    built = Path(cpp_extension._get_build_directory(OP, verbose=False))
+    shutil.copytree(built, tmp_path / "ops" / OP)
+    (tmp_path / "ops" / OP / "lock").touch()
+    with start(tmp_path, ranks=1) as process:
+        said = process.communicate(timeout=250)[0]
+    assert said.splitlines() == ["it has begun; ranks wait for each other for 1 day, 0:00:00"]
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() or not Path("/dev/shm").is_dir(),
     reason="needs a machine without CUDA and with /dev/shm, where DeepSpeed then shares memory",

@@ -106,7 +106,9 @@ def test_the_cpu_communication_is_built_once_for_an_environment(
     (tmp_path / "venv/pyvenv.cfg").touch()
     (folder / "deepspeed_shm_comm.done").unlink()
     for number, (build, status) in enumerate([("echo no space; exit 1", 1), ("exit 0", 0), ("exit 0", 0)]):
-        stand_in = f'[[ "$*" == *build_shm_op* ]] && {{ echo "$TORCH_EXTENSIONS_DIR" >> {built}; {build}; }}'
+        stand_in = (
+            f'[[ "$*" == *init_distributed* ]] && {{ echo "$TORCH_EXTENSIONS_DIR" >> {built}; {build}; }}'
+        )
         executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
         run = set_up(machine, tmp_path / str(number))
         assert run.returncode == status, run.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import deepspeed
 import torch
@@ -68,12 +70,10 @@ def init_distributed() -> None:
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
     # FlashAttention-4 warns about its own code
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
-    if os.environ["LOCAL_RANK"] == "0":
-        announce_compilation()
     # torch reads these names when a group is created, also by DeepSpeed
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     store = wait_for_ranks()  # shares its port with torch's store
-    with without_prints():
+    with compiling(), without_prints():
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo",
             auto_mpi_discovery=False,
@@ -90,21 +90,40 @@ def without_prints() -> Iterator[None]:
         yield
 
 
-def announce_compilation() -> None:
-    """Print that DeepSpeed is about to compile its op for communication on a CPU, and what to do if this hangs.
+class BuildLock:
+    """The lock of torch's builds of extensions, held with flock.
 
-    torch waits without limit for the lock file of a build that was killed.
+    Replaces torch.utils.file_baton.FileBaton, which a killed process never releases: all later runs would wait for it.
     """
+
+    def __init__(self, path: str, **_: object):
+        self.path = f"{path}.flock"
+
+    def try_acquire(self) -> bool:
+        self.file = open(self.path, "w")  # noqa: SIM115, closed by release()
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def wait(self) -> None:
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        self.release()
+
+    def release(self) -> None:
+        self.file.close()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let DeepSpeed compile its op for communication on a CPU, which it does in the first run, and announce it."""
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-        return
-    folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
-    if (folder / "lock").exists() or not any(folder.glob("*.so")):
-        print(
-            "compiling DeepSpeed's CPU communication; only the first run does this. It takes about a minute; if it "
-            f"does not end, a killed build has left {folder}/lock: remove that file",
-            flush=True,
-        )
+    if builder is not None and os.environ["LOCAL_RANK"] == "0":
+        folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
+        if deepspeed.ops.__compatible_ops__.get(builder.NAME, False) and not any(folder.glob("*.so")):
+            print("compiling DeepSpeed's CPU communication, once; it takes about a minute", flush=True)
+    with mock.patch.object(cpp_extension, "FileBaton", BuildLock):
+        yield
 
 
 def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore | None:
