@@ -14,8 +14,7 @@ from model.errors import UserError
 from test_fp8 import bench_scaling
 from test_fp8.bench_decode import BENCHMARK as DECODING
 from test_fp8.bench_scaling import BENCHMARK as SCALING
-from test_fp8.bench_scaling import make_programs, summarize
-from test_fp8.common.cases import Case
+from test_fp8.bench_scaling import summarize
 from test_fp8.compare_gradients import BENCHMARK as GRADIENTS
 from test_fp8.linear.bench import Linear, measure_shape
 from test_fp8.linear.shapes import Shape
@@ -58,11 +57,6 @@ def test_a_report_with_both_precisions(tmp_path: Path) -> None:
     )
     assert fp8["weights_gib"] < bf16["weights_gib"]
     assert "--batches 1 3" in report["command"]
-
-
-def test_a_cache_without_room_is_refused() -> None:
-    assert DECODING.main(["--prompt", "8", "--cache", "8"]) == 2
-    assert DECODING.main(["--prefill_length", "1000000"]) == 2
 
 
 def test_the_first_saves_do_not_count() -> None:
@@ -114,16 +108,6 @@ def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
     assert on_a_cpu["share_of_alone"] == pytest.approx(0.75), "one rank stands for each"
     assert "share_of_alone" not in summarize([of_gpus(10.0)], 2, [])
     assert summarize([of_gpus(1.0), [{"reason": "why"}]], 1, []) == {"reason": "why"}
-
-
-def test_one_gpu_is_measured_on_each_at_the_same_time(tmp_path: Path) -> None:
-    options = SCALING.options.parse([*SMALL_SCALING, "--gpus", "1", "3"])
-    started = [make_programs(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
-    assert [[program.gpus for program in programs] for programs in started] == [
-        [[0], [1], [2]],
-        [[0, 1, 2]],
-    ]
-    assert len({program.log for program in started[0]}) == 3
 
 
 @pytest.mark.parametrize(
