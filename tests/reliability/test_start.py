@@ -6,15 +6,13 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import cpp_extension
 
-from tests import programs
-from tests.reliability.launching import clean_environment, launch
+from tests.reliability.launching import launch
 from tests.train.runs import ROOT
 
 START = """from train.engine.distributed import init_distributed
@@ -65,7 +63,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.process
-def test_a_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
+def test_the_launcher_removes_what_killed_ranks_left(tmp_path: Path) -> None:
     """Whoever started them; what a living rank of another job has stays."""
     left, held = (
         Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_host_{os.getpid()}_{rank}")
@@ -75,9 +73,8 @@ def test_a_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
     try:
         with held.open("w"):
             (tmp_path / "start.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{START}")
-            command = [sys.executable, str(tmp_path / "start.py")]
-            done = programs.run(command, env=clean_environment(), capture_output=True, text=True)
-            assert "it has begun" in done.stdout, done.stderr
+            done = launch(1, str(tmp_path / "start.py"))
+            assert done.returncode == 0, done.stdout
             assert not left.exists() and held.exists()
     finally:
         held.unlink()
