@@ -44,7 +44,7 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
             if master.tensor is not weight:
                 found[f"optimizer {name_of(engine, weight)}"] = master.tensor.data.clone()
     else:
-        if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
         # the bf16 halves of packed weights are the weights
