@@ -1,6 +1,7 @@
 """train/record/metrics.py: metrics.jsonl, the lines that a resume keeps, the logged lines, MFU."""
 
 import json
+import resource
 import time
 
 import pytest
@@ -110,6 +111,20 @@ def test_lines_that_a_start_repeats_at_its_first_step_are_moved(tmp_path, record
     write(tmp_path, {"step": 2, **record}, {"step": 3, **record})
     write(tmp_path, start_step=3, evaluates_again=again)
     assert steps(tmp_path) == ([2, 3] if kept else [2])
+
+
+def test_lines_that_cannot_be_written_are_written_later(tmp_path, logged):
+    """A limit on the size of files acts like a full disk, here in the middle of a line."""
+    log = MetricsLogger(RunFolder(tmp_path), CONFIG, True)
+    log.log({"step": 1, "tokens": 0})
+    size, (_, limit) = (tmp_path / METRICS).stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limit))
+    try:
+        log.log({"step": 2, "tokens": 0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    log.close()
+    assert steps(tmp_path) == [1, 2] and len(logged) == 1
 
 
 @pytest.mark.parametrize(
