@@ -124,8 +124,6 @@ def test_a_prompt_is_repeated_on_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert say(b"", "--prompt", "def main") == 0
     assert output() == "def main" + answer
-    assert say(b"", "--prompt", "def main", "--num_samples", 2) == 0
-    assert output().startswith("def main\n=== 1/2 ===\n" + answer)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -118,7 +118,6 @@ def test_documents_alone(
 ) -> None:
     """Text gives the same as prepared data."""
     documents, encoder = imported(other, "eval"), TextEncoder(other / "tokenizer")
-    assert max(map(len, documents)) > 65 and min(map(len, documents)) < 60 and len(documents) > 20
     texts = [encoder.decode(ids[1:-1]) for ids in documents]
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
@@ -178,7 +177,6 @@ def test_two_ranks(
     assert (two["ranks"], one["ranks"]) == (2, 1)
     for name in one["sources"]:
         assert two["sources"][name] == pytest.approx(one["sources"][name], rel=1e-4), name
-    assert done.stdout.count("bits/byte") == 1
 
 
 def test_ctrl_c_ends_with_its_status(

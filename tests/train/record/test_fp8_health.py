@@ -116,14 +116,10 @@ def test_plot_draws_the_health_of_a_single_run(tmp_path: Path, monkeypatch: pyte
     drawn: list[Path] = []
     monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
     monkeypatch.setattr("train.record.plots.draw_health", lambda _, path: drawn.append(path) or True)
-    runs = [str(make_run(tmp_path / name, **{FP8_HEALTH: record()})) for name in ("a", "b")]
-    for words in (
-        runs[:1],
-        [runs[0], "--output", str(tmp_path / "one.png")],
-        [*runs, "--output", str(tmp_path / "two.png")],
-    ):
-        assert plot.main(words) == 0
-    assert drawn == [tmp_path / "a/health.png", tmp_path / "one_health.png"]
+    one, two = (str(make_run(tmp_path / name, **{FP8_HEALTH: record()})) for name in ("a", "b"))
+    for runs in ([one], [one, two]):
+        assert plot.main([*runs, "--output", str(tmp_path / "x.png")]) == 0
+    assert drawn == [tmp_path / "x_health.png"]
 
 
 def health_lines(folder: Path) -> list[tuple]:

@@ -144,5 +144,5 @@ def test_peaks_of_known_gpus(name, peak):
 
 
 def test_mfu_is_the_fraction_of_the_peak():
-    assert mfu(100_000, 6.9e9, 989.0) == pytest.approx(0.6977, abs=1e-4)
-    assert mfu(100_000, 6.9e9, None) is None
+    shares = [mfu(100_000, 6.9e9, peak) for peak in (989.0, None)]
+    assert shares == [pytest.approx(0.6977, abs=1e-4), None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.config import flops_per_token, load_config
-from tests.train.runs import curve, metrics, run
+from tests.train.runs import metrics, run
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
@@ -52,10 +52,3 @@ def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_pa
     assert (output_dir / "train.log").read_text().count("========") == 2
     assert "ZeroDivisionError: division by zero" in first["ended"]["why"]
     assert read_history(output_dir).marks() == [(2 * 256, "resumed")]
-
-
-def test_a_run_without_checkpoints_trains_the_same(trained: Path, settings: dict) -> None:
-    off = {"replica_check_steps": 0, "hang_timeout_s": 0, "spike_threshold": 0, "save_minutes": 0}
-    output_dir = run(settings, save_strategy="no", save_steps=2, **off)
-    assert not {"checkpoints", "hf"} & {path.name for path in output_dir.iterdir()}
-    assert curve(output_dir) == curve(trained)
