@@ -16,7 +16,7 @@ import pytest
 from model.config import load_sizes, weight_shapes
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
-from scripts.architecture import ROOT, imported_files, sources
+from tests.imports import ROOT, imported_files, sources
 from train import plan
 from train.config.load import build_arguments, load_arguments, resolve_arguments
 from train.config.schema import all_keys

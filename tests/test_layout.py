@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from scripts import architecture
-from scripts.architecture import ROOT, arrows, imported_files, imported_modules, reached, room_of, sources
 from scripts.check_requirements import parse
+from tests.imports import ROOT, TOP, arrows, imported_files, imported_modules, reached, room_of, sources
 
 ONLY_IN = {
     "transformer_engine": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
@@ -114,23 +113,14 @@ def test_benchmarks_do_not_know_the_entry_script() -> None:
         assert room == "train/train.py" or "train/train.py" not in arrows()[room], room
 
 
-def test_each_room_says_what_it_is_for() -> None:
-    silent = [p for p in sources() if p.name == "__init__.py" and not architecture.purpose(room_of(p))]
-    assert not silent, "a docstring of what it is for, what it may import, what others use of it"
-
-
-def test_the_drawing_is_current() -> None:
-    page = architecture.PAGE.read_text(encoding="utf-8")
-    assert architecture.page_with(architecture.drawing()) == page, (
-        "python scripts/architecture.py writes it anew"
-    )
-    cut_off = [line for line in page.splitlines() if line.startswith("| `") and line.count("`") % 2]
-    assert not cut_off
-
-
 def test_the_answers_name_at_most_three_files() -> None:
     """Each answer of docs/architecture.md."""
-    answers = architecture.PAGE.read_text(encoding="utf-8").partition("## Where is")[2].splitlines()[4:]
+    answers = (
+        (ROOT / "docs/architecture.md")
+        .read_text(encoding="utf-8")
+        .partition("## Where is")[2]
+        .splitlines()[4:]
+    )
     assert len(answers) >= 14
     for answer in answers:
         named = set(re.findall(r"`([\w/]+\.(?:py|sh|md|json))", answer))
@@ -153,7 +143,7 @@ def test_requirements_list_what_is_imported() -> None:
     }
     own = {path.stem for path in ROOT.iterdir()} | {"check_requirements", "__future__"}
     missing = set()
-    for top in (*architecture.TOP, "scripts", "tests"):
+    for top in (*TOP, "scripts", "tests"):
         for file in sorted((ROOT / top).rglob("*.py")):
             path = file.relative_to(ROOT)
             kinds = ["", "-gpu"]

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""Read the import graph from the sources, for the diagram in docs/architecture.md and for tests/test_layout.py.
-
-    python scripts/architecture.py    updates the diagram and the table of packages
+"""The import graph of the sources, for tests/test_layout.py and tests/test_docs.py.
 
 A "room" is a node of the graph: a folder of sources, or a single file directly in train/.
 """
@@ -9,14 +6,11 @@ A "room" is a node of the graph: a folder of sources, or a single file directly 
 from __future__ import annotations
 
 import ast
-import re
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
 TOP = ("model", "train", "fp8_inference_demo", "test_fp8")
-BEGIN, END = "<!-- drawn by scripts/architecture.py -->\n", "<!-- end of the drawing -->\n"
 
 
 @cache
@@ -78,45 +72,3 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
         found |= new
         waiting += new
     return found
-
-
-def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the transitive reduction of an acyclic graph: without arrows that longer paths imply."""
-    return {
-        room: {o for o in others if not any(o in reached(graph, other) for other in others - {o})}
-        for room, others in graph.items()
-    }
-
-
-def drawing() -> str:
-    """Return the rooms and their imports as a Mermaid graph, followed by a table of the packages."""
-    graph = arrows()
-    shown = without_shortcuts({room: others for room, others in graph.items() if room != "train"})
-    names = {room: f"r{number}" for number, room in enumerate(sorted(shown))}
-    lines = ["```mermaid", "graph TD"]
-    lines += [f'    {name}["{room}"]' for room, name in names.items()]
-    for room in sorted(shown):
-        lines += [f"    {names[room]} --> {names[other]}" for other in sorted(shown[room])]
-    lines += ["```", "", "| package | purpose |", "|---|---|"]
-    packages = (room for room in sorted(shown) if not room.endswith(".py"))
-    lines += [f"| `{package}` | {purpose(package)} |" for package in packages]
-    return "\n".join(lines) + "\n"
-
-
-def purpose(room: str) -> str:
-    """Return the first sentence of the room's docstring."""
-    path = ROOT / room if room.endswith(".py") else ROOT / room / "__init__.py"
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else None
-    first = (text or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    # do not split at the "..." of a command line
-    return re.split(r"(?<!\.)\. ", first)[0].rstrip(".:") + "." if first else ""
-
-
-def page_with(drawn: str) -> str:
-    """Return docs/architecture.md with this drawing."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return before + BEGIN + drawn + END + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page_with(drawing()), encoding="utf-8")
