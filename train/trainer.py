@@ -56,7 +56,7 @@ from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import msamp_settings, resolve_ds_config
-from train.config.load import describe_arguments, resolve_arguments
+from train.config.load import find_changed_arguments, resolve_arguments
 from train.config.schedule import (
     arguments_of_phase,
     describe_phase,
@@ -400,8 +400,11 @@ def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Prec
     lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
     log_lines(f"modules: {backend_in_use(model, precision)}", *lines)
     attention = attention_in_use(model, precision)
-    ranks = ranks_by_value(attention)  # shows a node that differs from the others
-    logger.info("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
+    ranks = ranks_by_value(attention)
+    logger.log(
+        logging.INFO if len(ranks) > 1 else logging.DEBUG,
+        "attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()),
+    )
     fp8: str = precision.config.compute
     if precision.fp8:
         report = fp8_modules(model, precision)
@@ -458,7 +461,8 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
     log_lines(
         f"output: {RunFolder(args.output_dir).path.resolve()}",
-        *describe_arguments(args),
+        "configuration: "
+        + ", ".join(f"{key} {value}" for key, value in find_changed_arguments(args).items()),
         f"{state.world_size} ranks; {headline(*describe())}",
         f"model: {args.model.variant}, {num_parameters(config) / 1e6:,.1f} M parameters, "
         f"{flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token at {args.max_seq_length} tokens",

@@ -434,16 +434,16 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     return out
 
 
-def describe_arguments(arguments: TrainingArguments) -> list[str]:
-    """Return log lines with the keys of resolved arguments that differ from their defaults."""
+def find_changed_arguments(arguments: TrainingArguments) -> dict[str, str]:
+    """Return the keys of resolved arguments that differ from their defaults, with their values as text."""
     follows = {
         "output_dir": arguments.output_dir,  # logged separately
         "per_device_eval_batch_size": arguments.per_device_train_batch_size,
         "deepspeed": load_deepspeed(None),
     }
-    lines = ["configuration (all other keys have their defaults; train_config.json has all keys):"]
-    for key, node in all_keys().items():
-        value = attrgetter(key)(arguments)
-        if value not in (node.get("default", ...), follows.get(key, ...)):
-            lines.append(f"  {key}: {shown(value, dataclasses.asdict)}")
-    return lines
+    values = {key: (attrgetter(key)(arguments), node.get("default", ...)) for key, node in all_keys().items()}
+    return {
+        key: shown(value, dataclasses.asdict)
+        for key, (value, default) in values.items()
+        if value not in (default, follows.get(key, ...))
+    }
