@@ -230,7 +230,10 @@ def _weight_files(folder: Path) -> list[Path]:
             code="no_weights",
             key=str(folder),
         )
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{index} is damaged: {error!r}", code="unreadable", key=str(index)) from error
     return [folder / name for name in sorted(names)]
 
 

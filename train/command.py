@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import traceback
 from collections.abc import Callable
 
 from model.errors import UserError
@@ -31,6 +33,8 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
             return main(argv) or 0
         except (UserError, ValueError, OSError) as error:
             print(f"error: {reason(error)}", file=sys.stderr)
+            if os.environ.get("FP8_TRACEBACK") == "1":
+                traceback.print_exc()
             is_users = isinstance(error, UserError | ValueError) and not getattr(error, "may_pass", False)
             return NOT_AS_IT_IS if is_users else system_error
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ read this format.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import shutil
 import sys
@@ -75,15 +76,20 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         DataError: `tokenizer` holds no tokenizer, or transformers reads more token ids than the model has, or another
             BOS or EOS.
         PrecisionError: the weights cannot be stored in FP8.
-        OSError, SafetensorError: `out` cannot be written; it is unchanged.
+        OSError: `out` cannot be written; it is unchanged.
     """
     if problem := why_not_replaced(out):
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     state = read_state(path)
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{glob.escape(out.name)}-*"):  # by a killed export
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / out.name
-        lines = _write_model(path, new, form, tokenizer, state)
+        try:
+            lines = _write_model(path, new, form, tokenizer, state)
+        except SafetensorError as error:  # safetensors reports a full disk this way
+            raise OSError(f"{out} could not be written: {error}") from error
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copy2(tokenizer / name, new / name)
@@ -226,10 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
 
     tokenizer = arguments.tokenizer or trained_tokenizer(path, read_state(path))
-    try:
-        lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
-    except SafetensorError as error:  # such as a full disk
-        raise OSError(f"{arguments.out} could not be written: {error}") from error
+    lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
     print("\n".join([*lines, f"wrote {arguments.out} from {path}"]))
 
 

@@ -423,11 +423,14 @@ class Supervisor:
         now, note = read_progress(self.folder).identity, self.folder.slurm_job
         if not self.slurm_job:
             return now
-        job, _, first = note.read_text().partition(" ") if note.is_file() else ("", "", "")
-        if setting("SLURM_RESTART_COUNT", "0") != "0" and job == self.slurm_job:
-            return first
+        # a job that another run's lock refused also has a line
+        jobs = dict(line.split(" ", 1) for line in note.read_text().splitlines()) if note.is_file() else {}
+        if setting("SLURM_RESTART_COUNT", "0") != "0" and self.slurm_job in jobs:
+            return jobs[self.slurm_job]
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(f"{self.slurm_job} {now}")
+        jobs[self.slurm_job] = now
+        if self.options.node_rank == 0:
+            note.write_text("".join(f"{job} {first}\n" for job, first in jobs.items()))
         return now
 
     def attempt(self, argv: list[str]) -> int:

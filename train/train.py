@@ -102,6 +102,7 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
     status = CRASHED if may_pass else signals.NOT_AS_IT_IS
     memory = None if is_expected or arguments is None else memory_ran_out(error, arguments)
     shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory)
+    logger.debug("the run failed", exc_info=True)  # the log file has the traceback
     rank = launchers.rank()
     if rank:
         # SIGTERM ends this rank at once: no step follows, and the exit status stays that of the error
@@ -110,7 +111,6 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
     text = f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)" if is_expected else memory or str(error)
     where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""
     logger.error(f"{where}{text}", exc_info=shows_traceback)
-    logger.debug("the run failed", exc_info=True)  # the log file has the traceback
     return leave(status)
 
 

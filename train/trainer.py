@@ -646,8 +646,10 @@ class Trainer:
             except Exception:
                 # The save belongs to an earlier step, and its threads do not need the main thread. So it is committed
                 # even if only this rank has failed. The watchdog limits the wait.
-                with contextlib.suppress(SaveError):
+                try:
                     self._finish_save()
+                except Exception as error:  # the original exception decides the exit status
+                    logger.warning(f"the save of an earlier step failed: {error}")
                 raise
             finally:
                 self.batches.close()

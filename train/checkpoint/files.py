@@ -14,6 +14,7 @@ newest. DeepSpeed's file `latest` is not used. This module does not import torch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -187,7 +188,13 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Return name -> (bytes, sha256) for every file of the checkpoint `path`.
 
     Raises: CheckpointError: the checkpoint is not committed, or its manifest is damaged."""
-    found = read_signed(path / MANIFEST, "files")
+    found = read_signed(path / MANIFEST, "files", "step")
+    if found and path.name.startswith("step-") and path.name != name_of(found[1]):
+        raise CheckpointError(
+            f"{path} contains a checkpoint of step {found[1]}. Rename the folder to {name_of(found[1])}",
+            code="damaged",
+            key=str(path),
+        )
     if not found:
         raise CheckpointError(
             f"{path} has no {MANIFEST}: it is no checkpoint, or its save did not complete",
@@ -340,8 +347,13 @@ def branch_at(root: Path, path: Path) -> bool:
     own = committed(root)
     if not own or belongs_to(path, root):
         return False
-    if read_state(own[0]).began_at.get("path") == str(path.resolve()):
-        return True
+    for checkpoint in own:
+        with contextlib.suppress(CheckpointError):  # damaged; the next one tells the same
+            began_at = read_state(checkpoint).began_at
+            is_same = path.is_dir() and began_at.get("manifest_sha256") == identity(path)  # its run was moved
+            if is_same or began_at.get("path") == str(path.resolve()):
+                return True
+            break
     raise CheckpointError(
         f"resume_from_checkpoint {path} is a checkpoint of another run, but the run in {root} did not begin from it. "
         "Choose another output_dir, or continue the run there with --resume_from_checkpoint auto",

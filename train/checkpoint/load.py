@@ -5,6 +5,7 @@ The hash of every file is checked before loading, because DeepSpeed loads flippe
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
     ROLLBACK,
+    CheckpointError,
     RunState,
     branch_at,
     check_given,
@@ -89,8 +91,9 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
         return None
     aside = discarded_name(root)
     aside.mkdir()
-    if any(rolled_back(path) is not None for path in newer):
-        (root / ROLLBACK).rename(aside / ROLLBACK)
+    with contextlib.suppress(CheckpointError):  # a damaged note is ignored
+        if any(rolled_back(path) is not None for path in newer):
+            (root / ROLLBACK).rename(aside / ROLLBACK)
     for path in newer:
         path.rename(aside / path.name)
     return aside

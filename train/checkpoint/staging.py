@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import mmap
 import pickle
 import weakref
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
 PAGE, TOUCHING_THREADS = 4096, 8
@@ -59,10 +62,17 @@ class HostBuffer:
 
     def _pin(self, pointer: int) -> None:
         cudart = torch.cuda.cudart()
-        if status := int(cudart.cudaHostRegister(pointer, self.size, 0)):
-            raise MemoryError(f"{self.size / 1e9:.1f} GB cannot be pinned (CUDA error {status})")
-        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
-        self._unpin.atexit = False
+        status = int(cudart.cudaHostRegister(pointer, self.size, 0))
+        if status == 0:
+            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
+            self._unpin.atexit = False
+            return
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel
+            torch.ones(1, device="cuda")
+        logger.warning(
+            f"{self.size / 1e9:.1f} GB of host memory for background saves could not be pinned (CUDA error {status}). "
+            "Copies will be several times slower. Check ulimit -l"
+        )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
         """Return uint8 [size]: a view of the memory with its own storage."""

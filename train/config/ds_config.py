@@ -223,7 +223,9 @@ def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
     problems = []
     for key, value in list(config.items()):
         path = f"{section}.{key}".lstrip(".")
-        if path in SECTIONS and isinstance(value, dict):
+        if "." in key:
+            problems.append(f"{key}: keys of DeepSpeed have no dots; write an object for each section")
+        elif path in SECTIONS and isinstance(value, dict):
             problems += _remove_unsupported(value, path)
         elif problem := _problem_of(path, value):
             problems.append(f"{path}: {problem}")

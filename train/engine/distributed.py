@@ -72,14 +72,24 @@ def init_distributed() -> None:
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
     # torch reads these names when a group is created, also by DeepSpeed
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
-    store = wait_for_ranks()  # shares its port with torch's store
-    with compiling(), without_prints():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=GROUP_TIMEOUT,
-        )
+    try:
+        store = wait_for_ranks()  # shares its port with torch's store
+        with compiling(), without_prints():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=GROUP_TIMEOUT,
+            )
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise launchers.LauncherError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; set MASTER_PORT to "
+            "another free port, the same for all ranks",
+            code="port_in_use",
+            key="MASTER_PORT",
+        ) from error
     del store
 
 
@@ -101,10 +111,11 @@ class BuildLock:
 
     def try_acquire(self) -> bool:
         self.file = open(self.path, "w")  # noqa: SIM115, closed by release()
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+        except OSError as error:  # the lock is held, or the file system has no locks
+            return not isinstance(error, BlockingIOError)
+        return True
 
     def wait(self) -> None:
         fcntl.flock(self.file, fcntl.LOCK_EX)

@@ -134,13 +134,14 @@ def own_settings(engine: Any) -> Iterator[None]:
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
     settings = [{key: group[key] for key in keys & group.keys()} for group in optimizer.param_groups]
+    is_fused = any(group.get("fused") for group in settings)
     clipping = getattr(engine.optimizer, "clip_grad", None)
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for weight, state in optimizer.state.items():  # with ZeRO 3 no group lists its weights
         if "step" in state:  # on the device where the kernel reads it
-            state["step"] = state["step"].to(weight.device if adamw_is_fused(engine) else "cpu")
+            state["step"] = state["step"].to(weight.device if is_fused else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
 

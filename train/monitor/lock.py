@@ -30,6 +30,7 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 BEAT_S, LOOK_S = 5.0, 1.0
+LENGTH = 1024  # bytes of the file, constant, so that a write replaces the whole content
 LEASE_S = 60.0  # much longer than a write takes on a busy file system or under a busy GIL
 
 
@@ -101,7 +102,9 @@ class Lock:
         """Check whether a process on this machine holds the lock. Only `acquire` checks other machines, by waiting.
 
         Raises: LockError: it does."""
-        holder = self.read()
+        self._refuse_if_alive(self.read())
+
+    def _refuse_if_alive(self, holder: dict[str, Any]) -> None:
         if is_here(holder) and process_started(holder["pid"]) == holder["process_started"]:
             raise self._refusal(holder)
 
@@ -112,16 +115,17 @@ class Lock:
         except (FileNotFoundError, ValueError, TypeError):
             return {}
 
-    def _write(self, mode: str = "wb") -> None:
-        with open(self.path, mode, buffering=0) as file:
-            file.write(json.dumps(self.owner).encode())
+    def _write(self, mode: str = "") -> None:
+        """Write the owner with a fixed length in one call: a full disk cannot truncate it, a reader sees all of it."""
+        with open(self.path, mode or ("r+b" if self.path.exists() else "xb"), buffering=0) as file:
+            file.write(json.dumps(self.owner).encode().ljust(LENGTH))
 
     def _wait_for_end_of_holder(self) -> None:
         """Return when the holder has certainly ended.
 
         Raises: LockError: the holder is running."""
-        self.refuse_if_in_use()
         holder = self.read()
+        self._refuse_if_alive(holder)
         left_s = 0.0 if is_here(holder) else LEASE_S
         while left_s > 0 and self.path.exists():
             time.sleep(LOOK_S)

@@ -332,7 +332,8 @@ class OutputFolder:
         for name in old - names:
             (self.folder / name).unlink(missing_ok=True)
         for name in names:
-            if (self.new / name).exists():  # else it was moved before an interruption
+            # a file that is only in the folder was moved before an interruption
+            if (self.new / name).exists() or not (self.folder / name).exists():
                 os.replace(self.new / name, self.folder / name)
         sync_folder(self.folder / TOKENIZER_FOLDER)
         sync_folder(self.folder)

@@ -134,7 +134,7 @@ def test_what_could_not_be_written_whole_is_removed(
     monkeypatch.setattr(export, "read_state", lambda path: None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/exported_from.json").write_text("before")
-    with pytest.raises(type(error)):
+    with pytest.raises(OSError if isinstance(error, SafetensorError) else type(error)):
         export.export(tmp_path, tmp_path / "out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/exported_from.json").read_text() == "before"

@@ -37,8 +37,8 @@ class Engine:
         return held_out_losses(self, precision, streams, 2, lambda: self.forwards == stop_after)
 
 
-def _batch(start: int, count: int) -> Batch:
-    ids = torch.arange(start, start + count)[:, None].expand(-1, 4)
+def _batch(start: int, count: int, rows: int) -> Batch:
+    ids = torch.arange(start, start + count).repeat(rows)[:rows, None].expand(-1, 4)
     return Batch(ids, ids.clone())
 
 
