@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fp8_inference_demo.completions import Completion, Request
+from fp8_inference_demo.completions import Request
 from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
@@ -82,18 +82,16 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
             completions, _ = session.complete([request for _, request in batch])
             for (record, _), completion in zip(batch, completions, strict=True):
                 choices = record.setdefault(ADDED, [])
-                choices.append(make_choice(completion))
+                choices.append(
+                    {
+                        "text": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "tokens": completion.tokens,
+                    }
+                )
                 if len(choices) == samples:  # a batch may end between the samples of one prompt
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     progress.update()
             file.flush()
     print(session.timing.line(), file=sys.stderr)
     session.log_operations()
-
-
-def make_choice(completion: Completion) -> dict[str, Any]:
-    return {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "tokens": completion.tokens,
-    }

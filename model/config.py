@@ -256,7 +256,7 @@ def check_config(config: MistralConfig, where: str = "") -> None:
         )
     if head_dim(config) % 8:
         problems["head_dim"] = f"head_dim {head_dim(config)} is not a multiple of 8"
-    rope = _rope_parameters(config)
+    rope = getattr(config, "rope_parameters", None) or {}
     if (rope_type := _rope_type(rope)) != "default":
         problems["rope_type"] = f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling"
     if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
@@ -270,15 +270,12 @@ def rope_theta(config: MistralConfig) -> float:
 
 
 def _rope_theta(config: MistralConfig) -> Any:
-    return _rope_parameters(config).get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
 
 
 def _rope_type(rope: dict[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"  # the older name
-
-
-def _rope_parameters(config: MistralConfig) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
 
 
 def head_dim(config: MistralConfig) -> int:
@@ -298,11 +295,6 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
     it.
     """
     return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
-
-
-def matmul_parameters(config: MistralConfig) -> int:
-    """Return the number of weights in the matrix products of every token: all except the embedding and the norms."""
-    return layer_matrix_parameters(config) + config.vocab_size * config.hidden_size
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:
@@ -356,7 +348,9 @@ def flops_per_token(config: MistralConfig, seq_length: int) -> float:
     Chowdhery et al. 2022 with only the causal half). Recomputation does not count.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim(config)
-    return 6 * matmul_parameters(config) + attention * attention_pairs(config, seq_length)
+    # the weights in matrix products: all except the embedding and the norms
+    weights = layer_matrix_parameters(config) + config.vocab_size * config.hidden_size
+    return 6 * weights + attention * attention_pairs(config, seq_length)
 
 
 def state_parts_gib(

@@ -156,7 +156,11 @@ def differences(
     return [
         name
         for name, ours in quantized.items()
-        if not (isinstance(theirs := written.get(name), Quantized) and _same(ours, theirs))
+        if not (
+            isinstance(theirs := written.get(name), Quantized)
+            and torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
+            and torch.equal(ours.scale.view(torch.int32), theirs.scale.view(torch.int32))
+        )
     ]
 
 
@@ -198,9 +202,3 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
             code="not_finite",
             key=name,
         )
-
-
-def _same(one: Quantized, other: Quantized) -> bool:
-    return torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8)) and torch.equal(
-        one.scale.view(torch.int32), other.scale.view(torch.int32)
-    )

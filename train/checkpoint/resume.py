@@ -7,7 +7,6 @@ rule is at the field of each key (`resume=` of model.keys.option). This module d
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +165,8 @@ def allowed_changes(
     wrong = refused or [c for c in found if not (allow is True or c.key in (allow or ()))]
     if not wrong:
         return found
-    allowed = f"To resume with these changes, pass {allow_option(c.key for c in found)} (true allows all). "
+    keys = ",".join(dict.fromkeys(change.key for change in found))
+    allowed = f"To resume with these changes, pass --{ALLOW} {keys} (true allows all). "
     lines = "\n  ".join(map(str, wrong))
     error = ChangesError(
         f"{path} was written with a different configuration:\n  {lines}\n{'' if refused else allowed}Restore the old "
@@ -224,22 +224,11 @@ def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
     return any(each.key.startswith(PARTITION_KEYS) for each in found)
 
 
-def half_rate_options(path: Path, learning_rate: float) -> str:
-    """Return the options that resume from the checkpoint `path` at half the learning rate."""
-    checkpoint, rate = shlex.quote(str(path)), f"{learning_rate / 2:g}"
-    return f"--resume_from_checkpoint {checkpoint} --learning_rate {rate} {allow_option(['learning_rate'])}"
-
-
 def resume_option(args: TrainingArguments) -> str:
     """Return the option to add to the command of a run to resume from its newest checkpoint, or "" if not needed."""
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     starts_again = setting == "never" or (setting != "auto" and belongs_to(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
-
-
-def allow_option(keys: Iterable[str]) -> str:
-    """Return the option that allows changes of `keys`."""
-    return f"--{ALLOW} {','.join(dict.fromkeys(keys))}"
 
 
 def _key_of_data(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:

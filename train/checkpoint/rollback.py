@@ -7,6 +7,7 @@ the next save they are in `rollback.json` beside the checkpoints, in case of a c
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState, note_rollback, read_state
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
-from train.checkpoint.resume import half_rate_options, is_partitioned_differently
+from train.checkpoint.resume import ALLOW, is_partitioned_differently
 from train.data.stream import SampleStream
 from train.monitor.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
@@ -79,10 +80,11 @@ def roll_back(
         )
         return False
     if len(state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
+        rate = state.train_config["learning_rate"] / 2
         logger.warning(
             f"on_spike rollback: {MOST_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
-            "lower the learning rate, stop the run and start it again with "
-            + half_rate_options(path, state.train_config["learning_rate"])
+            f"lower the learning rate, stop the run and start it again with --resume_from_checkpoint "
+            f"{shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW} learning_rate"
         )
         return False
     first = max(spikes[0].previous_sample, saved.consumed_samples)

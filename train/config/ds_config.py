@@ -44,13 +44,12 @@ def _only(*values: Any) -> Kind:
     return Kind(" or ".join(texts), lambda value: json.dumps(value) in texts)
 
 
-def _is_name_or_names(value: Any) -> bool:
-    return all(isinstance(name, str) for name in (value if isinstance(value, list) else [value]))
-
-
 ANY = Kind("anything", lambda value: True)  # the value is compared with the training arguments
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-NAMES = Kind("a name or a list of names", _is_name_or_names)
+NAMES = Kind(
+    "a name or a list of names",
+    lambda value: all(isinstance(name, str) for name in (value if isinstance(value, list) else [value])),
+)
 SIZE, COUNT = _whole(1), _whole(0)
 
 # How a key was checked

@@ -25,7 +25,7 @@ def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
     """Return the "precision" section of each phase, with `schedule` removed."""
     sections = []
     for phase in section.schedule or [{}]:
-        own = _own_keys(phase)
+        own = {key: value for key, value in phase.items() if key not in ENDS}
         out = replace(section, schedule=None, **own)
         if (
             out.compute == "fp8" and out.recipe != section.recipe
@@ -58,12 +58,8 @@ def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
 def describe_phase(section: PrecisionConfig, number: int) -> str:
     """Return "phase 2 of 3 of precision.schedule ({...})", with the keys of the phase."""
     phases = section.schedule or [{}]
-    own = _own_keys(phases[number])
+    own = {key: value for key, value in phases[number].items() if key not in ENDS}
     return f"phase {number + 1} of {len(phases)} of precision.schedule ({json.dumps(own)})"
-
-
-def _own_keys(phase: PrecisionStage) -> PrecisionStage:
-    return {key: value for key, value in phase.items() if key not in ENDS}
 
 
 def _end_step(

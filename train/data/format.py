@@ -10,7 +10,6 @@
 The shards have datatrove's layout. Readers only open files that the manifest lists.
 """
 
-import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -103,12 +102,6 @@ class Manifest:
     def split_shards(self, split: str) -> list[Shard]:
         """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
-
-    def split_digest(self, split: str) -> str:
-        """Return a hash that identifies the tokens of a split: the hash of its shards' hashes, in order."""
-        return hashlib.sha256(
-            "".join(shard.sha256 for shard in self.split_shards(split)).encode()
-        ).hexdigest()
 
     def split_tokens(self, split: str) -> int:
         """Return the number of tokens in one split."""

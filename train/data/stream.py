@@ -7,6 +7,7 @@ seq_length, so each token is predicted once and there is no padding. The order o
 of (seed, manifests, seq_length, weights, position). The only state of a run is the number of consumed samples.
 """
 
+import hashlib
 import json
 import math
 from bisect import bisect_right
@@ -207,7 +208,9 @@ class SampleStream:
         sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
-                "shards_sha256": source.manifest.split_digest(source.split),
+                "shards_sha256": hashlib.sha256(
+                    "".join(shard.sha256 for shard in source.shards).encode()
+                ).hexdigest(),
                 "tokens": source.num_tokens,
             }
             for source in self.sources

@@ -42,6 +42,10 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     plan.document_mask = plan.document_mask and args.by == "packed"
+    # tokens between the starts of two rows of a long document
+    args.stride = (
+        min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
+    )
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
         raise ValueError(
             f"--max_seq_length {plan.max_seq_length}: at most {most} are allowed (max_position_embeddings of the model)"
@@ -67,7 +71,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     plan.check_data(prepared.values(), args.tokenizer)
     length, size = plan.max_seq_length, plan.batch_size
-    documents = Documents(length, size, choose_stride(args, plan), args.max_samples, plan.document_mask)
+    documents = Documents(length, size, args.stride, args.max_samples, plan.document_mask)
     for name, folder in folders.items():
         if name not in prepared:
             encoder = plan.encoder(args.tokenizer)
@@ -78,11 +82,6 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     if prepared and args.by == "packed":
         found.insert(0, Packed(prepared, length, size, args.max_samples, plan.document_mask))
     return found
-
-
-def choose_stride(args: argparse.Namespace, plan: Plan) -> int | None:
-    """Return the distance in tokens between the starts of two rows of a long document. None: packed documents."""
-    return min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
 
 
 def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         "by": args.by,
         "max_seq_length": plan.max_seq_length,
         "batch_size": plan.batch_size,
-        "stride": choose_stride(args, plan),
+        "stride": args.stride,
         "max_samples": args.max_samples,
         "notes": notes,
         "ranks": world,

@@ -173,7 +173,9 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         return _hub_files(name), []
     if path.is_dir():
         if (path / SAVED_DATASET).is_file():
-            return _saved_files(path), []
+            # of a saved Hugging Face dataset, only the files that its state.json lists
+            state = json.loads((path / SAVED_DATASET).read_text(encoding="utf-8"))
+            return [(path / entry["filename"], ".arrow") for entry in state.get("_data_files", [])], []
         read, skipped = [], []
         for file in _walk(path, set()):
             kind = _kind(file)
@@ -189,12 +191,6 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
             key=name,
         )
     return ([(path, kind)], []) if (kind := _kind(path)) else ([], [path])
-
-
-def _saved_files(folder: Path) -> list[tuple[Path, str]]:
-    """Return the files that the state.json of a saved Hugging Face dataset lists."""
-    state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
-    return [(folder / entry["filename"], ".arrow") for entry in state.get("_data_files", [])]
 
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:

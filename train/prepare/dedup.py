@@ -26,30 +26,13 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.text import TextNormConfig, simplify_text
 
 from train.prepare.ngrams import hash_text, split_words
-from train.prepare.tally import Stage, Tally
+from train.prepare.tally import Tally
 
 BANDS, HASHES_PER_BAND, NGRAM = 14, 8, 5
 PRIME = np.uint64((1 << 61) - 1)
 NORMALISED = TextNormConfig()  # unlike for decontamination, all numbers count as equal
 SHINGLES = 1 << 14  # number hashed at a time: 112 64-bit hashes each, 15 MB
 TASK_BITS = np.uint64(32)  # a document is (task << TASK_BITS) + its number in the task
-
-
-def duplicate_stages(
-    kind: str, documents: list[PipelineStep], folder: Path, tasks: int, seed: int
-) -> list[Stage]:
-    """Return the stages that find duplicates.
-
-    Args:
-        kind: "exact" or "minhash".
-        documents: the blocks that read the documents, in `tasks` tasks.
-        folder: a folder that all tasks share.
-        seed: the seed of MinHash's hash functions.
-    """
-    return [
-        Stage("duplicate_signatures", [*documents, DuplicateSignatures(folder, kind, seed)], tasks),
-        Stage("duplicate_search", [DuplicateSearch(folder, tasks)], 1),
-    ]
 
 
 def minhash_bands(text: str, seed: int) -> list[int]:

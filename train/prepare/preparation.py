@@ -19,7 +19,7 @@ from train.data.format import TOKENIZER_FOLDER, DataError, Manifest
 from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_results
 from train.prepare.corpus import WORK_NAME, Source, list_sources
-from train.prepare.dedup import DuplicateRemoval, duplicate_stages
+from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
 from train.prepare.executors import incomplete_tasks, run_local, run_ray, running_slurm, submit_slurm
 from train.prepare.filters import find_step_options, make_filters
 from train.prepare.ngrams import build_index, read_report
@@ -218,7 +218,11 @@ def make_stages(
             read(uncounted),
             *make_filters(options, index, uncounted),
         ]  # the last stage filters again
-        stages = duplicate_stages(options.dedup, documents, duplicates, tasks, options.seed)
+        signatures = DuplicateSignatures(duplicates, options.dedup, options.seed)
+        stages = [
+            Stage("duplicate_signatures", [*documents, signatures], tasks),
+            Stage("duplicate_search", [DuplicateSearch(duplicates, tasks)], 1),
+        ]
         blocks.append(DuplicateRemoval(duplicates, options.dedup, tally))
     return [*stages, Stage("tokenize", [*blocks, write(tally)], tasks)]
 

@@ -93,16 +93,12 @@ class Tally:
         lines = [f"{'documents':>11}"]
         lines += [f"{count:>11,}  removed: {step}" for step, count in self.by_step.most_common()]
         for reason, count in self.dropped.most_common():
-            lines += [f"{count:>11,}  dropped: {reason}", *self._example_lines(reason)]
+            lines.append(f"{count:>11,}  dropped: {reason}")
+            lines += [f"{'':>13}  {example}" for example in self.examples[reason]]
         for path, rows in sorted(self.damaged.items()):
-            lines += [
-                f"{rows or 'unknown':>11}  rows lost in damaged file {path}",
-                *self._example_lines(path),
-            ]
+            lines.append(f"{rows or 'unknown':>11}  rows lost in damaged file {path}")
+            lines += [f"{'':>13}  {example}" for example in self.examples[path]]
         return "\n".join(lines)
-
-    def _example_lines(self, key: str) -> list[str]:
-        return [f"{'':>13}  {example}" for example in self.examples[key]]
 
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
         """Log the losses, and check that they are within the limits and that at least one document is left.

@@ -7,8 +7,7 @@ from typing import Any
 
 from train.files import drawing
 from train.record.fp8_health import FP8_HEALTH, OPERANDS, STATISTICS, values
-from train.record.history import EVALUATION, SET_LOSS, History, read_history, smoothed
-from train.record.run_folder import RunFolder
+from train.record.history import EVALUATION, SET_LOSS, History, smoothed
 
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}
 # Panels of loss.png: key of metrics.jsonl, label, relative height.
@@ -26,13 +25,6 @@ PANELS = {
     "error": ("relative error", 0.02, 0.1, False),
     "kurtosis": ("kurtosis", 1.0, 1e4, True),
 }
-
-
-def draw_plots(folder: RunFolder) -> list[Path]:
-    """Draw loss.png, and with FP8 health samples health.png, of a run. Return their paths."""
-    history = read_history(folder.path)
-    draw([history], folder.loss_plot)
-    return [folder.loss_plot, *([folder.health_plot] if draw_health(history, folder.health_plot) else [])]
 
 
 def draw(histories: list[History], path: Path) -> None:

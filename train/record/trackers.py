@@ -102,10 +102,13 @@ class Wandb:
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
         import wandb  # slow to import
+        from requests.utils import get_netrc_auth  # installed with wandb, which also reads netrc
 
         if start_step == 0 or not folder.wandb_run_id.exists():
             folder.wandb_run_id.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        has_key = os.environ.get("WANDB_API_KEY") or get_netrc_auth(url)
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         self.run = wandb.init(
             project=config["wandb_project"],
             name=config["run_name"],
@@ -152,10 +155,3 @@ class TensorBoard:
 
 
 TRACKERS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
-
-
-def has_wandb_key() -> bool:
-    from requests.utils import get_netrc_auth  # installed with wandb, which also reads netrc
-
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
