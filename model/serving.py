@@ -76,7 +76,10 @@ class TrainedFP8:
         self.matrices = [
             Matrix(name, gemm, hf_parts(f"{name}.{parameter}", weight.shape, config))
             for name in fp8_modules(self.model, self.precision).planned
-            if name != "lm_head" and self._fits(self.precision.level(name))
+            # a folder holds the scales of one recipe
+            if name != "lm_head"
+            and (level := self.precision.level(name)) != "bf16"
+            and (recipe_of(level) == "block") == self.blocks
             for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
         ]
         self.names = [name for matrix in self.matrices for name, _ in matrix.parts]
@@ -89,10 +92,6 @@ class TrainedFP8:
             )
         if self.blocks:
             self._check_sizes()
-
-    def _fits(self, level: str) -> bool:
-        """Return whether a folder with this recipe's scales can hold the weights of a module at fallback `level`."""
-        return level != "bf16" and (recipe_of(level) == "block") == self.blocks
 
     def _check_sizes(self) -> None:
         uneven = []

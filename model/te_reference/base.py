@@ -92,16 +92,12 @@ class FP8Call:
     @property
     def high_precision_backward(self) -> bool:
         """Return whether gradients use the unquantized operands (the recipe's backward_override)."""
-        return _overrides_backward(self.forward_state.recipe)
+        return getattr(self.forward_state.recipe, "backward_override", None) is not None
 
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
         """Return the quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
         return Quantizer(self.forward_state, 3 * gemm + tensor, kind)
-
-    def grad_quantizer(self, gemm: int) -> Quantizer:
-        """Return the quantizer for the gradient of the output of GEMM number `gemm`."""
-        return Quantizer(self.backward_state, 2 * gemm, "bwd_grad")
 
     def accumulates_fast(self, gemm: str) -> bool:
         """Return whether the recipe sets use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
@@ -111,10 +107,6 @@ class FP8Call:
         recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
         params = getattr(recipe, name, getattr(Float8CurrentScaling, name))
         return not params.use_split_accumulator
-
-
-def _overrides_backward(recipe: Recipe) -> bool:
-    return getattr(recipe, "backward_override", None) is not None
 
 
 class FP8Module(nn.Module):
@@ -159,7 +151,7 @@ class FP8Module(nn.Module):
             register(backward)
         wanted = any(tensor.requires_grad for tensor in (inp, *self.parameters()))
         trains = torch.is_grad_enabled() and wanted
-        moves = trains and take_first_module() and not _overrides_backward(running.recipe)
+        moves = trains and take_first_module() and getattr(running.recipe, "backward_override", None) is None
         return FP8Call(forward, backward, trains, moves)
 
     def quantize_weight(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, check_fp8_shapes
+from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, Quantizer, check_fp8_shapes
 from model.te_reference.norm import rms_norm_backward, rms_norm_forward
 from model.te_reference.quantize import BLOCK, QuantizedMatrix, fp8_matmul, quantize_blocks
 from model.te_reference.state import update_scales
@@ -139,7 +139,8 @@ class _FP8Gemm(torch.autograd.Function):
         needs_weight, needs_input = ctx.needs_input_grad[2], any(ctx.needs_input_grad[:2])
         rows = columns = grad_output, None
         if not call.high_precision_backward:
-            grad = call.grad_quantizer(ctx.gemm)(grad_output, rowwise=needs_input, columnwise=needs_weight)
+            quantizer = Quantizer(call.backward_state, 2 * ctx.gemm, "bwd_grad")
+            grad = quantizer(grad_output, rowwise=needs_input, columnwise=needs_weight)
             rows, columns = (grad.rows, grad.rows_scale_inv), (grad.columns, grad.columns_scale_inv)
         grad_x = grad_norm = grad_weight = None
         if needs_input:

@@ -23,25 +23,6 @@ from train.evaluation.texts import Rows, Source
 LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of each token in nats, 0 for tokens without a label.
-
-    Works row by row, because the float32 logits of a batch may not fit into memory.
-
-    Args:
-        logits: [B, T, V].
-        labels: [B, T].
-
-    Returns:
-        [B, T], float32.
-    """
-    rows = [
-        F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
-        for row, label in zip(logits, labels, strict=True)
-    ]
-    return torch.stack(rows)
-
-
 @torch.no_grad()
 def score(
     model: nn.Module,
@@ -79,7 +60,12 @@ def score(
                     key=_names(sources, places),
                 )
             input_ids, labels, documents = batch.to(precision.device)
-            losses = token_losses(model(input_ids, documents=documents).logits, labels).double().cpu().numpy()
+            # row by row, because the float32 logits of a batch may not fit into memory
+            rows = [
+                F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
+                for row, label in zip(model(input_ids, documents=documents).logits, labels, strict=True)
+            ]
+            losses = torch.stack(rows).double().cpu().numpy()
             if not np.isfinite(losses).all():
                 raise EvaluationError(
                     f"{_names(sources, places)}: a loss is NaN or infinite. Weights are not finite, or activations "

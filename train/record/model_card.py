@@ -50,6 +50,10 @@ def write_card(
         return
     model_config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     precision, start_weights = config["precision"], config["model"].get("init_from")
+    quantization = ""
+    if method := model_config.get("quantization_config", {}).get("quant_method"):
+        note = f"; {NEEDS_COMPRESSED}" if method == COMPRESSED else ""
+        quantization = f"FP8 weights (quant_method {method}){note}"
     facts = {
         "model": f"{model_name(config['model']['config'])}, trained as {config['model']['variant']}",
         "started from": f"the weights of {model_name(start_weights)}" if start_weights else "random weights",
@@ -61,7 +65,7 @@ def write_card(
         "precision.schedule": shown(precision["schedule"]) if precision.get("schedule") else "",
         **_facts_of_run(checkpoint.parent.parent, step),
         "max_position_embeddings": f"{model_config['max_position_embeddings']:,}",
-        "quantization": _describe_quantization(model_config.get("quantization_config")),
+        "quantization": quantization,
     }
     rows = "".join(
         f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in facts.items() if value
@@ -94,11 +98,3 @@ def _facts_of_run(run: Path, step: int) -> dict[str, str]:
             "commit": last["commit"],
         }
     return facts
-
-
-def _describe_quantization(config: dict[str, Any] | None) -> str:
-    """Describe the quantization_config of an export. None: ""."""
-    if config is None:
-        return ""
-    method = config["quant_method"]
-    return f"FP8 weights (quant_method {method})" + (f"; {NEEDS_COMPRESSED}" if method == COMPRESSED else "")
