@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from train.files import discarded_name, write_durably
+from train.record import plots
 from train.record.history import SET_LOSS, parse_record, read_history
-from train.record.plots import draw, draw_health
 from train.record.run_folder import RunFolder
 from train.record.trackers import Trackers
 
@@ -123,9 +123,9 @@ class MetricsLogger:
         """Draw loss.png and health.png of the whole run. Log a warning on failure."""
         try:
             history = read_history(self.folder.path)
-            draw([history], self.folder.loss_plot)
+            plots.draw([history], self.folder.loss_plot)
             logger.info(f"wrote {self.folder.loss_plot}")
-            if draw_health(history, self.folder.health_plot):
+            if plots.draw_health(history, self.folder.health_plot):
                 logger.info(f"wrote {self.folder.health_plot}")
         except Exception as error:
             logger.warning(f"no loss plot: {type(error).__name__}: {error}")

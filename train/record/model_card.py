@@ -51,7 +51,8 @@ def write_card(
     model_config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     precision, start_weights = config["precision"], config["model"].get("init_from")
     quantization = ""
-    if method := model_config.get("quantization_config", {}).get("quant_method"):
+    if stored := model_config.get("quantization_config"):
+        method = stored["quant_method"]
         note = f"; {NEEDS_COMPRESSED}" if method == COMPRESSED else ""
         quantization = f"FP8 weights (quant_method {method}){note}"
     facts = {
