@@ -16,7 +16,7 @@ from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import encode, load_tokenizer
 from model.config import load_config, trained_length
 from model.hf_folder import find_weights
-from model.terminal import escape_controls, for_stdout
+from model.terminal import escape_controls
 
 BATCH_SIZE = 16
 CONTEXT_TOKENS = 4096  # default if neither the prompts nor the trained length are known
@@ -161,7 +161,9 @@ class Printer:
                     print(f"=== {self.printed + 1}/{self.samples} ===")
                 self.shown = 0
             if len(completion.text) > self.shown:
-                print(for_stdout(completion.text[self.shown :]), end="", flush=True)
+                text = completion.text[self.shown :]
+                # escaped for a terminal, but not for a file or pipe
+                print(escape_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
                 self.shown = len(completion.text)
             if not completion.finish_reason:
                 break

@@ -364,6 +364,8 @@ def state_parts_gib(
 ) -> dict[str, float]:
     """Return the memory per rank of "weights", "gradients" and "optimizer" in GiB (Rajbhandari et al. 2020, table 1).
 
+    Activations, buckets and FP8 copies of weights are not included; train/planning/memory.py adds them.
+
     Args:
         compute: precision.compute. fp32 takes 4 + 4 bytes per parameter for weight and gradient and 8 for moments. The
             others take 2 + 2 bytes and 12 for float32 master weights and moments (FP8 layers keep bf16 weights).
@@ -386,22 +388,3 @@ def state_parts_gib(
         "gradients": parameters * gradient / (world_size if zero_stage >= 2 else 1),
         "optimizer": of_optimizer / (world_size if zero_stage >= 1 else 1),
     }
-
-
-def state_memory_gib(
-    config: MistralConfig,
-    zero_stage: int,
-    world_size: int,
-    compute: str = "bf16",
-    optimizer_bytes: float | None = None,
-    optim: str = "adamw",
-) -> float:
-    """Return the sum of `state_parts_gib`.
-
-    Activations, buckets and FP8 copies of weights are not included; train/planning/memory.py adds them.
-    """
-    return sum(
-        state_parts_gib(
-            config, zero_stage, world_size, compute, optimizer_bytes=optimizer_bytes, optim=optim
-        ).values()
-    )

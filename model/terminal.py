@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 # C0 except newline and tab, DEL, C1, line and paragraph separators, and characters that change the writing direction.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -12,8 +11,3 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 def escape_controls(text: str) -> str:
     """Return `text` with control characters escaped (such as `\\x1b`), because a terminal would obey them."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def for_stdout(text: str) -> str:
-    """Return `text` for standard output: control characters are escaped for a terminal, but not for a file or pipe."""
-    return escape_controls(text) if sys.stdout.isatty() else text

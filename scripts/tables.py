@@ -7,6 +7,7 @@ python scripts/tables.py    updates docs/configuration.md (all keys) and docs/ha
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
+from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_parts_gib
 from train.config.schema import Node, all_keys, describe
 from train.planning.memory import checkpoint_bytes
 
@@ -71,9 +72,7 @@ def configuration() -> str:
 
 def _described(key: str, node: Node) -> list[str]:
     def plain(text: str) -> str:
-        for sign in "\\*<|":
-            text = text.replace(sign, f"\\{sign}")
-        return text
+        return re.sub(r"[\\*<|]", r"\\\g<0>", text)
 
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
     resume = ON_A_RESUME[node["resume"]]
@@ -92,7 +91,7 @@ def hardware() -> str:
     models = dict(sorted(models.items(), key=lambda item: num_parameters(item[1])))
 
     def gib(stage: int, ranks: int) -> Callable[[Any], str]:
-        return lambda sizes: f"{state_memory_gib(sizes, stage, ranks):,.1f}"
+        return lambda sizes: f"{sum(state_parts_gib(sizes, stage, ranks).values()):,.1f}"
 
     layouts = [(1, 1), (1, 2), (1, 8), (2, 8), (3, 8)]
     columns: dict[str, Callable[[Any], str]] = {

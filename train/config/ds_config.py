@@ -32,11 +32,16 @@ class Kind(NamedTuple):
 
 
 def _whole(least: int) -> Kind:
-    def is_whole(value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return number and value >= least and value == int(value)
-
-    return Kind(f"an integer of at least {least}", is_whole)
+    return Kind(
+        f"an integer of at least {least}",
+        lambda value: (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and value >= least
+            and value == int(value)
+        ),
+    )
 
 
 def _only(*values: Any) -> Kind:

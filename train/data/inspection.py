@@ -57,12 +57,6 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
     return count_lengths(lengths)
 
 
-def describe(folder: Path, manifest: Manifest) -> str:
-    """Return the manifest as text: its values, the document counts, and the size of the splits."""
-    values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
-    return "\n".join([str(folder), json.dumps(values, indent=2, ensure_ascii=False), "", manifest.summary()])
-
-
 def examine(
     folder: Path, manifest: Manifest, verify: bool, workers: int
 ) -> tuple[np.ndarray, list[Exception]]:
@@ -165,7 +159,8 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
     """
     folder, verify = Path(args.folder), args.verify
     manifest = read_manifest(folder)
-    print(describe(folder, manifest), flush=True)
+    values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
+    print(f"{folder}\n{json.dumps(values, indent=2, ensure_ascii=False)}\n\n{manifest.summary()}", flush=True)
     lengths, problems = examine(folder, manifest, verify, args.workers)
     print(f"\ndocument lengths in all undamaged shards, BOS and EOS included\n{histogram_table(lengths)}")
     if verify:

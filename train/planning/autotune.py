@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 
 from model.autotune.measure import Choice, Task, autotune
-from model.config import GIB, load_config, num_parameters, state_memory_gib
+from model.config import GIB, load_config, num_parameters, state_parts_gib
 from model.variants import why_no_graphs
 from train.checkpoint.files import read_state
 from train.checkpoint.resume import checkpoint_to_resume
@@ -70,7 +70,7 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         and stage == 1
         and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     )
-    state_gib = state_memory_gib(
+    state = state_parts_gib(
         config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
     )
     measured_gib = (
@@ -93,5 +93,5 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         )
         is None,
         document_mask=args.data.document_mask,
-        other_memory_gib=max(0.0, state_gib - measured_gib),
+        other_memory_gib=max(0.0, sum(state.values()) - measured_gib),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
+from model.config import CONFIGS, GIB, load_sizes, state_parts_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
 from train.config.ds_config import load_deepspeed
@@ -99,7 +99,7 @@ def test_the_state_is_that_of_the_tables_in_the_docs() -> None:
         parts = memory_of(s).parts
         kept = 2 * s.parameters / GIB if stage == 1 else 0  # bf16 gradients beside the float32 ones
         state = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
-        assert state - kept == pytest.approx(state_memory_gib(s.sizes, stage, ranks))
+        assert state - kept == pytest.approx(sum(state_parts_gib(s.sizes, stage, ranks).values()))
 
 
 def test_what_deepspeed_keeps_by_stage() -> None:

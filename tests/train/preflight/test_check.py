@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from model.config import layer_matrix_parameters, load_sizes, num_parameters, state_memory_gib
+from model.config import layer_matrix_parameters, load_sizes, num_parameters, state_parts_gib
 from tests.conftest import refused
 from tests.train.mistakes import World, keys
 from train.config.ds_config import load_deepspeed
@@ -175,7 +175,8 @@ def test_gpu_memory_is_refused_only_below_what_it_takes(
     keys(precision__compute=compute, deepspeed=zero)(world)
     bytes_least = round(least * parameters)
     assert (
-        state_memory_gib(load_sizes(str(world.model)), stage, world_size, compute) * 2**30 >= bytes_least - 1
+        sum(state_parts_gib(load_sizes(str(world.model)), stage, world_size, compute).values()) * 2**30
+        >= bytes_least - 1
     )
     with problem("model.config", code="gpu_memory"):
         checked(world, world_size, 1, [bytes_least - 1000])
