@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
 
 ADDED = "choices"
-
-
-def read_prompts(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name for messages, object) for each non-blank line. Raises InferenceError for an invalid line."""
-    for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
-        if line.strip():
-            name = f"--prompts {path}: line {number}"
-            yield name, parse_prompt(line, name)
 
 
 def parse_prompt(line: str, name: str) -> dict[str, Any]:
@@ -63,7 +54,10 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
         message = f"--output {path} exists; remove it, or choose another file"
         raise InferenceError(message, code="exists", key="--output")
     rows: list[tuple[dict[str, Any], Request]] = []
-    for index, (name, record) in enumerate(read_prompts(prompts)):
+    lines = enumerate(read_text(prompts, f"--prompts {prompts}").split("\n"), 1)
+    for index, (number, line) in enumerate((number, line) for number, line in lines if line.strip()):
+        name = f"--prompts {prompts}: line {number}"
+        record = parse_prompt(line, name)
         ids = session.encode(record["prompt"], name)
         session.check_length(ids, name)
         rows += [(record, request) for request in session.requests(index, ids)]

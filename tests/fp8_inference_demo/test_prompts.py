@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8_inference_demo import completions, prompts, text
+from fp8_inference_demo import completions, text
 from tests.fp8_inference_demo.conftest import Demo, Output, refuse
 
 TEXTS = ["def main", "return the", "", "the value of the thing", "東京", "import"]
@@ -112,5 +112,3 @@ def test_files_that_hold_no_prompts(command: list[object], tmp_path: Path) -> No
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfdef")
     assert text.read_text(tmp_path / "a.txt", "a.txt") == "def"
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}')
-    assert [record for _, record in prompts.read_prompts(tmp_path / "in.jsonl")] == [{"prompt": "a"}]

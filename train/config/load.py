@@ -370,20 +370,13 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     problems += variant_problems(args.model.variant, args.precision, args.model.compile)
     problems += phase_problems(args)
     if isinstance(args.allow_changes_on_resume, list):
-        problems += [
-            f"allow_changes_on_resume {shown(name)}: {why}"
-            for name in args.allow_changes_on_resume
-            if (why := _why_not_allowed(name))
-        ]
+        for name in args.allow_changes_on_resume:
+            named = f"allow_changes_on_resume {shown(name)}"
+            if name not in all_keys():
+                problems.append(f"{named}: unknown key{suggest(name, all_keys())}; --help lists all keys")
+            elif why := all_keys()[name].get("why"):
+                problems.append(f"{named}: this key cannot change on a resume: {why}; remove it")
     return problems
-
-
-def _why_not_allowed(name: str) -> str:
-    """Return why allow_changes_on_resume cannot name this key, or ""."""
-    if name not in all_keys():
-        return f"unknown key{suggest(name, all_keys())}; --help lists all keys"
-    why = all_keys()[name].get("why")
-    return f"this key cannot change on a resume: {why}; remove it" if why else ""
 
 
 # ---------------------------------------------------------------- keys determined by other keys

@@ -94,11 +94,6 @@ class Manifest:
     shards: list[Shard]
     steps: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_split_by_hash(self) -> bool:
-        """Whether the split of each document was chosen by its hash."""
-        return 0 < self.eval_fraction < 1 and self.steps.get("eval_by", "hash") == "hash"
-
     def split_shards(self, split: str) -> list[Shard]:
         """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]

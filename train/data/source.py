@@ -191,7 +191,10 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
     """
     for one, other in itertools.product(train, held_out):
         fractions = one.manifest.eval_fraction, other.manifest.eval_fraction
-        by_hash = one.manifest.is_split_by_hash and other.manifest.is_split_by_hash
+        by_hash = all(
+            0 < manifest.eval_fraction < 1 and manifest.steps.get("eval_by", "hash") == "hash"
+            for manifest in (one.manifest, other.manifest)
+        )
         if by_hash and fractions[0] < fractions[1]:
             raise DataError(
                 f"data sources {one.name!r} and {other.name!r} were split with different --eval_fraction, "

@@ -43,11 +43,6 @@ class History:
         found = [(r["tokens"], r[key]) for r in self.records if is_number(r.get(key))]
         return [tokens for tokens, _ in found], [value for _, value in found]
 
-    def evaluations(self) -> list[str]:
-        """Return the keys of the evaluation losses, the main one first."""
-        keys = dict.fromkeys(key for record in self.records for key in record)
-        return [key for key in keys if key == EVALUATION or key.startswith(SET_LOSS)]
-
     def last(self, key: str) -> Any:
         """Return the newest value of `key`, or None."""
         return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)

@@ -66,7 +66,9 @@ def _draw_run(axes: list[Any], history: History, color: str, prefix: str) -> Non
             axis.plot(tokens, smoothed(series), linewidth=1.4, label=f"{prefix}training", **style)
             style["alpha"] = 0.3
         axis.plot(tokens, series, linewidth=1, **style)
-    for number, key in enumerate(history.evaluations()):
+    keys = dict.fromkeys(key for record in history.records for key in record)
+    losses = [key for key in keys if key == EVALUATION or key.startswith(SET_LOSS)]
+    for number, key in enumerate(losses):
         name = "" if key == EVALUATION else f", {key.removeprefix(SET_LOSS)}"
         # One run: a color per evaluation set. Several runs: a color per run, a marker per evaluation set.
         style = {"color": color, "linestyle": "--"} if prefix else {"color": f"C{number + 1}"}
