@@ -113,13 +113,16 @@ def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file:
 
 
 def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
-    """Also when its start is gone or its newest checkpoint is damaged. Another run's checkpoint is refused."""
+    """Also when its start is gone or one of its checkpoints is damaged. Another run's checkpoint is refused."""
     start, other = make(tmp_path / "old", 3), make(tmp_path / "old", 4)
     root = tmp_path / "new"
     assert choose_checkpoint(root, str(start)) == start
     for step in (5, 6):
         make(root, step, began_at={"path": str(start.resolve()), "manifest_sha256": "0"})
+    good = (root / name_of(5) / RUN_STATE).read_text()
+    (root / name_of(5) / RUN_STATE).write_text("")
     assert choose_checkpoint(root, str(start)) == root / name_of(6)
+    (root / name_of(5) / RUN_STATE).write_text(good)
     (root / name_of(6) / RUN_STATE).write_text("")
     assert choose_checkpoint(root, str(start)) == root / name_of(5)
     with refused(CheckpointError, code="other_run", key="resume_from_checkpoint"):

@@ -177,6 +177,7 @@ STAGE = "zero_optimization.stage"
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {}, "optimizer.params.lr", "learning_rate"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, {}, "optimizer.params.betas", "adam_beta1"),
         ({"steps_per_print": "auto"}, {}, "steps_per_print", '"auto"'),
+        ({"zero_optimization.stage": 1}, {}, "zero_optimization.stage", ""),
         # types in which gradients accumulate
         (ZERO_0 | IN_FP32, {}, "data_types.grad_accum_dtype", "fp32"),
         (ZERO_0 | {"data_types": {"grad_accum_dtype": "bf16"}}, {"compute": "fp32"}, "data_types.grad_accum_dtype", ""),

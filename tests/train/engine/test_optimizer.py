@@ -145,6 +145,17 @@ def test_a_loaded_engine_keeps_the_settings_of_the_configuration(
     assert {0.3, 0.0} & {group["weight_decay"] for group in groups} and engine.optimizer.clip_grad == 0.25
 
 
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_the_step_count_is_where_the_kernel_reads_it(fused: bool, device: str) -> None:
+    """PackedAdamW has no defaults, only groups."""
+    weight = nn.Parameter(torch.zeros(1, device="meta"))
+    state = {weight: {"step": torch.zeros(1)}}
+    optimizer = SimpleNamespace(param_groups=[{"fused": fused}], defaults={}, state=state)
+    with own_settings(SimpleNamespace(optimizer=optimizer)):
+        pass
+    assert state[weight]["step"].device.type == device
+
+
 @pytest.mark.gpu
 def test_steps_counted_on_a_cpu_are_gone_on_from_on_a_gpu() -> None:
     """AdamW is fused there, and reads the count where the weights are."""
