@@ -23,9 +23,10 @@ from fp8_inference_demo import reference
 from fp8_inference_demo.errors import EngineError
 from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
-from fp8_inference_demo.weights import Weights, load_weights
+from fp8_inference_demo.weights import Weights, pack
 from model.config import load_config
-from model.fp8.precision import check_fp8_gpu
+from model.fp8.precision import DTYPES, check_fp8_gpu
+from model.hf_folder import read_hf_folder
 
 # Number of steps that the device runs ahead of the host. They are wasted when a row ends.
 AHEAD = 8
@@ -243,7 +244,11 @@ class Engine:
             check_fp8_gpu()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = load_config(str(folder))
-        return cls(load_weights(folder, config, precision, device), batch_size, max_length)
+        return cls(
+            pack(read_hf_folder(folder, config, DTYPES[precision]), config, precision, device),
+            batch_size,
+            max_length,
+        )
 
     @property
     def device(self) -> torch.device:

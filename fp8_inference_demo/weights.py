@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import MistralConfig
@@ -16,7 +15,6 @@ from fp8_inference_demo.errors import InferenceError
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
-from model.hf_folder import read_hf_folder
 from model.te_reference.quantize import BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -111,19 +109,6 @@ class Weights:
         if self.head.values.data_ptr() != self.embedding.data_ptr():
             tensors.append(self.head.values)
         return sum(t.nbytes for t in tensors) + sum(m.nbytes for m in self.matrices())
-
-
-def load_weights(folder: Path, config: MistralConfig, precision: str, device: torch.device) -> Weights:
-    """Load the weights of a Hugging Face folder, in bf16 or FP8, to `device`.
-
-    precision: "fp8", "bf16" or "fp32". "fp8" uses bf16 for activations, embedding and head, and keeps stored FP8
-    weights unchanged.
-
-    Raises:
-        WeightsError: see model/hf_folder.py.
-        ValueError: the sizes do not allow FP8 matrix products.
-    """
-    return pack(read_hf_folder(folder, config, DTYPES[precision]), config, precision, device)
 
 
 def pack(

@@ -20,7 +20,7 @@ from model.conversion import Parts, hf_parts, load_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.modules import apply_precision, bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import RECIPES, PrecisionConfig, recipe_of
+from model.fp8.recipes import PrecisionConfig, recipe_of
 from model.fp8.state import load_fp8_state
 from model.te_reference.quantize import BLOCK
 from model.variants import SpeedConfig
@@ -182,11 +182,6 @@ def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
     for name in names:
         _check_finite(name, weights[name])
     return {name: quantize_rows(weights[name]) for name in names}
-
-
-def trained_in_fp8(precision: PrecisionConfig) -> bool:
-    """Return whether a run trained in FP8 with Transformer Engine or its reference."""
-    return precision.compute == "fp8" and RECIPES[precision.recipe].package == "te"
 
 
 def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -108,11 +108,6 @@ def test_the_files_of_the_model_import_in_one_direction() -> None:
             assert not wrong, f"{file} may import {BASE}"
 
 
-def test_benchmarks_do_not_know_the_entry_script() -> None:
-    for room in arrows():
-        assert room == "train/train.py" or "train/train.py" not in arrows()[room], room
-
-
 def test_the_answers_name_at_most_three_files() -> None:
     """Each answer of docs/architecture.md."""
     answers = (

@@ -177,13 +177,13 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
 
     from model import serving
     from model.fp8 import hf_fp8
-    from model.fp8.recipes import PrecisionConfig
+    from model.fp8.recipes import RECIPES, PrecisionConfig
     from model.hf_folder import read_hf_folder
     from train.checkpoint.reshard import load_shard
 
     precision, trained = PrecisionConfig(**state.precision), None
     how = f"one scale per row; the model was trained in {precision.compute} ({precision.recipe})"
-    if serving.trained_in_fp8(precision):
+    if precision.compute == "fp8" and RECIPES[precision.recipe].package == "te":
         trained = serving.TrainedFP8(
             model.config, state.train_config["model"]["variant"], precision, state.levels
         )

@@ -163,7 +163,7 @@ def run_training(args: TrainingArguments) -> None:
             is_main,
         )
         # describe_start is collective, so rank 0 has created the folder
-        open_log_file(folder.log if is_main else folder.rank_log(dist.get_rank()))
+        open_log_file(folder.log if is_main else folder.logs / f"rank-{dist.get_rank():03d}.log")
         stop_vote = StopVote()
     try:
         with contextlib.closing(metrics), record:
@@ -220,7 +220,7 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
 
 def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
     """Export the last checkpoint, if there is one, to hf/, unless that is done. Called on rank 0 only."""
-    if checkpoint is not None and not folder.is_exported(identity(checkpoint)):
+    if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
             f"training is complete; exporting {checkpoint}. If this fails, the same command{resume_option(args)} "
             "exports it without training"

@@ -36,13 +36,6 @@ def set_up(
     )
 
 
-def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Path) -> None:
-    run = set_up(machine, tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"PY={tmp_path}/venv/bin/python\n", "nothing to install, nothing to say"
-    assert not (tmp_path / "root" / ".venv").exists()
-
-
 @pytest.mark.parametrize(("argument", "installed"), [("", False), ("dev", True)])
 def test_optional_packages_are_installed_for_the_tests_only(
     machine: dict[str, str], tmp_path: Path, argument: str, installed: bool
@@ -157,15 +150,6 @@ def test_without_a_gpu_torch_is_a_cpu_build_where_pip_can_find_one(
     said = installing_torch(tmp_path, f'echo "$*" >> {asked}', configured, answers, torch_index)
     assert asked.read_text().partition("torch==2.13.0")[2].strip() == (index or "")
     assert ("does not answer" in said) == (index is None)
-
-
-def test_a_file_system_without_locks_is_set_up_all_the_same(machine: dict[str, str], tmp_path: Path) -> None:
-    """As Lustre, mounted without them; util-linux's flock ends with 65 then."""
-    (tmp_path / "tools/flock").unlink()
-    executable(tmp_path / "tools/flock", 'echo "flock: 10: Function not implemented" >&2; exit 65')
-    run = set_up(machine, tmp_path)
-    assert run.returncode == 0 and "PY=" in run.stdout, run.stderr
-    assert "has no locks" in run.stdout and "under way" not in run.stdout
 
 
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
@@ -304,50 +288,3 @@ def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> Non
         assert found == [status, 1, skipped, failed]
         assert re.match(r"[0-9a-f]{40}|unknown", report["commit"])
         assert {"date", "machine", "versions", "seconds"} <= report.keys()
-
-
-@pytest.mark.parametrize(("arguments", "written"), [([], True), (["tests/model"], False)])
-def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: bool, tmp_path: Path) -> None:
-    """run_tests.sh with stand-ins for the set-up and for Python."""
-    shutil.copy(ROOT / "run_tests.sh", tmp_path)
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/setup_env.sh").write_text('setup_env() { PY="$ROOT/python"; }')
-    for name, mark in (("a", "gpu"), ("b", "multi_gpu"), ("c", "slow")):
-        executable(tmp_path / f"tests/test_{name}.py", f"@pytest.mark.{mark}")
-    executable(
-        tmp_path / "python",
-        'case "$*" in *total_memory*) echo 6 ;; *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac',
-    )
-    command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ("--results=test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
-    # a path among the arguments would move pytest's root, and testpaths with it
-    assert f"--rootdir {tmp_path} -c {tmp_path}/pyproject.toml" in run.stdout
-    assert re.search(r" -n 6( |$)", run.stdout)  # by the memory of the GPUs
-    # other files are not imported; what they need, a GPU node may lack
-    assert set(re.findall(r"tests/test_\w+\.py", run.stdout)) == {"tests/test_a.py", "tests/test_b.py"}
-
-
-@pytest.mark.slow
-@pytest.mark.interpreter
-def test_the_gpu_tests_need_no_optional_package() -> None:
-    requirements = [
-        r for file in ROOT.glob("requirements*.txt") for r in check_requirements.parse(file.read_text())
-    ]
-    missing = [r["name"].partition("-")[0] for r in requirements if r["optional"]]
-    assert {"datasets", "fasttext", "ray"} <= set(missing)
-    (pattern,) = re.findall(r"grep -rlE '(.*?)' ", (ROOT / "run_tests.sh").read_text())
-    files = [
-        str(path) for path in (ROOT / "tests").rglob("test_*.py") if re.search(pattern, path.read_text())
-    ]
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys({missing}))
-import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu or multi_gpu", *sys.argv[1:]]))
-"""
-    run = subprocess.run([sys.executable, "-c", code, *files], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    # and no GPU test is anywhere else
-    marked = {path.split("::")[0] for path in run.stdout.split() if "::" in path}
-    assert {str(Path(file).relative_to(ROOT)) for file in files} == marked

@@ -19,7 +19,6 @@ from test_fp8.compare_gradients import BENCHMARK as GRADIENTS
 from test_fp8.linear.bench import Linear, measure_shape
 from test_fp8.linear.shapes import Shape
 from test_fp8.model import gradients
-from test_fp8.model.saves import share_lost
 from test_fp8.test_fp8 import BENCHMARK as LINEAR
 from test_fp8.zero_matrix import BENCHMARK as ZERO_MATRIX
 from test_fp8.zero_matrix import compare_runs, make_data, matrix, training_settings
@@ -57,18 +56,6 @@ def test_a_report_with_both_precisions(tmp_path: Path) -> None:
     )
     assert fp8["weights_gib"] < bf16["weights_gib"]
     assert "--batches 1 3" in report["command"]
-
-
-def test_the_first_saves_do_not_count() -> None:
-    saves = [
-        (True, True, 9.0),
-        (False, True, 1.0),
-        (True, False, 0.2),
-        (True, False, 0.4),
-        (False, False, 3.0),
-    ]
-    results = [{"background": b, "first": f, "lost_s": s} for b, f, s in saves]
-    assert share_lost(results) == pytest.approx(0.1)
 
 
 @pytest.mark.slow

@@ -44,9 +44,6 @@ class RunFolder:
         # one line per Slurm job that started the run, and the files that existed then
         self.slurm_job = path / "slurm_job"
 
-    def rank_log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank:03d}.log"
-
     def exported(self) -> tuple[str, str]:
         """Return the name and identity (train/checkpoint/files.py) of the checkpoint exported to hf/, or "", ""."""
         try:
@@ -54,7 +51,3 @@ class RunFolder:
             return str(origin["checkpoint"]), str(origin["manifest_sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             return "", ""
-
-    def is_exported(self, identity: str) -> bool:
-        """Return whether hf/ is the export of exactly this checkpoint."""
-        return self.exported()[1] == identity
