@@ -70,7 +70,7 @@ def test_saves(tmp_path: Path) -> None:
     kinds = [(r["background"], r["first"]) for r in written["results"]]
     assert kinds == [(False, True), (True, True), (False, False), (True, False)]
     for r in written["results"]:
-        assert 0 < r["begin_s"] <= r["waited_s"] + 0.01 and r["gigabytes"] > 0.001
+        assert r["begin_s"] > 0 and r["waited_s"] > 0 and r["gigabytes"] > 0.001
         assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
         assert not r["steps_during_s"] or r["background"], "a blocking save is over when training goes on"
     assert not list((tmp_path / "disk").iterdir()), "the checkpoints are gone"

@@ -184,7 +184,8 @@ def check_two_ranks(trained: Path, settings: dict, tmp_path: Path, launcher: lis
     first = two_ranks(launcher, config)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in first.stdout
-    assert "ranks [0, 1]" in first.stdout
+    (start,) = json.loads((tmp_path / "two/run.json").read_text())["starts"]
+    assert list(start["attention"].values()) == [[0, 1]]
     two = curve(tmp_path / "two")
     assert [entry[1] for entry in two] == pytest.approx([entry[1] for entry in alone], rel=5e-3)
 
