@@ -146,9 +146,8 @@ def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[fl
     if ranks == 1:
         result["alone"] = speeds
     elif alone:
-        used = (
-            alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks
-        )  # on a CPU, one measurement counts for all ranks
+        # on a CPU, one measurement counts for all ranks
+        used = alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks
         result["share_of_alone"] = result["tokens_per_second"] / sum(used)
     return result
 

@@ -133,9 +133,8 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
     # The first killed rank is the cause. Other ranks fail because they lose their connection to it.
     cause = min(failed, key=lambda index: (failed[index] >= 0, failed[index] == STOPPED))
     status = failed[cause] if failed[cause] >= 0 else 128 - failed[cause]
-    if (
-        stop_requested and status - 128 in SIGNALS
-    ):  # it came before the rank handled signals, so no step was done
+    # it came before the rank handled signals, so no step was done
+    if stop_requested and status - 128 in SIGNALS:
         return INTERRUPTED if interrupted else STOPPED, None
     # rank 0 has already printed the error
     return status, None if (cause, status) == (0, NOT_AS_IT_IS) else cause

@@ -184,9 +184,8 @@ def run_training(args: TrainingArguments) -> None:
     except Stopped as stopped:
         with Watchdog(args.hang_timeout_s) as watchdog:
             watchdog.at("waiting for all ranks to stop")
-            if (
-                is_main
-            ):  # a full disk does not matter: the checkpoint exists, and the exit status reports the stop
+            # a full disk does not matter: the checkpoint exists, and the exit status reports the stop
+            if is_main:
                 with contextlib.suppress(OSError):
                     write_stopped(folder.path, stopped)
             logger.info(str(stopped))
@@ -860,9 +859,8 @@ class Trainer:
         """Evaluate the FP8 health check of the step, if there was one. Return whether modules fall back."""
         number, alarms = self.state.step, self.health.fp8_alarms
         if step.health_check is None:
-            if alarms.active and not has_health_checks(
-                self.model, self.precision
-            ):  # an earlier precision had them
+            # an earlier precision had them
+            if alarms.active and not has_health_checks(self.model, self.precision):
                 record |= alarms.judge(number, {})
             return False
         # waits for the GPU

@@ -24,8 +24,8 @@ from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
 
 B, T = 3, 64
-# Rows of 64 tokens: a document as long as a row; documents of 2 tokens; one that goes on in the next row, which does
-# not see the former; one that ends with a row.
+# Rows of 64 tokens: a document as long as a row; two short documents; one that continues in the next row, where it
+# cannot attend to its first part; one that ends with a row.
 LENGTHS = [64, 2, 2, 10, 30, 50, 4, 30]
 PIECES = [64, 2, 2, 10, 30, 20, 30, 4, 30]
 FP32 = {"compute": "fp32"}
@@ -64,7 +64,7 @@ def build(kind: str, window: int | None = None, document_mask: bool = True, **ke
 
 
 def batch(config: object, rows: int = B, tokens: int = T) -> tuple[Tensor, Tensor]:
-    """input_ids and labels, of which a few are ignored."""
+    """Return input_ids and labels. A few labels are ignored."""
     ids, labels = random_ids(config, rows, tokens), random_ids(config, rows, tokens, seed=1)
     labels[:, 5::20] = -100
     return ids, labels
@@ -291,7 +291,7 @@ def trained(kind: str, each: list[Documents], graphs: bool, keys: dict) -> list[
         loss = model(ids[rows], labels=labels[rows], is_first_microbatch=first, documents=within).loss
         (loss / 2).backward()
         found.append([loss.detach(), *gradients(model).values()])
-    # empty histories, of which there are some, have no relative error
+    # some histories are empty and have no relative error
     found.append([t for t in snapshot_fp8_state(model, model.precision).values() if t.any()])
     with torch.no_grad():
         found.append([model(ids[:B], documents=documents_of(LENGTHS).to(device)).logits])

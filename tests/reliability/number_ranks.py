@@ -162,9 +162,12 @@ def skip(
 def whole_run(
     settings: dict, spoiled: dict[str, str], rank: int = 0, left_out: list | None = None
 ) -> dict[str, Any]:
-    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, wrong_labels, flip
-    or stop: a signal) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
-    place of its own."""
+    """Train a run with injected faults.
+
+    Args:
+        spoiled: number of the step in this process -> fault on `rank`: wrong_labels, flip, or stop (a signal).
+        left_out: replaces skipped_samples of the checkpoint from which the run resumes.
+    """
     if left_out is not None:
         right_read = trainer.read_state
 

@@ -72,7 +72,7 @@ def test_saves(tmp_path: Path) -> None:
     for r in written["results"]:
         assert r["begin_s"] > 0 and r["waited_s"] > 0 and r["gigabytes"] > 0.001
         assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
-        assert not r["steps_during_s"] or r["background"], "a blocking save is over when training goes on"
+        assert not r["steps_during_s"] or r["background"], "training continues only after a blocking save"
     assert not list((tmp_path / "disk").iterdir()), "the checkpoints are gone"
 
 

@@ -72,7 +72,7 @@ class RunState:
     precision: dict[str, Any] = field(default_factory=dict)
     # fallbacks of modules by precision.on_trouble, oldest first: step, module, from, to, ...
     escalations: list[dict[str, Any]] = field(default_factory=list)
-    # steps that were saved because the next one has another precision, for readers
+    # written by earlier versions: steps after which the precision changed
     precision_changes: list[int] = field(default_factory=list)
 
     @property
@@ -189,19 +189,20 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
 
     Raises: CheckpointError: the checkpoint is not committed, or its manifest is damaged."""
     found = read_signed(path / MANIFEST, "files", "step")
-    if found and path.name.startswith("step-") and path.name != name_of(found[1]):
-        raise CheckpointError(
-            f"{path} contains a checkpoint of step {found[1]}. Rename the folder to {name_of(found[1])}",
-            code="damaged",
-            key=str(path),
-        )
     if not found:
         raise CheckpointError(
             f"{path} has no {MANIFEST}: it is no checkpoint, or its save did not complete",
             code="not_committed",
             key=str(path),
         )
-    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in found[0]}
+    entries, step = found
+    if path.name.startswith("step-") and path.name != name_of(step):
+        raise CheckpointError(
+            f"{path} contains a checkpoint of step {step}. Rename the folder to {name_of(step)}",
+            code="damaged",
+            key=str(path),
+        )
+    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in entries}
 
 
 def rolled_back(path: Path) -> list[list[int]] | None:
@@ -348,7 +349,7 @@ def branch_at(root: Path, path: Path) -> bool:
     if not own or belongs_to(path, root):
         return False
     for checkpoint in own:
-        with contextlib.suppress(CheckpointError):  # damaged; the next one tells the same
+        with contextlib.suppress(CheckpointError):  # if it is damaged, the next one has the same origin
             began_at = read_state(checkpoint).began_at
             is_same = path.is_dir() and began_at.get("manifest_sha256") == identity(path)  # its run was moved
             if is_same or began_at.get("path") == str(path.resolve()):

@@ -105,8 +105,8 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
         name = wrong[0]
         raise CheckpointError(
-            f"{path} is of another model: {len(wrong)} parameters differ, such as {name}, of which it holds "
-            f"{held.get(name, 0)} of {sizes.get(name, 0)} elements"
+            f"{path} belongs to another model: {len(wrong)} parameters differ; for example, it has "
+            f"{held.get(name, 0)} of the {sizes.get(name, 0)} elements of {name}"
         )
 
 
@@ -160,9 +160,8 @@ def _pieces_of_engine(engine: Any, step: float | None) -> Iterator[tuple[str, Pi
             kinds = (WEIGHT,) if step is None else (WEIGHT, *MOMENTS)
             tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
             yield from pieces_of_master(engine, master, tensors)
-            optimizer.put(
-                master.tensor, tensors[WEIGHT], tensors, step
-            )  # the caller has filled the tensors by now
+            # the caller has filled the tensors by now
+            optimizer.put(master.tensor, tensors[WEIGHT], tensors, step)
             continue
         tensors = {WEIGHT: master.tensor.data.view(-1)}
         if step is not None:

@@ -27,9 +27,8 @@ def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
     for phase in section.schedule or [{}]:
         own = {key: value for key, value in phase.items() if key not in ENDS}
         out = replace(section, schedule=None, **own)
-        if (
-            out.compute == "fp8" and out.recipe != section.recipe
-        ):  # reset keys that the other recipe does not read
+        # reset keys that the other recipe does not read
+        if out.compute == "fp8" and out.recipe != section.recipe:
             out = replace(section.with_recipe(out.recipe), schedule=None, **own)
         sections.append(out)
     return sections

@@ -82,9 +82,8 @@ def full_schema() -> Node:
         is_section = "properties" in node
         dropped = ("title", "description") if is_section else ("title",)  # class names and docstrings
         kept = {k: inline(v) for k, v in node.items() if not (k in dropped and isinstance(v, str))}
-        return kept | (
-            {"additionalProperties": False} if is_section else {}
-        )  # pydantic 2.11 omits it sometimes
+        # pydantic 2.11 omits it sometimes
+        return kept | ({"additionalProperties": False} if is_section else {})
 
     return inline(schema)
 

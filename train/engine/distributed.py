@@ -24,6 +24,7 @@ from torch.utils import cpp_extension
 
 from model.errors import UserError
 from train import launchers
+from train.files import locks
 
 T = TypeVar("T")
 
@@ -111,11 +112,7 @@ class BuildLock:
 
     def try_acquire(self) -> bool:
         self.file = open(self.path, "w")  # noqa: SIM115, closed by release()
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # the lock is held, or the file system has no locks
-            return not isinstance(error, BlockingIOError)
-        return True
+        return locks(self.file)
 
     def wait(self) -> None:
         fcntl.flock(self.file, fcntl.LOCK_EX)

@@ -145,9 +145,8 @@ class MicroStep:
             loss = loss * batch.labelled()
         # A non-finite loss can have finite gradients. The factor makes them NaN on this rank, so the norm after the
         # reduction is NaN on all ranks (SkipDecision). With a finite loss the factor is 1.
-        engine.backward(
-            loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        )  # divides by the accumulation steps
+        # divides by the accumulation steps
+        engine.backward(loss * torch.where(loss.detach().isfinite(), 1.0, math.nan))
         self.main_grads.mark()
         engine.step()  # acts at the last micro-batch
         return loss.detach()

@@ -81,9 +81,8 @@ def _record(number: int, frame: FrameType | None) -> None:
 
     Raises: Interrupted: Ctrl-C outside of training."""
     name = signal.Signals(number).name
-    is_passed_on = (
-        "TORCHELASTIC_RUN_ID" in os.environ
-    )  # torchrun sends each SIGINT to its ranks a second time
+    # torchrun sends each SIGINT to its ranks a second time
+    is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
     if number == signal.SIGINT and not _is_training:
         # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
         for other in SIGNALS:

@@ -73,9 +73,8 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
     state = state_parts_gib(
         config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
     )
-    measured_gib = (
-        num_parameters(config) * (2 + 4 * main_grad) / GIB
-    )  # weights and, with main_grad, float32 gradients
+    # weights and, with main_grad, float32 gradients
+    measured_gib = num_parameters(config) * (2 + 4 * main_grad) / GIB
     return Task(
         config=config,
         variant=args.model.variant,

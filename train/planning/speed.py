@@ -177,9 +177,8 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
         return 0
     network = GPUS_OF_A_NODE * network_gbit_s / 8 if s.ranks > GPUS_OF_A_NODE else math.inf
     link = min(gpu.nvlink_gb_s, network) * 1e9
-    passes = (
-        (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
-    )  # seconds for one byte per parameter
+    # seconds for one byte per parameter
+    passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
     gradient = 4 if s.reduces_in_float32 else 2  # bytes per parameter
     if s.zero_stage == 3:
         return s.accumulation * passes * (gradient + 4)

@@ -184,9 +184,8 @@ class Framing:
         for end in ends.tolist():
             document, start = ids[start:end], end
             has_bos = len(document) > 0 and bool(document[0] == bos_id)
-            has_eos = len(document) > has_bos and bool(
-                document[-1] == eos_id
-            )  # a single token cannot be both
+            # a single token cannot be both
+            has_eos = len(document) > has_bos and bool(document[-1] == eos_id)
             if len(document) > has_bos + has_eos:
                 framed = np.empty(len(document) + 2 - has_bos - has_eos, dtype)
                 framed[0], framed[-1] = bos_id, eos_id

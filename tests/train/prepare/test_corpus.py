@@ -61,7 +61,7 @@ def test_a_link_to_an_input_is_the_same_input(tmp_path):
 
 
 def test_a_folder_is_read_through_links_once(tmp_path):
-    """Without hidden files, and what an unfinished preparation has in it, which goes on with the same inputs."""
+    """Hidden files and files of an unfinished preparation are skipped, so that a resume has the same inputs."""
     inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
     (inputs / "out/prepare_data.unfinished/notes").mkdir(parents=True), elsewhere.mkdir()
     write_lines(inputs / "out/prepare_data.unfinished/notes/a.txt")

@@ -205,7 +205,7 @@ echo Submitted batch job $(wc -l < {folder}/calls)
 def test_an_array_in_the_queue_is_not_submitted_again(
     tmp_path, prepare, corpus, slurm, reported, most, stage
 ):
-    """When Slurm has refused what was to come behind it, and while squeue does not say whether it is there still."""
+    """Also after Slurm refused a dependent job, and while squeue cannot tell whether the jobs still exist."""
     folder, out, options = slurm(), tmp_path / "out", {**SLURM, "dedup": "exact"}
     (folder / "calls").touch()
     (folder / "sbatch").write_text(LIMITED.format(folder=folder))

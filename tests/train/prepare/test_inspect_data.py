@@ -162,7 +162,7 @@ def plus(place: int, number: int) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
-DAMAGES = {  # what is left of the values of which file, the code, whether it shows without --verify
+DAMAGES = {  # (function of the values, file, error code, whether it is found without --verify)
     "truncated": (lambda values: values[:-1], "", "wrong_size", True),
     "other number": (plus(7, 1), "", "wrong_sha256", False),
     "missing": (None, "", "file_missing", True),
