@@ -38,7 +38,7 @@ need("decoding", "pydantic", "torch", "transformers")
 from fp8_inference_demo.errors import InferenceError
 from model.errors import UserError
 from model.hub import local_folder
-from model.keys import between, unicode, why_no_file
+from model.keys import between, file_problem, unicode
 
 
 def find_model_folder(given: Path) -> Path:
@@ -170,7 +170,7 @@ def option_problem(arguments: argparse.Namespace) -> str:
         return "--prompts needs --output FILE.jsonl"
     if arguments.output and not arguments.prompts:
         return "--output is only for --prompts; other completions go to standard output"
-    if arguments.output and (why := why_no_file(arguments.output)):
+    if arguments.output and (why := file_problem(arguments.output)):
         return f"--output {arguments.output} {why}"
     if "" in arguments.stop:
         return "--stop: the string is empty; pass at least one character"

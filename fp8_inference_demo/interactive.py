@@ -66,7 +66,7 @@ def first_ctrl_c_recorded() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def cut_left(ids: list[int], most: int, bos: int | None) -> list[int]:
+def truncate_left(ids: list[int], most: int, bos: int | None) -> list[int]:
     """Return the last `most` ids. If `ids` start with BOS, the result starts with BOS too."""
     if len(ids) <= most:
         return ids
@@ -104,7 +104,7 @@ def converse(session: Session) -> None:
     for number, line in enumerate(typed_prompts()):
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
-        ids = cut_left(whole, most, session.tokenizer.bos_token_id)
+        ids = truncate_left(whole, most, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
             print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
         with first_ctrl_c_recorded() as interrupted:

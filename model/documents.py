@@ -38,10 +38,10 @@ class Documents:
         Each row starts with 0. Pass positions on the CPU and move the result: on a GPU this waits for the number of
         pieces.
         """
-        return cls.of_pieces(positions, (positions.flatten() == 0).nonzero().flatten())
+        return cls.from_piece_starts(positions, (positions.flatten() == 0).nonzero().flatten())
 
     @classmethod
-    def of_pieces(cls, positions: Tensor, starts: Tensor) -> Documents:
+    def from_piece_starts(cls, positions: Tensor, starts: Tensor) -> Documents:
         """Create documents, without checks, from the starts of the pieces in the flattened batch: int64 [P]."""
         pieces = max(FEWEST_PIECES, 1 << (len(starts) - 1).bit_length())
         cu_seqlens = torch.full((pieces + 1,), positions.numel(), dtype=torch.int32, device=positions.device)

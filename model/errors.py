@@ -7,7 +7,7 @@ class UserError(Exception):
     """An error the user can fix.
 
     Programs print the message without a traceback and exit with status 2, because the same command would fail again. If
-    `may_pass` is true, for example for a file system error, they exit with status 1, and a restart may help.
+    `is_transient` is true, for example for a file system error, they exit with status 1, and a restart may help.
 
     Args:
         message: what is wrong, with the value; what is allowed; what to do.
@@ -17,7 +17,7 @@ class UserError(Exception):
     """
 
     code = "user_error"
-    may_pass = False
+    is_transient = False
 
     def __init__(self, message: str = "", *, code: str | None = None, key: str | None = None):
         super().__init__(message)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from model.documents import Documents
 from model.fp8.gemms import count_gemms, count_replay
-from model.fp8.health import HealthCheck, is_watched, took_replay, unwatched
+from model.fp8.health import HealthCheck, add_replay_totals, is_collecting, pause_collection
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
@@ -119,7 +119,7 @@ class _Replay(torch.autograd.Function):
         captured.backward_graph.replay()
         count_replay(Counter(), captured.gemms.backward)
         if captured.totals is not None:
-            took_replay(captured.totals)
+            add_replay_totals(captured.totals)
         # copies: the caller may keep gradients, and the next replay overwrites the static ones
         return None, *(None if g is None else g.clone() for g in captured.gradients)
 
@@ -131,7 +131,7 @@ def _warm_up_and_capture(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # the nested contexts keep these passes out of outer GEMM counts and health checks
-    with torch.cuda.stream(stream), count_gemms(model, precision), unwatched():
+    with torch.cuda.stream(stream), count_gemms(model, precision), pause_collection():
         for index in range(WARMUP_PASSES):
             looks = HealthCheck(model, precision).watching if health and index == 0 else nullcontext
             for first in kinds:
@@ -148,7 +148,7 @@ def _warm_up_and_capture(
     gc.disable()  # freeing another graph during a capture breaks it
     try:
         pool = torch.cuda.graph_pool_handle()
-        with unwatched():
+        with pause_collection():
             captured = {first: _Captured(passes, precision, first, pool) for first in kinds}
             check = HealthCheck(model, precision) if health else None
             return captured, _Captured(passes, precision, kinds[0], pool, check) if check else None
@@ -209,7 +209,7 @@ def use_cuda_graphs(
         **others: Any,
     ) -> CausalLMOutput:
         graphs = captured.get(is_first_microbatch)
-        if looking and is_watched() and is_first_microbatch == kinds[0]:
+        if looking and is_collecting() and is_first_microbatch == kinds[0]:
             graphs = looking
         training = model.training and torch.is_grad_enabled() and labels is not None and not others
         if graphs is None or not training or not passes.take(input_ids, labels, documents):

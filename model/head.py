@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.fp8.quantizers import Source, note_operand
+from model.fp8.quantizers import Source, report_operand
 
 
 def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, **placement: Any) -> nn.Module:
@@ -74,12 +74,12 @@ class _Head(torch.autograd.Function):
         hidden_MH, weight_VH, *of_loss = ctx.saved_tensors
 
         def note(operand: int, matrix: torch.Tensor, made: Any) -> None:
-            note_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)
+            report_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)
 
         if of_loss:
             logits_MV, *statistics = of_loss
             source = Source("loss_gradient", (logits_MV, *statistics, gradient), rounded=True)
             gradient = ctx.te.fp8_cross_entropy.gradient(logits_MV, statistics, gradient)
-            note_operand(ctx.module, 2, source, gradient)
+            report_operand(ctx.module, 2, source, gradient)
         into = weight_VH.main_grad if getattr(ctx.module, "fuse_wgrad_accumulation", False) else None
         return *ctx.te.fp8_gradients(gradient, hidden_MH, weight_VH, into, note), None, None, None

@@ -2,7 +2,7 @@
 
 `option` makes a pydantic field with every fact about a key. train/config generates messages, --help, the schema for
 editors and the resume rules from it. `between`, `unicode`, `given_path` and `json_file` are argparse types.
-`why_not_written` and `why_no_file` check before any work whether its result can be written.
+`folder_problem` and `file_problem` check before any work whether its result can be written.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ def json_file(text: str) -> Path:
     """Argparse type for the path of a .json file that can be written."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text}: the file name must end in .json")
-    if why := why_no_file(Path(text)):
+    if why := file_problem(Path(text)):
         raise argparse.ArgumentTypeError(f"{text} {why}")
     return Path(text)
 
 
-def why_no_file(path: Path) -> str:
+def file_problem(path: Path) -> str:
     """Return why the user cannot write the file `path`, whose folder may not exist yet, or ""."""
-    return "is a folder; name a file" if path.is_dir() else why_not_written(path.parent)
+    return "is a folder; name a file" if path.is_dir() else folder_problem(path.parent)
 
 
-def why_not_written(folder: Path) -> str:
+def folder_problem(folder: Path) -> str:
     """Return why the user cannot create `folder` or write into it, or ""."""
     place = folder.absolute()
     while not os.path.lexists(place):

@@ -20,7 +20,7 @@ from model.conversion import Parts, hf_parts, load_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.modules import apply_precision, bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import PrecisionConfig, recipe_of
+from model.fp8.recipes import PrecisionConfig, forward_recipe
 from model.fp8.state import load_fp8_state
 from model.te_reference.quantize import BLOCK
 from model.variants import SpeedConfig
@@ -51,7 +51,7 @@ class TrainedFP8:
     scaling are excluded as well, because a folder can hold only one kind of scales.
 
     Args:
-        levels: see Precision.
+        fallbacks: see Precision.
 
     Attributes:
         names: names of the Hugging Face tensors.
@@ -66,10 +66,10 @@ class TrainedFP8:
         config: MistralConfig,
         variant: str,
         precision: PrecisionConfig,
-        levels: Mapping[str, str] | None = None,
+        fallbacks: Mapping[str, str] | None = None,
     ):
         reference = dataclasses.replace(precision, backend="reference")
-        self.precision = Precision(reference, torch.device("meta"), levels)
+        self.precision = Precision(reference, torch.device("meta"), fallbacks)
         self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())
         apply_precision(self.model, self.precision)
         self.blocks = precision.recipe == "block"
@@ -78,12 +78,14 @@ class TrainedFP8:
             for name in fp8_modules(self.model, self.precision).planned
             # a folder holds the scales of one recipe
             if name != "lm_head"
-            and (level := self.precision.level(name)) != "bf16"
-            and (recipe_of(level) == "block") == self.blocks
+            and (recipe_name := self.precision.module_recipe(name)) != "bf16"
+            and (forward_recipe(recipe_name) == "block") == self.blocks
             for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
         ]
         self.names = [name for matrix in self.matrices for name, _ in matrix.parts]
-        self.recipes = [*dict.fromkeys(recipe_of(self.precision.level(m.module)) for m in self.matrices)]
+        self.recipes = [
+            *dict.fromkeys(forward_recipe(self.precision.module_recipe(m.module)) for m in self.matrices)
+        ]
         if not self.names:
             raise PrecisionError(
                 f"no layer of this checkpoint has weights with scales of recipe {precision.recipe}: "

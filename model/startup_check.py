@@ -20,7 +20,7 @@ from model.documents import Documents, attend, random_documents
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.gemms import count_gemms
-from model.fp8.modules import of_transformer_engine
+from model.fp8.modules import uses_transformer_engine
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
@@ -100,7 +100,7 @@ def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Itera
 
     Raises StartupCheckError: the FP8 GEMMs that ran are not the planned ones.
     """
-    if not of_transformer_engine(model):
+    if not uses_transformer_engine(model):
         yield
         return
     with count_gemms(model, precision) as gemms:

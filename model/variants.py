@@ -137,7 +137,7 @@ def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> 
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
 
 
-def why_no_graphs(
+def cuda_graphs_problem(
     variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
 ) -> str | None:
     """Return why CUDA graphs are not possible and what to do instead, or None if they are.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-MOST_OF_A_REPORT = 2000  # characters shown from the end of a failure
+MAX_REPORT_CHARACTERS = 2000  # characters shown from the end of a failure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +69,9 @@ class GPURun:
             self.failed.append(report.nodeid)
             # print it at once: the time on the machine may end before pytest's summary
             if terminal := self.config.pluginmanager.get_plugin("terminalreporter"):
-                terminal.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext[-MOST_OF_A_REPORT:]}")
+                terminal.write_line(
+                    f"\nFAILED {report.nodeid}\n{report.longreprtext[-MAX_REPORT_CHARACTERS:]}"
+                )
         elif report.skipped and not hasattr(report, "wasxfail"):
             self.skipped.append(report.nodeid)
 

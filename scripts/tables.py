@@ -38,7 +38,7 @@ PARTS = {
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
 # Short forms of a key's `resume` rule (model/keys.py) and of JSON schema limits for the table.
-ON_A_RESUME = {"free": "free", "allowed": "flag", "structural": "no"}
+RESUME_LABELS = {"free": "free", "allowed": "flag", "structural": "no"}
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, at the micro-batch of the training.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
@@ -75,7 +75,7 @@ def _described(key: str, node: Node) -> list[str]:
         return re.sub(r"[\\*<|]", r"\\\g<0>", text)
 
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
-    resume = ON_A_RESUME[node["resume"]]
+    resume = RESUME_LABELS[node["resume"]]
     return [
         f"`{key}`",
         plain(describe(node).removesuffix(" or null")),

@@ -141,7 +141,7 @@ def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[fl
         "rounds": each,
         "peak_gib": max(r["allocated_gib"] for r in found),
         "attention": found[0]["attention"],
-        "notes": found[0]["proof"],
+        "notes": found[0]["startup_checks"],
     }
     if ranks == 1:
         result["alone"] = speeds

@@ -39,11 +39,11 @@ SUFFIXES = {
     **dict.fromkeys(".md .rst .txt .tex".split(), "documents"),
 }  # fmt: skip
 # Filters of source code: StarCoder's (Li et al. 2023, arXiv:2305.06161, section 3.1), CodeParrot's before it.
-MAX_LINE, MAX_MEAN_LINE, LEAST_ALPHANUMERIC, HEAD_LINES = 1000, 100, 0.25, 10
+MAX_LINE, MAX_MEAN_LINE, MIN_ALPHANUMERIC, HEAD_LINES = 1000, 100, 0.25, 10
 GENERATED = re.compile(
     r"(auto|code|file|was|is)[ -]?(automatically )?generated|do not (edit|modify)", re.IGNORECASE
 )
-MAX_BYTES, LEAST_BYTES = 1_000_000, 200
+MAX_BYTES, MIN_BYTES = 1_000_000, 200
 # In bytes of UTF-8. A character that is not ASCII counts as a letter.
 ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 PLATFORMS = ("any", *(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_17", "2014")))
@@ -105,12 +105,12 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
 def skip_reason(text: str, kind: str) -> str | None:
     """Return why a text is skipped because it is not source code or prose written by a person, or None."""
     data = text.encode()
-    if len(data) < LEAST_BYTES:
-        return f"under {LEAST_BYTES} bytes"
+    if len(data) < MIN_BYTES:
+        return f"under {MIN_BYTES} bytes"
     if len(data) > MAX_BYTES:
         return f"over {MAX_BYTES:,} bytes"
-    if len(data.translate(None, ALPHANUMERIC)) > (1 - LEAST_ALPHANUMERIC) * len(data):
-        return f"under {LEAST_ALPHANUMERIC:.0%} letters and digits"
+    if len(data.translate(None, ALPHANUMERIC)) > (1 - MIN_ALPHANUMERIC) * len(data):
+        return f"under {MIN_ALPHANUMERIC:.0%} letters and digits"
     if kind == "documents":
         return None
     lines = text.splitlines()

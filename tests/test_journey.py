@@ -24,7 +24,7 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics
-from train.monitor.signals import NOT_AS_IT_IS, STOPPED
+from train.monitor.signals import DO_NOT_RESTART, STOPPED
 
 pytestmark = [pytest.mark.slow, pytest.mark.interpreter, pytest.mark.timeout(1200)]
 
@@ -165,7 +165,7 @@ def resumed(prepared: User, stopped: int) -> str:
     """What the run says that goes on after Ctrl-C to its end, with another learning rate and more steps, as the
     refusal tells how."""
     changes = ("--learning_rate", "1e-3", "--max_steps", STEPS)
-    refused = prepared.train(*changes, status=NOT_AS_IT_IS)
+    refused = prepared.train(*changes, status=DO_NOT_RESTART)
     found = re.search(r"(--allow_changes_on_resume) (\S+)", refused)
     assert found and f"step-{stopped:08d}" in refused, refused
     return prepared.train(*changes, found[1], found[2])

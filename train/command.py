@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from model.errors import UserError
 from train.files import reason
-from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS
+from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED
 from train.record.log import configure_logging
 
 
@@ -35,8 +35,8 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
             print(f"error: {reason(error)}", file=sys.stderr)
             if os.environ.get("FP8_TRACEBACK") == "1":
                 traceback.print_exc()
-            is_users = isinstance(error, UserError | ValueError) and not getattr(error, "may_pass", False)
-            return NOT_AS_IT_IS if is_users else system_error
+            is_users = isinstance(error, UserError | ValueError) and not getattr(error, "is_transient", False)
+            return DO_NOT_RESTART if is_users else system_error
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             return INTERRUPTED

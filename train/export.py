@@ -43,7 +43,7 @@ from train.data.encoder import (
 from train.data.format import DataError
 from train.files import discarded_name
 from train.record.model_card import write_card
-from train.record.run_folder import EXPORTED_FROM, why_not_replaced
+from train.record.run_folder import EXPORTED_FROM, export_folder_problem
 
 # Files of an earlier export that must not stay beside a new one, which may have other file names. A chat template fits
 # any export.
@@ -78,7 +78,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         PrecisionError: the weights cannot be stored in FP8.
         OSError: `out` cannot be written; it is unchanged.
     """
-    if problem := why_not_replaced(out):
+    if problem := export_folder_problem(out):
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     state = read_state(path)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     how = f"one scale per row; the model was trained in {precision.compute} ({precision.recipe})"
     if precision.compute == "fp8" and RECIPES[precision.recipe].package == "te":
         trained = serving.TrainedFP8(
-            model.config, state.train_config["model"]["variant"], precision, state.levels
+            model.config, state.train_config["model"]["variant"], precision, state.fallbacks
         )
         quantized = trained.quantize(weights, load_shard(path / rank_file(0))["fp8"])
         how = f"equal to those of training ({' and '.join(trained.recipes)} scaling), bit for bit"

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Errors of a file system that persist until somebody fixes the cause.
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+PERSISTENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
 
@@ -53,32 +53,32 @@ def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 def reason(error: BaseException) -> str:
     """Return the message of an error, with a remedy if a disk is full or not writable."""
-    if not lasts(error):
+    if not is_persistent(error):
         return str(error)
     return f"{error}. Free disk space, change the permissions, or choose another folder"
 
 
-def lasts(error: BaseException) -> bool:
+def is_persistent(error: BaseException) -> bool:
     """Return whether this is a file system error that persists: a full or read-only disk, or missing permissions.
 
     Errors of a network file system or a bus, such as EIO, ESTALE or a timeout, may pass.
     """
-    return getattr(error, "errno", None) in LASTING or FULL in str(error)
+    return getattr(error, "errno", None) in PERSISTENT_ERRORS or FULL in str(error)
 
 
-def may_pass(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Return whether the error comes from a system error that may pass.
 
     The first OSError with an errno in the chain of causes decides. A missing file or an existing one never passes.
     """
     while error is not None:
         if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
-            return not (lasts(error) or isinstance(error, NO_FAULTS))
+            return not (is_persistent(error) or isinstance(error, NO_FAULTS))
         error = error.__cause__
     return False
 
 
-def size_text(number: int) -> str:
+def format_size(number: int) -> str:
     """Return a number of bytes as text in GB or MB."""
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
@@ -103,7 +103,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def existing(path: Path) -> Path:
+def nearest_existing_path(path: Path) -> Path:
     """Return `path`, or its nearest parent that exists, which may be a file or a broken link."""
     place = path.absolute()
     while not os.path.lexists(place):
@@ -118,7 +118,7 @@ def data_folder(name: str) -> str:
 
 
 @contextmanager
-def without_patterns(folder: Path) -> Iterator[Path]:
+def escape_glob_path(folder: Path) -> Iterator[Path]:
     """Yield a path to `folder` that has no glob patterns, for libraries that do not escape them.
 
     It is a link in a temporary folder, because the name may be something like "run[lr=3e-4]".
@@ -129,7 +129,7 @@ def without_patterns(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def locks(file: IO) -> bool:
+def try_lock(file: IO) -> bool:
     """Lock the file for this process until it is closed. Return False if another process has the lock.
 
     On a file system without locks, such as Lustre mounted without them, log a warning and return True."""
@@ -166,7 +166,7 @@ def remove_dead_buffers() -> None:
 
 
 @contextmanager
-def drawing(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
+def open_figure(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a matplotlib figure and its axes, array [rows, columns], and save it as the PNG `path` after the block.
 
     Needs no display. The file is written atomically, and its folder is created.

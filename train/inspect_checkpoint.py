@@ -30,7 +30,7 @@ from train.checkpoint.files import (
     step_folders,
 )
 from train.command import command
-from train.files import shown, size_text
+from train.files import format_size, shown
 
 
 def find_damage(path: Path, verify: bool) -> list[str] | None:
@@ -54,7 +54,7 @@ def find_damage(path: Path, verify: bool) -> list[str] | None:
 def describe(path: Path) -> list[str]:
     """Return one line about the run state and the files of a checkpoint, and one for each change on a resume."""
     files = [file.stat() for file in path.glob("*") if file.is_file()]
-    size = size_text(sum(file.st_size for file in files))
+    size = format_size(sum(file.st_size for file in files))
     written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=0))
     try:
         state = read_state(path)

@@ -56,10 +56,10 @@ from model.keys import between
 from train.checkpoint.files import committed, identity
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
-from train.files import may_pass, reason, remove_dead_buffers
+from train.files import is_transient, reason, remove_dead_buffers
 from train.launchers import first_host, port_of
 from train.monitor import signals
-from train.monitor.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
+from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.record.log import configure_logging
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         return run_ranks(parse(argv), Children())
     except (UserError, ValueError, OSError) as error:
         logger.error(reason(error))
-        return CRASHED if may_pass(error) else NOT_AS_IT_IS
+        return CRASHED if is_transient(error) else DO_NOT_RESTART
 
 
 # ---------------------------------------------------------------- decisions: pure functions
@@ -113,7 +113,7 @@ def should_restart(status: int, stop_requested: bool, made_progress: bool, is_re
         made_progress: whether the attempt logged a new step or saved a new checkpoint.
         is_retry: whether the previous attempt made no progress either.
     """
-    if status in (0, STOPPED, NOT_AS_IT_IS, INTERRUPTED) or stop_requested:
+    if status in (0, STOPPED, DO_NOT_RESTART, INTERRUPTED) or stop_requested:
         return False
     return made_progress or not is_retry
 
@@ -137,12 +137,12 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
     if stop_requested and status - 128 in SIGNALS:
         return INTERRUPTED if interrupted else STOPPED, None
     # rank 0 has already printed the error
-    return status, None if (cause, status) == (0, NOT_AS_IT_IS) else cause
+    return status, None if (cause, status) == (0, DO_NOT_RESTART) else cause
 
 
 def grace_s(failed: dict[int, int]) -> float:
     """Return how many seconds the other ranks have to end; `failed` is as in `exit_status`."""
-    if failed.get(0) == NOT_AS_IT_IS:  # the others would print the same error
+    if failed.get(0) == DO_NOT_RESTART:  # the others would print the same error
         return 0.0
     return STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
 
@@ -208,11 +208,11 @@ class Children:
             report_failure(environments[cause]["RANK"], failed[cause])
         return status
 
-    def _start(self, command: list[str], environment: dict[str, str] | None, at_our_end: int) -> None:
+    def _start(self, command: list[str], environment: dict[str, str] | None, exit_signal: int) -> None:
         # The child inherits the blocked signal. Otherwise Ctrl-C during its imports would print a traceback.
         blocked = [signal.SIGINT] if environment else []
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        before = signals.at_parents_end(at_our_end)
+        before = signals.signal_on_parent_exit(exit_signal)
         self.processes.append(subprocess.Popen(command, env=environment, preexec_fn=before))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         if self.stop_requested:  # the request came before this process existed

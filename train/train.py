@@ -39,7 +39,7 @@ from model.errors import UserError
 from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
-from train.files import lasts, reason
+from train.files import is_persistent, reason
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         0: done.
         75 (signals.STOPPED): stopped on request, with a checkpoint.
         130 (signals.INTERRUPTED): stopped by Ctrl-C, without a checkpoint.
-        2 (signals.NOT_AS_IT_IS): the user has to change something first, for example the configuration, a full or
+        2 (signals.DO_NOT_RESTART): the user has to change something first, for example the configuration, a full or
             read-only disk, or a run whose numbers went wrong.
         1 (CRASHED): any other error, which a restart from the last checkpoint may fix.
     """
@@ -98,8 +98,12 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
     with contextlib.suppress(UserError):
         launchers.adopt()  # the arguments may have been refused before
     is_expected = isinstance(error, ValueError | OSError | UserError)
-    may_pass = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", not is_expected)
-    status = CRASHED if may_pass else signals.NOT_AS_IT_IS
+    is_transient = (
+        not is_persistent(error)
+        if isinstance(error, OSError)
+        else getattr(error, "is_transient", not is_expected)
+    )
+    status = CRASHED if is_transient else signals.DO_NOT_RESTART
     memory = None if is_expected or arguments is None else memory_ran_out(error, arguments)
     shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory)
     logger.debug("the run failed", exc_info=True)  # the log file has the traceback

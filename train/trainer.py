@@ -35,7 +35,7 @@ from model.fp8.calibration import calibrate
 from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.machine import describe, headline
-from model.fp8.modules import check_precision, fp8_modules, of_transformer_engine
+from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
 from model.fp8.precision import Precision
 from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
 from train.checkpoint.files import RunState, belongs_to, identity, name_of, read_state
@@ -171,7 +171,7 @@ def run_training(args: TrainingArguments) -> None:
                 checkpoint = trainer.fit(metrics, stop_vote)
                 while state.step < args.max_steps:
                     trainer, change = build_next_trainer(trainer)
-                    record.add_stage(change)
+                    record.add_phase(change)
                     checkpoint = trainer.fit(metrics, stop_vote)
             record.part = "export"
             with Watchdog(args.hang_timeout_s) as watchdog:
@@ -253,7 +253,7 @@ def bytes_to_read(*places: Path | str | None) -> int:
 
     Only rank 0 reads the sizes, to keep the load on a shared file system low.
     """
-    return distributed.from_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
+    return distributed.call_on_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
@@ -346,7 +346,7 @@ def build_model_and_precision(
         ValueError: model.config does not name a model, or see `build_model`.
         BackendError: Transformer Engine or the attention backend is not available.
     """
-    config, precision = load_config(args.model.config), Precision(args.precision, levels=fallbacks)
+    config, precision = load_config(args.model.config), Precision(args.precision, fallbacks=fallbacks)
     choose_attention(
         args.model.attention_backend, args.model.variant, precision, config, args.data.document_mask
     )
@@ -408,7 +408,7 @@ def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Prec
     if precision.fp8:
         report = fp8_modules(model, precision)
         fp8 = f"{len(report.planned)}/{len(report.planned) + len(report.kept)} {precision.config.recipe}"
-        fallbacks = f", {len(report.levels)} of these with a fallback" if report.levels else ""
+        fallbacks = f", {len(report.fallbacks)} of these with a fallback" if report.fallbacks else ""
         fp8 += fallbacks + (", emulated" if precision.emulated else "")
     return StartupReport(fp8, attention, ranks, lines)
 
@@ -544,7 +544,7 @@ def describe_start(trainer: Trainer) -> dict[str, Any]:
         "data": trainer.data.train.describe(),
         "fp8": trainer.report.fp8,
         "attention": trainer.report.attention_by_rank,
-        "proof": trainer.report.lines,
+        "startup_checks": trainer.report.lines,
         "plan": predict(args, state),
         "escalations": state.escalations,  # the list grows during training
     }
@@ -594,7 +594,7 @@ class Trainer:
         watchdog.phase("building the model", read)
         self.model, self.precision = build_model_and_precision(phase_args, checkpoint, fallbacks)
         watchdog.phase("running the startup check")
-        check_later_phases(args, self.model, self.precision.device, state.levels)
+        check_later_phases(args, self.model, self.precision.device, state.fallbacks)
         self.report = run_startup_check(args, self.model, self.precision)
         watchdog.phase("building the engine", read)
         self.engine, self.micro_step = build_engine_and_resume(
@@ -711,7 +711,7 @@ class Trainer:
         loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()
         # GEMMs in torchao's compiled layers cannot be counted; the startup check has fixed what they run
-        counts = self._is_logged(state.step + 1) and of_transformer_engine(self.model)
+        counts = self._is_logged(state.step + 1) and uses_transformer_engine(self.model)
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else contextlib.nullcontext() as gemms:
             for index in range(self.accumulation):
@@ -741,7 +741,7 @@ class Trainer:
         state = self.state
         return (
             state.step >= self.args.max_steps
-            or state.levels != self.precision.levels
+            or state.fallbacks != self.precision.fallbacks
             or phase_at(self.args, state.step, state.consumed_tokens) != self.phase
         )
 
@@ -896,7 +896,7 @@ class Trainer:
         Returns False on every rank if a stop is requested meanwhile.
         """
 
-        def asked_to_stop() -> bool:
+        def should_stop() -> bool:
             stop, _, _ = self.stop_vote.ask()
             self.watchdog.renew(f"evaluating step {self.state.step}")
             return stop
@@ -906,7 +906,7 @@ class Trainer:
             self.precision,
             self.data.held_out,
             self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size,
-            asked_to_stop,
+            should_stop,
         )
         if losses is not None:
             record |= losses | {"unigram_loss": self.data.unigram_loss}
@@ -985,11 +985,11 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     logger.info(f"{change}: model and engine were rebuilt in {took_s:.1f} s")
     return following, {
         "step": state.step,
-        "stage": change,
-        "new_stage": is_new_phase,
+        "phase": change,
+        "new_phase": is_new_phase,
         "took_s": took_s,
         "fp8": following.report.fp8,
-        "proof": following.report.lines,
+        "startup_checks": following.report.lines,
     }
 
 

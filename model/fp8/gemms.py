@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.modules import fp8_modules, gemm_modules, matrices, of_transformer_engine
+from model.fp8.modules import fp8_modules, gemm_modules, matrices, uses_transformer_engine
 from model.fp8.precision import Precision
 
 _counting: list[Gemms] = []  # nested contexts; only the innermost counts
@@ -41,7 +41,7 @@ class Gemms:
         modules = gemm_modules(model, precision)
         self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
         # modules whose gradients are also computed in FP8
-        self.backwards = [name for name in self.weights if precision.level(name) != "bf16_backward"]
+        self.backwards = [name for name in self.weights if precision.module_recipe(name) != "bf16_backward"]
         # an lm_head with FP8 GEMMs only for its gradients
         self.gradients_alone = 2 * sum(getattr(module, "fp8_gradients", False) for module in modules.values())
         self.recipe = precision.config.recipe if precision.fp8 else None
@@ -114,10 +114,10 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
             )
             for hook in hooks:
                 stack.callback(hook.remove)
-        if of_transformer_engine(model):
-            stack.enter_context(te_backend.noted_gemms(precision.te, gemms._note))
+        if uses_transformer_engine(model):
+            stack.enter_context(te_backend.intercept_gemms(precision.te, gemms._note))
         elif precision.torchao:
-            stack.enter_context(torchao_fp8.noted_gemms(precision.emulated, gemms._note))
+            stack.enter_context(torchao_fp8.intercept_gemms(precision.emulated, gemms._note))
         _counting.append(gemms)
         stack.callback(_counting.remove, gemms)
         yield gemms

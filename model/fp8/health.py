@@ -5,9 +5,9 @@
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 
-quantizers.noted_quantizations passes each operand to the check together with its source. The check changes no number
-and draws no random number. Only the first quantization of an operand counts: a recomputation repeats it, and a weight
-is quantized only in the first micro-batch of a step.
+quantizers.intercept_quantizations passes each operand to the check together with its source. The check changes no
+number and draws no random number. Only the first quantization of an operand counts: a recomputation repeats it, and a
+weight is quantized only in the first micro-batch of a step.
 
 Nothing here waits for the GPU, so a CUDA graph (model/graphs.py) can contain the check.
 """
@@ -25,7 +25,7 @@ from torch import nn
 
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
-from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
+from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
 from model.te_reference.quantize import FP8_MAX, dequantize
 
 OPERANDS = ("input", "weight", "gradient")
@@ -68,7 +68,7 @@ class HealthCheck:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which this check collects totals, also from a CUDA graph that was captured with a check."""
-        with noted_quantizations(self.precision.te, self._note), _innermost(self):
+        with intercept_quantizations(self.precision.te, self._note), _innermost(self):
             yield
 
     def totals(self) -> torch.Tensor:
@@ -88,7 +88,7 @@ class HealthCheck:
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
     ) -> None:
-        """Collect the totals of an operand; called by noted_quantizations."""
+        """Collect the totals of an operand; called by intercept_quantizations."""
         if _watching[-1] is not self:
             return
         if self._slots.keys().isdisjoint(slots):  # a module's first forward creates its quantizers
@@ -146,17 +146,17 @@ def _innermost(check: HealthCheck | None) -> Iterator[None]:
         _watching.pop()
 
 
-def unwatched() -> Any:
+def pause_collection() -> Any:
     """Context in which no check collects, for example for warm-up passes before a graph capture."""
     return _innermost(None)
 
 
-def is_watched() -> bool:
+def is_collecting() -> bool:
     """Return whether a check is collecting."""
     return bool(_watching) and _watching[-1] is not None
 
 
-def took_replay(totals: torch.Tensor) -> None:
+def add_replay_totals(totals: torch.Tensor) -> None:
     """Pass the totals of a replayed CUDA graph to the running check, which copies them: the next replay overwrites
     them.
     """

@@ -17,9 +17,9 @@ from typing import Any
 PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "liger-kernel", "megatron-core", "triton")
 
 
-def leave_out(logger: str, *beginnings: str) -> None:
+def drop_log_messages(logger: str, *prefixes: str) -> None:
     """Drop messages with these beginnings that are logged to exactly `logger`."""
-    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(beginnings))
+    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(prefixes))
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:

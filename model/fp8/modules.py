@@ -33,20 +33,20 @@ class FP8Report:
     Attributes:
         planned: names of the modules.
         kept: the other modules, with the reason.
-        levels: the modules of `planned` with a fallback, and its name.
+        fallbacks: the modules of `planned` with a fallback, and its name.
     """
 
     planned: list[str]
     kept: dict[str, str]
-    levels: dict[str, str]
+    fallbacks: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
         """Return lines for the log: one for FP8, one per fallback, and one per reason for high precision."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
-        for level, names in by_value(self.levels).items():
-            out.append(f"  {WORDS[level]}, by precision.on_trouble: {shown(names)}")
+        for recipe_name, names in by_value(self.fallbacks).items():
+            out.append(f"  {WORDS[recipe_name]}, by precision.on_trouble: {shown(names)}")
         for reason, names in by_value(self.kept).items():
             out.append(f"  not FP8: {shown(names)}: {reason}")
         return out
@@ -82,7 +82,7 @@ def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
     module.register_forward_hook(leave, always_call=True)
 
 
-def of_transformer_engine(model: nn.Module) -> bool:
+def uses_transformer_engine(model: nn.Module) -> bool:
     """Return whether the modules of `model`, a variant or a single module, are TE's or its reference's."""
     variant = getattr(model, "variant", None)
     return variant is None or VARIANTS[variant].te
@@ -91,7 +91,7 @@ def of_transformer_engine(model: nn.Module) -> bool:
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
     """Return the modules with GEMMs by name: TE's, or torch's and torchao's Linear in transformers' own model."""
     kinds: tuple[type, ...] = (nn.Linear,)
-    if of_transformer_engine(model):
+    if uses_transformer_engine(model):
         kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
@@ -118,15 +118,15 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
         else:
             pattern = bf16_pattern(name, precision.config.bf16_modules)
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
-            if reason is None and precision.level(name) == "bf16":
+            if reason is None and precision.module_recipe(name) == "bf16":
                 reason = TAKEN_OUT
             if name == "lm_head" and precision.config.head_gradients:
                 how = "run FP8" if getattr(module, "fp8_gradients", False) else "do not run FP8"
                 reason = f"{reason}; its two gradient GEMMs {how}"
         if reason is None:
             report.planned.append(name)
-            if (level := precision.level(name)) != precision.config.recipe:
-                report.levels[name] = level
+            if (recipe_name := precision.module_recipe(name)) != precision.config.recipe:
+                report.fallbacks[name] = recipe_name
         else:
             report.kept[name] = reason
     return report
@@ -135,7 +135,7 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
 def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Make the modules of `model` run in `precision`.
 
-    Modules that match `bf16_modules` stay in bf16, and modules of `levels` get their own autocast. With torchao, the
+    Modules that match `bf16_modules` stay in bf16, and modules of `fallbacks` get their own autocast. With torchao, the
     FP8 modules replace the planned ones. Raises PrecisionError: as `check_precision`.
     """
     if not precision.fp8:
@@ -151,11 +151,14 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     for name, module in gemm_modules(model, precision).items():
         if bf16_pattern(name, precision.config.bf16_modules):
             continue
-        level, recipe = precision.level(name), precision.make_recipe(precision.level(name))
+        recipe_name, recipe = (
+            precision.module_recipe(name),
+            precision.make_recipe(precision.module_recipe(name)),
+        )
         own_scales = name == "lm_head" and _rounds_scales_of_gradients(recipe)
         if own_scales:  # te_reference/gemm.py explains why
             recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
-        if own_scales or level != precision.config.recipe:
+        if own_scales or recipe_name != precision.config.recipe:
             run_under(module, precision.te, recipe)
 
 

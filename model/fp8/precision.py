@@ -20,17 +20,17 @@ from torch import nn
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.recipes import (
-    LEVELS,
+    FALLBACK_ORDER,
     RECIPES,
     PrecisionConfig,
-    recipe_of,
-    why_no_fp8,
+    forward_recipe,
+    fp8_gpu_problem,
 )
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Advice for the case that this machine lacks the recipe of a module's fallback.
-WITHOUT_FALLBACK = (
+FALLBACK_ADVICE = (
     "modules of this checkpoint fell back to it (precision.on_trouble). Resume on a machine that has it, or start over "
     "with --resume_from_checkpoint never; to evaluate, pass evaluate.py --precision bf16"
 )
@@ -45,7 +45,7 @@ class PrecisionError(UserError, ValueError):
 def check_fp8_gpu() -> None:
     """Raise PrecisionError if there is a GPU and it does not support FP8."""
     if torch.cuda.is_available() and (
-        why := why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        why := fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
         raise PrecisionError(why, code="gpu_without_fp8")
 
@@ -64,7 +64,7 @@ class Precision:
         dtype: dtype of parameters and activations.
         device: the device given, otherwise the GPU if there is one.
         emulated: see PrecisionConfig.
-        levels: fallbacks (precision.on_trouble) by module name, each one of LEVELS.
+        fallbacks: fallbacks (precision.on_trouble) by module name, each one of FALLBACK_ORDER.
 
     Raises PrecisionError: the section is invalid, or this machine cannot run its FP8.
     """
@@ -73,7 +73,7 @@ class Precision:
         self,
         config: PrecisionConfig,
         device: torch.device | None = None,
-        levels: Mapping[str, str] | None = None,
+        fallbacks: Mapping[str, str] | None = None,
     ):
         problems = config.problems()
         if problems:
@@ -92,15 +92,15 @@ class Precision:
                 device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.emulated = config.emulated
-        self.levels = dict(levels or {})
+        self.fallbacks = dict(fallbacks or {})
         self.recipe = None
         if self.fp8:
             if not self.emulated:
                 check_fp8_gpu()
             self.require(config.recipe)
-            for level in dict.fromkeys(map(self.level, self.levels)):
-                if level != config.recipe:
-                    self.require(level, WITHOUT_FALLBACK)
+            for recipe_name in dict.fromkeys(map(self.module_recipe, self.fallbacks)):
+                if recipe_name != config.recipe:
+                    self.require(recipe_name, FALLBACK_ADVICE)
             self.recipe = self.make_recipe(config.recipe)
 
     @property
@@ -129,16 +129,16 @@ class Precision:
         except te_backend.BackendError as error:
             raise self._error(error) from error
 
-    def require(self, level: str, *instead: str) -> None:
-        """Raise PrecisionError unless this machine supports the recipe or fallback `level`.
+    def require(self, recipe_name: str, *instead: str) -> None:
+        """Raise PrecisionError unless this machine supports the recipe or fallback `recipe_name`.
 
         instead: see te_backend.require_fp8.
         """
         try:
             if self.torchao:
                 torchao_fp8.require()
-            elif level != "bf16":
-                te_backend.require_fp8(self.te, recipe_of(level), *instead)
+            elif recipe_name != "bf16":
+                te_backend.require_fp8(self.te, forward_recipe(recipe_name), *instead)
         except te_backend.BackendError as error:
             raise self._error(error) from error
 
@@ -147,33 +147,33 @@ class Precision:
         message = f"precision.backend {self.config.backend!r}: {error}"
         return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
-    def level(self, name: str) -> str:
-        """Return the recipe of the FP8 module `name`, or its fallback in `levels` if that is safer."""
+    def module_recipe(self, name: str) -> str:
+        """Return the recipe of the FP8 module `name`, or its fallback in `fallbacks` if that is safer."""
         base = self.config.recipe
-        return max(base, self.levels[name], key=LEVELS.index) if name in self.levels else base
+        return max(base, self.fallbacks[name], key=FALLBACK_ORDER.index) if name in self.fallbacks else base
 
     @property
     def head_gradients(self) -> bool:
         """Return whether the gradients of an lm_head in bf16 are FP8 GEMMs, provided that its sizes allow it."""
-        return self.config.head_gradients and self.level("lm_head") not in ("bf16_backward", "bf16")
+        return self.config.head_gradients and self.module_recipe("lm_head") not in ("bf16_backward", "bf16")
 
-    def one_up(self, name: str, module: nn.Module) -> tuple[str, str]:
+    def next_fallback(self, name: str, module: nn.Module) -> tuple[str, str]:
         """Return the current recipe or fallback of the FP8 module `name` and its next fallback."""
         if getattr(module, "fp8_gradients", False):
             return "block", "bf16"
-        levels = list(LEVELS)
+        fallbacks = list(FALLBACK_ORDER)
         if isinstance(module, self.te.LayerNormMLP):  # Transformer Engine does not support it there
-            levels.remove("bf16_backward")
-        level = self.level(name)
-        return level, levels[levels.index(level) + 1]
+            fallbacks.remove("bf16_backward")
+        recipe_name = self.module_recipe(name)
+        return recipe_name, fallbacks[fallbacks.index(recipe_name) + 1]
 
-    def make_recipe(self, level: str) -> Any:
+    def make_recipe(self, recipe_name: str) -> Any:
         """Return the recipe object of a recipe or fallback; None for bf16."""
         if self.torchao:
-            return torchao_fp8.linear_config(level, self.emulated)
-        if level == "bf16":
+            return torchao_fp8.linear_config(recipe_name, self.emulated)
+        if recipe_name == "bf16":
             return None
-        c, recipes = self.config.with_recipe(recipe_of(level)), self.te.recipe
+        c, recipes = self.config.with_recipe(forward_recipe(recipe_name)), self.te.recipe
         fp8_format = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}[c.fp8_format]
         if c.recipe == "delayed":
             recipe = recipes.DelayedScaling(
@@ -194,7 +194,7 @@ class Precision:
         if c.fast_accumulation_wgrad:
             # a split accumulator in TE's MMParams means no fast accumulation
             recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
-        if level == "bf16_backward":
+        if recipe_name == "bf16_backward":
             recipe.backward_override = "high_precision"
         return recipe
 

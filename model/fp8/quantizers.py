@@ -42,12 +42,12 @@ class Source:
     rounded: bool = False
 
 
-QuantizationNote = Callable[[tuple[Any, ...], Source, torch.Tensor, torch.Tensor], None]
-_notes: list[QuantizationNote] = []  # callbacks of the open contexts, innermost last
+QuantizationCallback = Callable[[tuple[Any, ...], Source, torch.Tensor, torch.Tensor], None]
+_notes: list[QuantizationCallback] = []  # callbacks of the open contexts, innermost last
 
 
 @contextmanager
-def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator[None]:
+def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> Iterator[None]:
     """Context that calls `note(slots, source, codes, scale_inv)` for each operand that `te` quantizes.
 
     Arguments of `note`:
@@ -67,7 +67,7 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
         _notes.pop()
 
 
-def note_operand(module: Any, operand: int, source: Source, made: Any) -> None:
+def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
     """Report an operand that `module` casts itself, without an intercepted quantizer.
 
     Args:
@@ -85,7 +85,7 @@ def note_operand(module: Any, operand: int, source: Source, made: Any) -> None:
 
 
 @contextmanager
-def _of_the_reference(note: QuantizationNote) -> Iterator[None]:
+def _of_the_reference(note: QuantizationCallback) -> Iterator[None]:
     base: Any = importlib.import_module("model.te_reference.base")
     call = base.Quantizer.__call__
 
@@ -105,7 +105,7 @@ def _of_the_reference(note: QuantizationNote) -> Iterator[None]:
 
 
 @contextmanager
-def _of_transformer_engine(note: QuantizationNote) -> Iterator[None]:
+def _of_transformer_engine(note: QuantizationCallback) -> Iterator[None]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     before = [
         (module, name, getattr(module, name))
@@ -195,7 +195,7 @@ _CASTING: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (codes, scale_inv) of Transformer Engine's FP8 tensor as in `noted_quantizations`, or None for other
+    """Return (codes, scale_inv) of Transformer Engine's FP8 tensor as in `intercept_quantizations`, or None for other
     tensors.
     """
     storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
@@ -229,7 +229,7 @@ def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, in
 
     The quantizers are created in the module's first FP8 forward.
     """
-    if getattr(module, "fp8_gradients", False):  # it calls note_operand itself
+    if getattr(module, "fp8_gradients", False):  # it calls report_operand itself
         return {(id(module), operand): (0, operand) for operand in range(3)}
     slots: dict[Any, tuple[int, int]] = {}
     for gemm, weight in enumerate(matrices(module)):

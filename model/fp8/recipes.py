@@ -26,7 +26,7 @@ def fits_fp8(*features: int) -> bool:
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
-def why_no_fp8(gpu: str, capability: tuple[int, int]) -> str:
+def fp8_gpu_problem(gpu: str, capability: tuple[int, int]) -> str:
     """Return the reason FP8 is refused on a GPU of this name and compute capability, or ""."""
     if capability[0] == 9:
         return ""
@@ -71,25 +71,25 @@ NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_l
 
 # The fallbacks of a module in order (precision.on_trouble). bf16_backward: block scaling in the forward pass and bf16
 # gradients. bf16: no FP8.
-LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
+FALLBACK_ORDER = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
-def unread(precision: dict[str, Any]) -> set[str]:
+def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
     """Return the recipe keys of a "precision" section that none of its recipes reads, in any phase or fallback."""
     read: set[str] = set()
-    for stage in precision.get("schedule") or [{}]:
-        own = {**precision, **stage}
+    for phase in precision.get("schedule") or [{}]:
+        own = {**precision, **phase}
         recipes = [own.get("recipe")]
-        if own.get("on_trouble") == "escalate" and recipes[0] in LEVELS:
-            recipes += LEVELS[LEVELS.index(recipes[0]) :]
+        if own.get("on_trouble") == "escalate" and recipes[0] in FALLBACK_ORDER:
+            recipes += FALLBACK_ORDER[FALLBACK_ORDER.index(recipes[0]) :]
         if own.get("compute") == "fp8":
             read |= {knob for recipe in recipes if recipe in RECIPES for knob in RECIPES[recipe].knobs}
     return {knob for recipe in RECIPES.values() for knob in recipe.knobs} - read
 
 
-def recipe_of(level: str) -> str:
-    """Return the recipe of the forward pass at a fallback of LEVELS, which must not be "bf16"."""
-    return "block" if level == "bf16_backward" else level
+def forward_recipe(recipe_name: str) -> str:
+    """Return the recipe of the forward pass at a fallback of FALLBACK_ORDER, which must not be "bf16"."""
+    return "block" if recipe_name == "bf16_backward" else recipe_name
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
@@ -114,7 +114,7 @@ def bytes_of_states(states: str, moments: str) -> float:
 
 # The largest adam_beta2 for bf16 moments. A second moment shrinks by at most 1 - adam_beta2 per step, and bf16 cannot
 # represent relative changes below 1/256.
-BF16_MOMENTS_MOST_BETA2 = 0.98
+BF16_MOMENTS_MAX_BETA2 = 0.98
 
 
 @dataclass(config=STRICT)
@@ -185,10 +185,10 @@ ENDS = {
     ],
 }
 if TYPE_CHECKING:
-    PrecisionStage = dict[str, Any]
+    PrecisionPhase = dict[str, Any]
 else:
-    PrecisionStage = TypedDict(
-        "PrecisionStage",
+    PrecisionPhase = TypedDict(
+        "PrecisionPhase",
         ENDS
         | {
             name: Annotated[(field.annotation, *field.metadata, Field(description=field.description))]
@@ -196,25 +196,25 @@ else:
         },
         total=False,
     )
-    PrecisionStage.__pydantic_config__ = STRICT
+    PrecisionPhase.__pydantic_config__ = STRICT
 
 
-def end_step(stage: PrecisionStage, max_steps: int) -> int:
+def phase_end_step(phase: PrecisionPhase, max_steps: int) -> int:
     """Return the step after which a phase ends in a run of `max_steps`. The phase must not have until_tokens."""
-    return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+    return phase.get("until_step", round(phase.get("until_share", 1.0) * max_steps))
 
 
-def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
+def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int) -> bool:
     """Return whether a phase has ended after `step` steps and `tokens` tokens. It must not be the last phase."""
-    if "until_tokens" in stage:
-        return tokens >= stage["until_tokens"]
-    return step >= end_step(stage, max_steps)
+    if "until_tokens" in phase:
+        return tokens >= phase["until_tokens"]
+    return step >= phase_end_step(phase, max_steps)
 
 
-def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:
+def find_phase(phases: list[PrecisionPhase], max_steps: int, step: int, tokens: int) -> int:
     """Return the index of the phase of the next step, after `step` steps and `tokens` tokens."""
-    last = len(stages) - 1
-    return next((n for n in range(last) if not is_over(stages[n], max_steps, step, tokens)), last)
+    last = len(phases) - 1
+    return next((n for n in range(last) if not is_phase_over(phases[n], max_steps, step, tokens)), last)
 
 
 @dataclass(config=STRICT)
@@ -237,7 +237,7 @@ class PrecisionConfig(PrecisionSettings):
         "Type in which ranks reduce gradients. null: the type of the weights, even with float32 accumulation.",
         None,
     )
-    schedule: list[PrecisionStage] | None = option(
+    schedule: list[PrecisionPhase] | None = option(
         "List of phases. A phase has the keys of this section that it changes and, except the last, its end: "
         "until_step, until_tokens or until_share.",
         None,

@@ -14,7 +14,8 @@ def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]
     """Return the scales and amax histories of delayed scaling as float32 tensors, without copying them.
 
     Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "<module>.scaling_fwd.amax_history" ([history, 3 x GEMMs]) and
-    the same for scaling_bwd (2 x GEMMs). Recipes without state and modules with a fallback (Precision.level) have none.
+    the same for scaling_bwd (2 x GEMMs). Recipes without state and modules with a fallback (Precision.module_recipe)
+    have none.
     TE also keeps scales for attention, which nothing uses; they are skipped. TE's own `_extra_state` is not used,
     because it is a pickle that TE refuses to load.
     """
@@ -22,7 +23,11 @@ def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]
     if precision.has_state:
         for name, module in model.named_modules():
             meta = getattr(module, "fp8_meta", None)
-            if meta is None or _is_attention(module) or precision.level(name) != precision.config.recipe:
+            if (
+                meta is None
+                or _is_attention(module)
+                or precision.module_recipe(name) != precision.config.recipe
+            ):
                 continue
             for direction in COLUMNS:
                 if direction in meta:
@@ -53,7 +58,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
         key: tensor
         for key, tensor in saved.items()
         if not _is_attention(modules.get(places[key][0]))
-        and precision.level(places[key][0]) == precision.config.recipe
+        and precision.module_recipe(places[key][0]) == precision.config.recipe
     }
     for key, tensor in loaded.items():
         name, direction, what = places[key]

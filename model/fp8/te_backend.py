@@ -135,7 +135,9 @@ def _register_fused_swiglu() -> str:
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
-        _warn_of_swiglu(f"Transformer Engine {version_of('transformer_engine')} has no table of activations")
+        _warn_about_swiglu(
+            f"Transformer Engine {version_of('transformer_engine')} has no table of activations"
+        )
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
 
@@ -165,11 +167,11 @@ def _swiglu_in_fp8_works() -> bool:
     formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
     works = all(kernels.works(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats)
     if not works:
-        _warn_of_swiglu(f"Triton {version_of('triton')} compiles model/fused/swiglu_fp8.py wrongly")
+        _warn_about_swiglu(f"Triton {version_of('triton')} compiles model/fused/swiglu_fp8.py wrongly")
     return works
 
 
-def _warn_of_swiglu(why: str) -> None:
+def _warn_about_swiglu(why: str) -> None:
     instead = "Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt"
     warnings.warn(f"{why}: {instead}", stacklevel=3)
 
@@ -287,7 +289,7 @@ def cudnn_versions() -> tuple[int, int]:
 
 
 @contextmanager
-def noted_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
+def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
     """Context that calls `note` at each GEMM of `te` with two FP8 operands, forward and backward.
 
     All GEMMs go through one function, whose first and third arguments are the operands.

@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import install_command
-from model.fp8.machine import leave_out
+from model.fp8.machine import drop_log_messages
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
 # transformers imports torchao if it is installed. torchao then warns about each of its CUDA libraries that cannot be
 # loaded (float8 training uses none of them), and torch warns about how torchao registers two enums.
-leave_out("torchao", "Failed to load")
-leave_out("torch.utils._pytree", "<enum ")
+drop_log_messages("torchao", "Failed to load")
+drop_log_messages("torch.utils._pytree", "<enum ")
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
     )
 
 
-class _NotedGemms(TorchDispatchMode):
+class _InterceptGemms(TorchDispatchMode):
     """Dispatch mode that calls `note` at each FP8 GEMM.
 
     These are aten._scaled_mm or, if emulated, aten.mm of two of torchao's FP8 tensors.
@@ -88,12 +88,12 @@ class _NotedGemms(TorchDispatchMode):
 
 
 @contextmanager
-def noted_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
+def intercept_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
     """Context that calls `note` at each GEMM with FP8 operands.
 
     It disables torch.compile, because the dispatch mode does not see compiled code.
     """
-    with torch.compiler.set_stance("force_eager"), _NotedGemms(emulated, note):
+    with torch.compiler.set_stance("force_eager"), _InterceptGemms(emulated, note):
         yield
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from test_fp8.common.options import ROOT
-from train.monitor.signals import at_parents_end
+from train.monitor.signals import signal_on_parent_exit
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Program:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only this process
-                preexec_fn=at_parents_end(signal.SIGTERM),
+                preexec_fn=signal_on_parent_exit(signal.SIGTERM),
             )
 
     def last_lines(self) -> str:

@@ -22,7 +22,7 @@ from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common.options import Option, Options, choose_defaults
 from train import launchers
-from train.files import drawing, reason, write_durably
+from train.files import open_figure, reason, write_durably
 from train.record.provenance import commit
 
 Result = dict[str, Any]
@@ -155,7 +155,7 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlab
     """
     labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     height = 1 + len(panels) * max(3.0, 0.3 * len(labels))
-    with drawing(output.with_suffix(".png"), len(panels), figsize=(10, height)) as (figure, axes):
+    with open_figure(output.with_suffix(".png"), len(panels), figsize=(10, height)) as (figure, axes):
         for axis, (name, series) in zip(axes[:, 0], panels.items(), strict=True):
             for label, value in series.items():
                 color = f"C{labels.index(label) % 10}"

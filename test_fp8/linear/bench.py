@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from model.autotune.timing import one_line
 from model.errors import UserError
 from model.fp8.precision import DTYPES, Precision, PrecisionError
-from model.fp8.recipes import PrecisionConfig, why_no_fp8
+from model.fp8.recipes import PrecisionConfig, fp8_gpu_problem
 from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms, take_turns
@@ -218,7 +218,7 @@ def measure_ceilings(rounds: int) -> dict[str, Result]:
     """Measure the speed of plain matrix products: precision -> {"tflops", "size"}; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    no_fp8 = why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    no_fp8 = fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     kinds = ["fp32", "bf16", *([] if no_fp8 else ["fp8"])]
     products = {kind: matrix_product(kind) for kind in kinds}
     for product in products.values():

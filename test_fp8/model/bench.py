@@ -41,7 +41,7 @@ from model.startup_check import (
     check_startup,
     verify_fp8,
 )
-from model.variants import VARIANTS, why_no_graphs
+from model.variants import VARIANTS, cuda_graphs_problem
 from test_fp8.common.cases import Case, Unavailable
 from test_fp8.common.report import Outcome, Result, measured
 from test_fp8.common.same_model import (
@@ -58,7 +58,7 @@ from test_fp8.model.cases import BASELINE, MEASURES, SEED, Setting, chosen_cases
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import from_rank_0, init_distributed, make_deterministic
+from train.engine.distributed import call_on_rank_0, init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, release
 from train.trainer import build_model_and_precision
 
@@ -275,7 +275,7 @@ def measure_case(
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
-    no_graphs = why_no_graphs(arguments.model.variant, emulated=not torch.cuda.is_available())
+    no_graphs = cuda_graphs_problem(arguments.model.variant, emulated=not torch.cuda.is_available())
     if arguments.speed.cuda_graphs and no_graphs:
         raise Unavailable(no_graphs)
     model, precision = build_model_and_precision(arguments)
@@ -371,7 +371,7 @@ def check_case(
     if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
         raise DifferentModel(f"attention {asked_for} was requested, but {attention} ran")
     planned = len(fp8_modules(model, precision).planned)
-    return {"logits_error": error, "fp8_modules": planned, "attention": attention, "proof": lines}
+    return {"logits_error": error, "fp8_modules": planned, "attention": attention, "startup_checks": lines}
 
 
 def first_loss(
@@ -435,7 +435,7 @@ def time_steps(
     micro_batches(1)
     step_ms = timed_ms(micro_batches)
     # every rank takes as many steps as rank 0
-    count = from_rank_0(lambda: conditions.count_steps(step_ms))
+    count = call_on_rank_0(lambda: conditions.count_steps(step_ms))
     launch_ms = enqueue_ms(one_pass)
     micro_batches(1)
     ms = statistics.median(laps_ms([micro_batches] * count))

@@ -328,7 +328,7 @@ def measure_case(
         one_pass, step = partial(training.passes, ids, labels, 1), partial(training.step, ids, labels)
         start = time.perf_counter()
         gemms: list[None] = []
-        with te_backend.noted_gemms(precision.te, lambda: gemms.append(None)):
+        with te_backend.intercept_gemms(precision.te, lambda: gemms.append(None)):
             loss = float(one_pass()[0])
         prepare_s = time.perf_counter() - start
         planned = FP8_GEMMS_A_LAYER * config.num_hidden_layers if compute == "fp8" else 0
@@ -351,7 +351,10 @@ def measure_case(
             "fp8_modules": planned // 3,
             "attention": attention,
             "loss_kind": "fused (TE)",
-            "proof": [f"attention: {attention}; FP8 GEMMs of a pass: {planned}", f"{PACKAGE} {VERSION}"],
+            "startup_checks": [
+                f"attention: {attention}; FP8 GEMMs of a pass: {planned}",
+                f"{PACKAGE} {VERSION}",
+            ],
         }
         # last, because this selects the attention again
         check_attention(attention, config, precision, arguments.max_seq_length)

@@ -22,7 +22,7 @@ from train.checkpoint.files import RunState, read_manifest
 from train.checkpoint.save import Saver
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import from_rank_0, init_distributed
+from train.engine.distributed import call_on_rank_0, init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.monitor.signals import StopVote
 from train.trainer import build_model_and_precision
@@ -92,7 +92,7 @@ def share_lost(results: Sequence[Result]) -> float:
 def measure(options: argparse.Namespace) -> Outcome:
     init_distributed()
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(from_rank_0(lambda: own))
+        folder = Path(call_on_rank_0(lambda: own))
         training = Training(options)
         saver = Saver(training.engine, folder, training.precision, 1)
         for _ in range(WARM_UP_STEPS):

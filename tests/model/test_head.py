@@ -14,7 +14,7 @@ from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.health import measure, statistics
 from model.fp8.precision import Precision
-from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
+from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
 from model.te_reference import fp8_gradients
@@ -143,7 +143,7 @@ def seen_in(head: Any, step: Any) -> list[list[float]]:
             found[slot.pop()[1]] = statistics(measure(source, codes, scale_inv, False))[:4].tolist()
 
     te = te_backend.load()
-    with noted_quantizations(te, note):
+    with intercept_quantizations(te, note):
         step()
     return [found[operand] for operand in range(3)]
 

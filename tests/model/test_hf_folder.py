@@ -309,12 +309,12 @@ SIZES = {"num_key_value_heads": 4, "intermediate_size": 256}
 
 
 def train(
-    variant: str, steps: int = 2, levels: dict[str, str] | None = None, **keys: Any
+    variant: str, steps: int = 2, fallbacks: dict[str, str] | None = None, **keys: Any
 ) -> tuple[Any, Any, dict, dict, dict]:
-    """A model, with modules at `levels`, that took some steps: configurations, weights, FP8 state, and the FP8 copies
-    that its modules keep in the next step's first forward, by module and GEMM."""
+    """A model, with modules at `fallbacks`, that took some steps: configurations, weights, FP8 state, and the FP8
+    copies that its modules keep in the next step's first forward, by module and GEMM."""
     config, precision_config = small_config(**SIZES), PrecisionConfig(**keys)
-    precision = Precision(precision_config, levels=levels)
+    precision = Precision(precision_config, fallbacks=fallbacks)
     model: Any = build_model(config, variant, precision, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(steps):

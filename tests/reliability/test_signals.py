@@ -127,7 +127,7 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
         (OSError(5, "I/O"), 1),
         (OSError(30, "Read-only file system"), 2),
         (SaveError("of a save"), 2),
-        (SaveError("of a save", may_pass=True), 1),
+        (SaveError("of a save", is_transient=True), 1),
         (RuntimeError("of the program"), 1),
         (signals.Interrupted(), 130),
     ],

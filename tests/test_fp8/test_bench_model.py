@@ -211,7 +211,7 @@ def test_a_tampered_case_has_no_speed_and_the_program_fails(
 
 def unchecked(monkeypatch: pytest.MonkeyPatch, length: int = 64) -> Conditions:
     """Conditions of a model that nothing is compared with."""
-    facts = {"logits_error": 0.0, "fp8_modules": 28, "attention": "torch SDPA", "proof": []}
+    facts = {"logits_error": 0.0, "fp8_modules": 28, "attention": "torch SDPA", "startup_checks": []}
     monkeypatch.setattr(bench, "check_case", lambda *_: dict(facts))
     monkeypatch.setattr(bench, "loss_error", lambda *_: 0.0)
     ids = torch.zeros(2, length, dtype=torch.int64)

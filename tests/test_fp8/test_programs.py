@@ -81,7 +81,7 @@ SMALL_SCALING = "--config tiny --seq_length 16 --accumulation 1 --stages 1 --pre
 
 def of_gpus(*speeds: float) -> list[dict[str, Any]]:
     """What bench_model.py measured on GPUs at the same time."""
-    found = {"allocated_gib": 3.0, "attention": "flash", "proof": []}
+    found = {"allocated_gib": 3.0, "attention": "flash", "startup_checks": []}
     return [{"tokens_per_second": speed, **found} for speed in speeds]
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from test_fp8.common.options import Options
 from train import evaluate, export, plan
 from train.checkpoint.files import RunState
-from train.files import lasts
+from train.files import is_persistent
 
 
 def fail(error: Exception | None = None) -> Any:
@@ -32,7 +32,7 @@ def full(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_or_quota_lasts(number: int) -> None:
-    assert lasts(OSError(number, os.strerror(number)))
+    assert is_persistent(OSError(number, os.strerror(number)))
 
 
 def test_a_plan(full: Path) -> None:

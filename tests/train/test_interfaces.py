@@ -62,10 +62,10 @@ RUN_JSON = {
         "data",
         "fp8",
         "attention",
-        "proof",
+        "startup_checks",
         "plan",
         "escalations",
-        "stages",
+        "phases",
         "ended",
     ),
     *(
@@ -73,7 +73,7 @@ RUN_JSON = {
         for package in ("python", "torch", "fp8", "deepspeed", "transformers", "torchao")
     ),
     *(f"model.{key}" for key in ("config", "variant", "parameters")),
-    *(f"stages.{key}" for key in ("step", "stage", "new_stage", "took_s", "fp8", "proof")),
+    *(f"phases.{key}" for key in ("step", "phase", "new_phase", "took_s", "fp8", "startup_checks")),
     *(f"ended.{key}" for key in ("time", "how", "step", "tokens")),
     *(f"escalations.{key}" for key in FALLBACK),
 }

@@ -43,9 +43,9 @@ def test_a_change_is_a_stop_and_a_resume(settings: dict, tmp_path: Path) -> None
     assert {s: (v["number"], v["compute"]) for s, v in phases.items()} == {3: (1, "bf16"), 5: (2, "fp8")}
     (start,) = read_starts(RunFolder(whole))
     assert phases[3]["tokens_per_second"] > 0
-    (noted,) = start["stages"]
+    (noted,) = start["phases"]
     assert start["fp8"] == "bf16" and noted["step"] == 3 and noted["fp8"].startswith("6/7 delayed")
-    assert noted["new_stage"] and noted["took_s"] > 0 and noted["proof"]
+    assert noted["new_phase"] and noted["took_s"] > 0 and noted["startup_checks"]
     assert read_history(whole).fp8() == f"bf16; then {noted['fp8']}"
     assert plan_model(whole / START, None).precision.compute == "bf16"
     assert read_state(whole / "checkpoints/step-00000005").precision["amax_history_len"] == 4

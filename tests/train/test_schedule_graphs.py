@@ -152,14 +152,14 @@ def test_a_schedule_that_is_stopped_in_its_fp8_stage_goes_on_bit_for_bit(
     seen = observed(settings, output_dir=str(whole))
     assert seen == expected(recipe, cuda_graphs, range(1, STEPS + 1))
 
-    def asked_to_stop(self: Trainer) -> Any:
+    def should_stop(self: Trainer) -> Any:
         if self.state.step + 1 == stop:
             signals.received.append("SIGTERM")
         return take(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(signals, "received", [])
-        patch.setattr(Trainer, "take_step", asked_to_stop)
+        patch.setattr(Trainer, "take_step", should_stop)
         with pytest.raises(signals.Stopped) as stopped:
             run(settings)
     assert stopped.value.step == stop

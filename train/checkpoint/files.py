@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 ROLLBACK = "rollback.json"  # beside the checkpoints
 # A client of a network file system may see the files of other machines this many seconds late (NFS: acdirmax).
-SEEN_WITHIN_S = 60.0
+VISIBILITY_TIMEOUT_S = 60.0
 FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -76,7 +76,7 @@ class RunState:
     precision_changes: list[int] = field(default_factory=list)
 
     @property
-    def levels(self) -> dict[str, str]:
+    def fallbacks(self) -> dict[str, str]:
         """The fallback recipe of each module that has one, for Precision."""
         return {change["module"]: change["to"] for change in self.escalations}
 
@@ -139,8 +139,8 @@ def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
 
     A network file system may show the files of other machines late.
 
-    Raises: OSError: a file is not visible after SEEN_WITHIN_S seconds."""
-    deadline = time.monotonic() + SEEN_WITHIN_S
+    Raises: OSError: a file is not visible after VISIBILITY_TIMEOUT_S seconds."""
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     for entry in entries:
         while not has_size(path / entry["name"], entry["bytes"]):
             if time.monotonic() > deadline:
@@ -213,7 +213,7 @@ def rolled_back(path: Path) -> list[list[int]] | None:
     return found[1] if found and found[0] == identity(path) else None
 
 
-def note_rollback(path: Path, ranges: list[list[int]]) -> None:
+def record_rollback(path: Path, ranges: list[list[int]]) -> None:
     """Write rollback.json, which `rolled_back` reads. Raises OSError."""
     write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges})
 

@@ -40,9 +40,9 @@ from train.checkpoint.reshard import (
     read_partitioned_weights,
 )
 from train.config.differences import same_precision
-from train.engine.distributed import from_rank_0
+from train.engine.distributed import call_on_rank_0
 from train.engine.zero import forget_moments, own_settings, use_loader
-from train.files import discarded_name, without_patterns
+from train.files import discarded_name, escape_glob_path
 
 # Keys of the section "precision" that determine which modules have FP8 state, its shape and its range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
@@ -74,7 +74,7 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
         check_given(path, "resume_from_checkpoint")
         return path
 
-    return from_rank_0(choose)
+    return call_on_rank_0(choose)
 
 
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
@@ -120,7 +120,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not reshard and (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
         use_loader(engine, load_shard)
-        with own_settings(engine), without_patterns(path.parent) as root:
+        with own_settings(engine), escape_glob_path(path.parent) as root:
             loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
         assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
     else:

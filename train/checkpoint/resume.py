@@ -27,9 +27,9 @@ from train.config.differences import (
     Difference,
     differences,
     key_of,
+    permanent_reason,
     resume_differences,
     same_precision,
-    why_never,
 )
 from train.config.schedule import arguments_of_phase, phase_at
 from train.record.run_folder import RunFolder
@@ -185,7 +185,7 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
     for each in resume_differences(old, new):
         follows_from_stage = each.key.startswith(("deepspeed.zero_optimization.", "deepspeed.data_types."))
         if not (follows_from_stage and saved.zero_stage != state.zero_stage):
-            found.append(Change(each, key_of(each.key), why_never(each)))
+            found.append(Change(each, key_of(each.key), permanent_reason(each)))
     for each in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):
         if each.key not in ("data.seq_length", "data.seed"):  # already found as keys of the configuration
             found.append(Change(each, _key_of_data(each, old, new)))
@@ -205,7 +205,7 @@ def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, d
     """
     phase = phase_at(args, state.step, state.consumed_tokens)
     if not state.evaluation_due:
-        return phase, state.levels
+        return phase, state.fallbacks
     for number in (phase, phase - 1):
         if number >= 0 and same_precision(
             arguments_of_phase(args, number).to_dict()["precision"], state.precision

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from model.fp8.precision import Precision
-from train.checkpoint.files import RunState, note_rollback, read_state
+from train.checkpoint.files import RunState, read_state, record_rollback
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import ALLOW, is_partitioned_differently
 from train.data.stream import SampleStream
@@ -23,7 +23,7 @@ from train.record.metrics import MetricsLogger
 
 logger = logging.getLogger(__name__)
 
-MOST_ROLLBACKS = (
+MAX_ROLLBACKS = (
     3  # to one checkpoint, including restarts: after that many spikes, single samples are not the cause
 )
 # Fields of the run state that a rollback keeps.
@@ -79,10 +79,10 @@ def roll_back(
             "continues"
         )
         return False
-    if len(state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
+    if len(state.skipped_samples) - len(saved.skipped_samples) >= MAX_ROLLBACKS:
         rate = state.train_config["learning_rate"] / 2
         logger.warning(
-            f"on_spike rollback: {MOST_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
+            f"on_spike rollback: {MAX_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
             f"lower the learning rate, stop the run and start it again with --resume_from_checkpoint "
             f"{shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW} learning_rate"
         )
@@ -92,7 +92,7 @@ def roll_back(
     ranges = [*state.skipped_samples, [first, end]]
     if dist.get_rank() == 0:
         move_later_checkpoints(root, saved.step)  # checkpoints after `path` are damaged
-        note_rollback(path, ranges)
+        record_rollback(path, ranges)
     metrics.rewind(saved.step)
     load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
     vars(state).update({key: value for key, value in vars(saved).items() if key not in KEPT})

@@ -43,7 +43,7 @@ from train.checkpoint.files import (
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.engine.distributed import GROUP_TIMEOUT
 from train.engine.zero import capture_checkpoint
-from train.files import may_pass, write_durably
+from train.files import is_transient, write_durably
 
 T = TypeVar("T")
 
@@ -52,14 +52,14 @@ class SaveError(CheckpointError):
     """A failed save; every rank raises the same error. Earlier checkpoints are unchanged.
 
     Args:
-        may_pass: whether a restart may succeed: the errors of all failed ranks may pass.
+        is_transient: whether a restart may succeed: the errors of all failed ranks may pass.
     """
 
     code = "save"
 
-    def __init__(self, message: str, may_pass: bool = False):
+    def __init__(self, message: str, is_transient: bool = False):
         super().__init__(message)
-        self.may_pass = may_pass
+        self.is_transient = is_transient
 
 
 class Ranks:
@@ -85,7 +85,7 @@ class Ranks:
             result = action()
         except Exception as error:  # any error, because the other ranks wait for this one
             problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            passes = may_pass(error)
+            passes = is_transient(error)
         found = self.all_gather((result, problem, passes))
         if any(problem for _, problem, _ in found):
             message = "; ".join(f"rank {r}: {p}" for r, (_, p, _) in enumerate(found) if p)
@@ -206,12 +206,12 @@ class Job:
             ranks.all_gather(None)  # rank 0 is done: the next save may use the folder
             remedy = (
                 "The error may be temporary: start the run again (run_training.sh does so automatically)"
-                if error.may_pass
+                if error.is_transient
                 else "Free disk space there, lower save_total_limit, or choose another output_dir"
             )
             raise SaveError(
                 f"the checkpoint {self.path} could not be saved: {error}. Earlier checkpoints are unchanged. {remedy}",
-                error.may_pass,
+                error.is_transient,
             ) from error
         if first:
             discard_old(self.path, self.keep)

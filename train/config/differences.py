@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from model.fp8.recipes import unread
+from model.fp8.recipes import unused_recipe_keys
 from train.config.ds_config import FREE, KEYS
 from train.config.schema import all_keys, flatten, key_at
 from train.files import shown
@@ -48,7 +48,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
             has the value that matches that version: `before` of the key, or else its default.
     """
     sections = (values.get("precision") or {} for values in (old, new))
-    unread_keys = {f"precision.{name}" for section in sections for name in unread(section)}
+    unread_keys = {f"precision.{name}" for section in sections for name in unused_recipe_keys(section)}
 
     defaults = {
         key: node.get("before", node["default"]) for key, node in all_keys().items() if "default" in node
@@ -69,7 +69,10 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[str] | None = None) -> bool:
     """Return whether two "precision" sections agree in all `keys` that both read. None: compare all keys."""
     compared = {*one, *other} if keys is None else {*keys}
-    return all(one.get(key) == other.get(key) for key in compared - unread(one) - unread(other))
+    return all(
+        one.get(key) == other.get(key)
+        for key in compared - unused_recipe_keys(one) - unused_recipe_keys(other)
+    )
 
 
 def key_of(key: str) -> str:
@@ -84,7 +87,7 @@ def is_free(key: str) -> bool:
     return all_keys()[key_of(key)]["resume"] == "free"
 
 
-def why_never(difference: Difference) -> str:
+def permanent_reason(difference: Difference) -> str:
     """Return the reason that no resume can allow this difference, or ""."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
         return "weights and optimizer state have another type"

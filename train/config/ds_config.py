@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from model.config import load_sizes
 from model.fp8.recipes import PrecisionConfig
-from model.variants import VARIANTS, compiles, why_no_graphs
+from model.variants import VARIANTS, compiles, cuda_graphs_problem
 from train.config.arguments import (
     DEFAULT_DEEPSPEED,
     TrainingArguments,
@@ -320,7 +320,7 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     # without ZeRO, DeepSpeed fails if gradients accumulate in another type than that of the weights
     types = {None, dtype} if stage == 0 else {None, dtype, "fp32"}
     layer = _layer_freed_early(zero, arguments) if stage == 3 else ""
-    no_graphs = arguments.speed.cuda_graphs and why_no_graphs(model.variant, zero_stage=stage)
+    no_graphs = arguments.speed.cuda_graphs and cuda_graphs_problem(model.variant, zero_stage=stage)
     packed = precision.optimizer_states != "fp32"
     states = f"precision.optimizer_states {precision.optimizer_states}"
     rules: list[tuple[object, str]] = [  # (whether the combination is unsupported, the problem)

@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE
+from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, FP8_TRAIN_ROW_MULTIPLE
 from model.hub import local_folder
 from model.keys import RESUME
-from model.variants import VARIANTS, variant_problems, why_no_graphs
+from model.variants import VARIANTS, cuda_graphs_problem, variant_problems
 from train.config.arguments import (
     ConfigurationError,
     TrainingArguments,
@@ -45,7 +45,7 @@ from train.config.schema import (
     value_schema,
 )
 from train.data.order import weight_problems
-from train.files import data_folder, existing, shown
+from train.files import data_folder, nearest_existing_path, shown
 
 USAGE = """\
 usage: train.py CONFIG [--key value]...
@@ -296,7 +296,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     bf16_moments = (
         args.precision.optimizer_states == "bf16_remainder" and args.precision.optimizer_moments == "bf16"
     )
-    no_graphs = why_no_graphs(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
+    no_graphs = cuda_graphs_problem(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
     rules: list[tuple[object, str, str]] = [  # (whether the combination is refused, its keys, the reason)
         (
             args.warmup_steps > args.max_steps,
@@ -329,9 +329,9 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
         ),
         (
-            bf16_moments and args.adam_beta2 > BF16_MOMENTS_MOST_BETA2,
+            bf16_moments and args.adam_beta2 > BF16_MOMENTS_MAX_BETA2,
             "precision.optimizer_states precision.optimizer_moments adam_beta2",
-            f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MOST_BETA2}; "
+            f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MAX_BETA2}; "
             "set optimizer_moments to fp32",
         ),
         (
@@ -360,7 +360,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         for is_refused, keys, reason in rules
         if is_refused
     ]
-    if args.output_dir and not (place := existing(Path(args.output_dir))).is_dir():
+    if args.output_dir and not (place := nearest_existing_path(Path(args.output_dir))).is_dir():
         problems.append(
             f"output_dir {shown(args.output_dir)}: {place} is not a folder; choose another folder"
         )

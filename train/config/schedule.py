@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage, end_step, is_over, stage_of
+from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionPhase, find_phase, is_phase_over, phase_end_step
 from model.variants import variant_problems
 from train.config.arguments import TrainingArguments
 
 
 def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
     """Return the index of the phase that contains the next step after `step` steps and `tokens` tokens."""
-    return stage_of(args.precision.schedule or [{}], args.max_steps, step, tokens)
+    return find_phase(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
 def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
@@ -62,7 +62,7 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
 
 
 def _end_step(
-    phase: PrecisionStage, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
+    phase: PrecisionPhase, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
 ) -> int:
     """Return the number of steps of the run after which a phase that has an end is over.
 
@@ -74,7 +74,7 @@ def _end_step(
     """
     if "until_tokens" in phase:
         return step + -(-(phase["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
-    return end_step(phase, max_steps)
+    return phase_end_step(phase, max_steps)
 
 
 # ---------------------------------------------------------------- checks
@@ -141,7 +141,7 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
     phases, begin, found = args.precision.schedule or [], step or 0, []
     for number, phase in enumerate(phases[:-1]):
         is_open = step is None and "until_tokens" in phase
-        if is_open or (step and is_over(phase, args.max_steps, step, tokens)):
+        if is_open or (step and is_phase_over(phase, args.max_steps, step, tokens)):
             continue
         (key,) = (key for key in ENDS if key in phase)
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)

@@ -75,7 +75,9 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
     positions[0] = 0
     positions[starts[1:]] -= starts[1:] - starts[:-1]
     np.cumsum(positions, out=positions)
-    return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
+    return Documents.from_piece_starts(
+        torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts)
+    )
 
 
 class SampleStream:

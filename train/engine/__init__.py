@@ -5,9 +5,9 @@ May import model, train.data, train.config and train.files. `step`: build_engine
 private attributes of DeepSpeed; checkpoint/reshard.py reads its checkpoint files.
 """
 
-from model.fp8.machine import leave_out
+from model.fp8.machine import drop_log_messages
 
 # DeepSpeed prints this line to standard output when it is imported without a GPU. Only this package imports DeepSpeed.
-leave_out("DeepSpeed", "Setting accelerator to CPU")
+drop_log_messages("DeepSpeed", "Setting accelerator to CPU")
 # Transformer Engine advises to install packages that FlashAttention-4 replaces.
-leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
+drop_log_messages("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")

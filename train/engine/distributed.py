@@ -24,7 +24,7 @@ from torch.utils import cpp_extension
 
 from model.errors import UserError
 from train import launchers
-from train.files import locks
+from train.files import try_lock
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ NODES_TIMEOUT_S, NODES_TIMEOUT = 50.0, "NODES_TIMEOUT_S"
 ANSWER_S = 3.0
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
+def call_on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank. Collective.
 
     A UserError or OSError of `make` is raised on every rank. `make` must not raise other errors.
@@ -112,7 +112,7 @@ class BuildLock:
 
     def try_acquire(self) -> bool:
         self.file = open(self.path, "w")  # noqa: SIM115, closed by release()
-        return locks(self.file)
+        return try_lock(self.file)
 
     def wait(self) -> None:
         fcntl.flock(self.file, fcntl.LOCK_EX)

@@ -19,7 +19,7 @@ def held_out_losses(
     precision: Precision,
     streams: Mapping[str, SampleStream],
     batch_size: int,
-    asked_to_stop: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
     """Return the mean loss of each held-out set in nats per token, by the name of the loss. Collective.
 
@@ -28,7 +28,7 @@ def held_out_losses(
     Args:
         streams: held-out sets by the name of their loss.
         batch_size: samples per batch and rank.
-        asked_to_stop: called after each batch; must return the same value on every rank.
+        should_stop: called after each batch; must return the same value on every rank.
 
     Returns: None if asked to stop.
     """
@@ -41,7 +41,7 @@ def held_out_losses(
             input_ids, labels, documents = batch.to(engine.device)
             loss = engine(input_ids, labels=labels, documents=documents).loss
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-            if asked_to_stop():
+            if should_stop():
                 break
         else:
             dist.all_reduce(total)

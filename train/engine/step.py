@@ -27,7 +27,7 @@ from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
 from model.graphs import use_cuda_graphs
-from model.variants import VARIANTS, why_no_graphs
+from model.variants import VARIANTS, cuda_graphs_problem
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.distributed import without_prints
@@ -105,7 +105,7 @@ class MicroStep:
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision, speed.main_grad and on_gpu)
-        self.capture = speed.cuda_graphs and not why_no_graphs(
+        self.capture = speed.cuda_graphs and not cuda_graphs_problem(
             arguments.model.variant, zero_stage=stage, emulated=precision.emulated
         )
         self.plain = not (self.capture or self.main_grads.buffers)

@@ -81,14 +81,14 @@ class Plan:
     document_mask: bool = False
     attention_backend: str = "auto"
     speed: SpeedConfig | None = None
-    levels: dict[str, str] = field(default_factory=dict)  # fallbacks: module -> recipe, see Precision
+    fallbacks: dict[str, str] = field(default_factory=dict)  # fallbacks: module -> recipe, see Precision
 
     def describe(self) -> str:
         """Return a description in one line."""
         fp8 = self.precision.compute == "fp8"
         how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
-        if self.levels:
-            how += f", {len(self.levels)} modules with a fallback (precision.on_trouble)"
+        if self.fallbacks:
+            how += f", {len(self.fallbacks)} modules with a fallback (precision.on_trouble)"
         trained = (
             "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
         )
@@ -170,7 +170,7 @@ class Plan:
         from model.fp8.precision import Precision
         from model.fp8.state import load_fp8_state
 
-        precision = Precision(self.precision, levels=self.levels)
+        precision = Precision(self.precision, fallbacks=self.fallbacks)
         weights = self._weights(precision.dtype)  # load before allocating memory on a GPU
         choose_attention(self.attention_backend, self.variant, precision, self.config, self.document_mask)
         speed = self.speed or SpeedConfig()
@@ -220,7 +220,7 @@ def plan_model(path: Path, compute: Any) -> Plan:
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
     precision.backend = "auto"  # select the backend of this machine
-    levels = state.levels if precision.compute == "fp8" and compute in (None, "fp8") else {}
+    fallbacks = state.fallbacks if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
         precision = PrecisionConfig(compute=compute, recipe="current")
         if not VARIANTS[variant].te:
@@ -236,5 +236,5 @@ def plan_model(path: Path, compute: Any) -> Plan:
         trained["data"]["document_mask"],
         trained["model"]["attention_backend"],
         SpeedConfig(**trained["speed"]),
-        levels,
+        fallbacks,
     )

@@ -58,7 +58,7 @@ LIMITS = {
 }
 OVER = 0.5  # an alarm is over when all statistics are below this fraction of their limits
 RECENT = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
-NAMED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
+MAX_LISTED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
 # Statistic -> its text in the log, with the likely cause of a large value and the key that helps.
 CURRENT = "set precision.recipe current"
 WORDS = {
@@ -182,7 +182,7 @@ def find_fallbacks(
                 worst[name] = value / limit, {**found, "value": value, "threshold": limit}
     fallbacks = []
     for name, (_, found) in sorted(worst.items(), key=lambda item: -item[1][0]):
-        level, following = precision.one_up(name, modules[name])
+        level, following = precision.next_fallback(name, modules[name])
         fallbacks.append({"step": step, "module": name, "from": level, "to": following, **found})
     _log_first(
         f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to {change['to']}: "
@@ -206,7 +206,7 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
 def _log_first(lines: Iterable[str]) -> None:
     """Log the first NAMED lines."""
     lines = list(lines)
-    for line in lines[:NAMED]:
+    for line in lines[:MAX_LISTED]:
         logger.info(line)
-    if len(lines) > NAMED:
-        logger.info(f"... and {len(lines) - NAMED} more, see metrics.jsonl")
+    if len(lines) > MAX_LISTED:
+        logger.info(f"... and {len(lines) - MAX_LISTED} more, see metrics.jsonl")

@@ -26,7 +26,7 @@ from train.monitor.fp8_alarms import FP8Alarms
 # gradient norm and 5 in the loss (tests/reliability/test_numbers.py). The threshold is then a loss 20% over its median.
 SPREAD_OF_MAD = 1.4826  # ratio of standard deviation and median absolute deviation of a normal distribution
 SMALLEST_SPREAD = 0.02  # of the median, so that noise after a flat stretch is no spike
-NAMED_WINDOWS = 8  # windows of each source named in a message; metrics.jsonl has all
+MAX_LISTED_WINDOWS = 8  # windows of each source named in a message; metrics.jsonl has all
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def samples_text(record: dict[str, Any]) -> str:
     """Return a `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, 3)"."""
     first, last = record["first_sample"], record["first_sample"] + record["samples"] - 1
     sources = (
-        f"{name}: windows {', '.join(map(str, windows[:NAMED_WINDOWS]))}"
+        f"{name}: windows {', '.join(map(str, windows[:MAX_LISTED_WINDOWS]))}"
         for name, windows in record["windows"].items()
     )
     return f"samples {first} to {last} ({'; '.join(sources)})"

@@ -1,10 +1,10 @@
 """Allow only one run at a time in an output_dir, with the lock file `run.lock`.
 
-The file names the run that holds the lock. That run rewrites the file every BEAT_S seconds. A second run on the same
-machine checks the process of the holder: it is refused while the process exists, and otherwise takes the lock over at
-once. A second run on another machine watches the file: it is refused if the file changes, and takes the lock over after
-LEASE_S seconds without a change. A run that lost its lock, because it was suspended or two runs took the lock over at
-once, ends at its next write.
+The file names the run that holds the lock. That run rewrites the file every HEARTBEAT_INTERVAL_S seconds. A second run
+on the same machine checks the process of the holder: it is refused while the process exists, and otherwise takes the
+lock over at once. A second run on another machine watches the file: it is refused if the file changes, and takes the
+lock over after LEASE_S seconds without a change. A run that lost its lock, because it was suspended or two runs took
+the lock over at once, ends at its next write.
 
 Locks of the operating system are not used: a network file system may not support them, or may not share them between
 machines. The file is written in place, so that no machine reads an older file.
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from train.monitor.signals import NOT_AS_IT_IS
+from train.monitor.signals import DO_NOT_RESTART
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-BEAT_S, LOOK_S = 5.0, 1.0
+HEARTBEAT_INTERVAL_S, CHECK_INTERVAL_S = 5.0, 1.0
 LENGTH = 1024  # bytes of the file, constant, so that a write replaces the whole content
 LEASE_S = 60.0  # much longer than a write takes on a busy file system or under a busy GIL
 
@@ -48,10 +48,10 @@ def held(folder: RunFolder) -> Iterator[None]:
         LockError: another run holds the lock.
         OSError: the folder cannot be written.
     """
-    from train.engine.distributed import from_rank_0
+    from train.engine.distributed import call_on_rank_0
 
     lock = Lock(folder.lock)
-    from_rank_0(lock.acquire)
+    call_on_rank_0(lock.acquire)
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ class Lock:
         self._refuse_if_alive(self.read())
 
     def _refuse_if_alive(self, holder: dict[str, Any]) -> None:
-        if is_here(holder) and process_started(holder["pid"]) == holder["process_started"]:
+        if is_local(holder) and process_started(holder["pid"]) == holder["process_started"]:
             raise self._refusal(holder)
 
     def read(self) -> dict[str, Any]:
@@ -126,10 +126,10 @@ class Lock:
         Raises: LockError: the holder is running."""
         holder = self.read()
         self._refuse_if_alive(holder)
-        left_s = 0.0 if is_here(holder) else LEASE_S
+        left_s = 0.0 if is_local(holder) else LEASE_S
         while left_s > 0 and self.path.exists():
-            time.sleep(LOOK_S)
-            left_s -= LOOK_S
+            time.sleep(CHECK_INTERVAL_S)
+            left_s -= CHECK_INTERVAL_S
             found = self.read()
             if found and found != holder:
                 raise self._refusal(found)
@@ -143,17 +143,17 @@ class Lock:
         )
 
     def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
+        while not self._released.wait(HEARTBEAT_INTERVAL_S):
             with contextlib.suppress(OSError):  # the file system may be full or temporarily unavailable
                 holder = self.read()
                 if holder and holder.get("token") != self.owner["token"]:
                     logger.error(f"{self._refusal(holder)}. That run has taken the lock over; this run ends")
-                    os._exit(NOT_AS_IT_IS)
+                    os._exit(DO_NOT_RESTART)
                 self.owner["beats"] += 1
                 self._write()
 
 
-def is_here(holder: dict[str, Any]) -> bool:
+def is_local(holder: dict[str, Any]) -> bool:
     """Return whether the holder is on this machine, where its process is visible."""
     return bool(machine()) and holder.get("machine") == machine()
 

@@ -30,7 +30,7 @@ from train.record.run_folder import RunFolder
 # EX_TEMPFAIL of sysexits.h, "try again later": no error occurred, and the same command resumes from the checkpoint.
 STOPPED = 75
 # The command cannot work as given, or training has diverged: a restart would fail again.
-NOT_AS_IT_IS = 2
+DO_NOT_RESTART = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
 PR_SET_PDEATHSIG = 1
@@ -113,7 +113,7 @@ def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def at_parents_end(number: int) -> Callable[[], object] | None:
+def signal_on_parent_exit(number: int) -> Callable[[], object] | None:
     """Return a preexec_fn for subprocess that sends the child the signal `number` when its parent ends (Linux).
 
     It works for any end of the parent, including SIGKILL. Returns None on other systems.

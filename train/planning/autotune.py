@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters, state_parts_gib
-from model.variants import why_no_graphs
+from model.variants import cuda_graphs_problem
 from train.checkpoint.files import read_state
 from train.checkpoint.resume import checkpoint_to_resume
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
-from train.engine.distributed import from_rank_0
+from train.engine.distributed import call_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]
         )
 
-    choice = from_rank_0(choose)
+    choice = call_on_rank_0(choose)
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),
@@ -87,7 +87,7 @@ def task_of(args: TrainingArguments, world_size: int) -> Task:
         # ZeRO 3 gathers the weights for each micro-batch and keeps no FP8 copies of them.
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        graphs_allowed=why_no_graphs(
+        graphs_allowed=cuda_graphs_problem(
             args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
         )
         is None,

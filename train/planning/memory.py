@@ -28,7 +28,7 @@ BLOCK_SCALES = 1 + 4 / 128
 # Bytes per element of the matrix that Muon orthogonalizes: in float32 the gradient, two tensors of momentum and the
 # update, and three tensors in 16 bits.
 MUON_BYTES = 4 * 4 + 3 * 2
-MOST_MICRO_BATCH = 2**24
+MAX_MICRO_BATCH = 2**24
 # Float32 tensors of STATE_CHUNK elements that a step with packed states needs (train/engine/states.py).
 STEP_TENSORS = 6
 
@@ -223,7 +223,7 @@ def _memory_of(s: Setting) -> Memory:
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
     """Return the largest micro-batch that fits into a GPU, in samples, or 0 if none fits."""
     largest = bisect_left(
-        range(1, MOST_MICRO_BATCH),
+        range(1, MAX_MICRO_BATCH),
         True,
         key=lambda units: (
             memory_of(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks) > device_gib

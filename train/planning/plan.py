@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import flops_per_token
-from train.files import size_text
+from train.files import format_size
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.recommend import Planned, recommend
 from train.planning.setting import PlanError, Setting
@@ -108,7 +108,7 @@ def lines(p: Plan) -> list[str]:
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
         f"per token at {s.seq_length} tokens; {p.tokens:,} tokens on {s.ranks} x {gpu.name}; "
-        f"a checkpoint takes {size_text(p.checkpoint_bytes)}",
+        f"a checkpoint takes {format_size(p.checkpoint_bytes)}",
         "",
         f"as configured: {s.described()}",
         *_details(p.configured, p.tokens),

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2
+from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2
 from train.planning.memory import Memory, largest_micro_batch, memory_of
 from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
-LARGEST_MICRO_BATCH = 128  # samples
+MAX_SUGGESTED_MICRO_BATCH = 128  # samples
 NEARLY_AS_FAST = 0.01  # if speeds differ by at most this share, the simpler setting is recommended
 # Packed optimizer states must be this much faster, because they round the moments (docs/validation.md).
 CLEARLY_FASTER = 0.1
@@ -76,7 +76,7 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
     """
     if s.args.optim == "muon":
         return [("fp32", "fp32", (1,))]
-    moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
+    moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MAX_BETA2 else "fp32"
     return [("fp32", "fp32", (1, 2, 3)), ("bf16_remainder", moments, (1,)), ("int8", "int8", (1,))]
 
 
@@ -116,7 +116,7 @@ def _fitting(
     A ZeRO stage other than that of `s` has the DeepSpeed settings of train_args/ds_config_zero*.json.
     """
     samples = max(1, round(batch_tokens / (s.seq_length * s.ranks)))
-    sizes = range(s.micro_batch_unit, min(samples, LARGEST_MICRO_BATCH) + 1, s.micro_batch_unit)
+    sizes = range(s.micro_batch_unit, min(samples, MAX_SUGGESTED_MICRO_BATCH) + 1, s.micro_batch_unit)
     for stage, recompute in product(zero_stages, (False, True)):
         bucket = ZERO_3_BUCKET if stage == 3 else REDUCE_BUCKET
         other: dict[str, Any] = {

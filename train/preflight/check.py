@@ -19,12 +19,12 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
 from train.data.source import check_fit, check_no_leak, check_same_tokenizer, open_sources
-from train.files import existing
+from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
 from train.preflight.sizes import check_disk, check_memory, is_done
-from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
+from train.record.run_folder import EXPORTED_FROM, RunFolder, export_folder_problem
 from train.record.trackers import check_installed
 
 T = TypeVar("T")
@@ -164,14 +164,14 @@ def check_output(args: TrainingArguments) -> None:
         )
     saves = args.save_strategy != "no" and not is_done(args, folder)
     parts = [folder.metrics, *([folder.checkpoints, folder.hf] if saves else [])]
-    places = [existing(folder.path), *(part for part in parts if part.exists())]
+    places = [nearest_existing_path(folder.path), *(part for part in parts if part.exists())]
     if locked := [str(place) for place in places if not os.access(place, os.W_OK | os.X_OK * place.is_dir())]:
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user; change the '
             "permissions, or choose another folder",
             key=key,
         )
-    if saves and (why := why_not_replaced(folder.hf)):
+    if saves and (why := export_folder_problem(folder.hf)):
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {why}, but the run exports its final model there. Move the folder, or '
             "choose another output_dir",

@@ -29,13 +29,13 @@ from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.schema import flatten
 from train.data.stream import open_stream
-from train.files import existing
+from train.files import nearest_existing_path
 from train.preflight.check import PreflightError
 from train.record.provenance import NOT_HASHED, sources_sha256
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes with a delay
+VISIBILITY_TIMEOUT_S = 10.0  # a network file system shows a new file to other nodes with a delay
 SLOW = 1.15  # warn about a GPU this many times slower than the median
 GEMM, WARMUPS, REPEATS = 8192, 3, 10
 ALL_REDUCE_BYTES = {"cuda": 2**28, "cpu": 2**20}
@@ -147,15 +147,17 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
     """
     folder, is_main = RunFolder(args.output_dir).path, dist.get_rank() == 0
     with (
-        tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".preflight-")
+        tempfile.NamedTemporaryFile(dir=nearest_existing_path(folder), prefix=".preflight-")
         if is_main
         else nullcontext() as file
     ):
         name = [Path(file.name).name if file else None]
         dist.broadcast_object_list(name, src=0)
-        deadline = time.monotonic() + SEEN_WITHIN_S
+        deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
         # List the folder instead of opening the file: NFS caches for half a minute that a name does not exist.
-        while not (seen := name[0] in os.listdir(existing(folder))) and time.monotonic() < deadline:
+        while (
+            not (seen := name[0] in os.listdir(nearest_existing_path(folder))) and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         dist.barrier()
     return seen

@@ -11,7 +11,7 @@ from typing import Any
 from model.config import GIB, num_parameters
 from train.checkpoint.files import committed, name_of, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.files import existing, size_text
+from train.files import format_size, nearest_existing_path
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -90,8 +90,8 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
-        f"a checkpoint takes about {size_text(checkpoint)}, up to {count} more are kept, and hf/ takes "
-        f"{size_text(export)}"
+        f"a checkpoint takes about {format_size(checkpoint)}, up to {count} more are kept, and hf/ takes "
+        f"{format_size(export)}"
     )
     return checkpoint, checkpoint * count + export, text
 
@@ -111,9 +111,9 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
         -args.save_total_limit if args.resume_from_checkpoint == "auto" else 0 :
     ]
     removed = [path for path in step_folders(folder.checkpoints) if path not in kept]
-    free = shutil.disk_usage(existing(folder.checkpoints)).free
+    free = shutil.disk_usage(nearest_existing_path(folder.checkpoints)).free
     free += sum(file.stat().st_size for path in removed for file in path.iterdir())
-    facts = f"output_dir {args.output_dir}: {size_text(free)} are free; {text}"
+    facts = f"output_dir {args.output_dir}: {format_size(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
             f"{facts}: the disk has no room for the first save. Free some space, lower save_total_limit, choose "
@@ -122,7 +122,7 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
             key="output_dir",
         )
     warning = (
-        f"warning: {facts}. The disk has no room for the last save: the run needs {size_text(total)} in total. Free "
+        f"warning: {facts}. The disk has no room for the last save: the run needs {format_size(total)} in total. Free "
         "some space, or lower save_total_limit"
     )
     return warning if free < total else ""
@@ -134,8 +134,8 @@ def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     _, _, text = disk_need(args, sizes, zero_stage)
     if args.save_strategy == "no":
         text = "save_strategy is no: no checkpoints and no hf/"
-    free = shutil.disk_usage(existing(folder.checkpoints)).free
-    return f"output: {folder.path.resolve()}; {text}; {size_text(free)} are free"
+    free = shutil.disk_usage(nearest_existing_path(folder.checkpoints)).free
+    return f"output: {folder.path.resolve()}; {text}; {format_size(free)} are free"
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:

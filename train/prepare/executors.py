@@ -37,7 +37,7 @@ class PreparationError(UserError, RuntimeError):
     """An error for tasks that did not complete; running the same command again may complete them."""
 
     code = "preparation"
-    may_pass = True
+    is_transient = True
 
 
 _job: tuple[Stage, Path]  # of this worker process

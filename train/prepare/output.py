@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from model.keys import why_not_written
+from model.keys import folder_problem
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import (
     INDEX_DTYPE,
@@ -28,7 +28,7 @@ from train.data.format import (
     unigram_loss,
     write_manifest,
 )
-from train.files import locks, sync_folder
+from train.files import sync_folder, try_lock
 from train.prepare.corpus import WORK_NAME
 from train.prepare.tokenizer import copy_tokenizer
 
@@ -174,12 +174,12 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         DataError: another process holds the lock, or the folder cannot be written.
     """
-    if why := why_not_written(folder):
+    if why := folder_problem(folder):
         raise DataError(f"--output {folder} {why}", code="cannot_write", key=str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_NAME
     with open(path, "a") as lock:
-        if not locks(lock):
+        if not try_lock(lock):
             raise DataError(
                 f"another process is writing to {folder}; wait until it ends", code="locked", key=str(folder)
             )

@@ -30,7 +30,7 @@ from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sour
 
 logger = logging.getLogger(__name__)
 TASK_BYTES = 16 << 20  # input bytes per task; the number of tasks must not depend on the machine
-MOST_TASKS = 1000
+MAX_TASKS = 1000
 WORK_VERSION = 2  # of the work folder; unfinished work of another version is not resumed
 JOBS_NAME = "jobs.txt"  # in the work folder: the ids of the Slurm jobs
 INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in the scratch folder
@@ -93,7 +93,7 @@ class Preparation:
             split_on=args.split_on,
             shard_tokens=args.shard_tokens,
             shuffle_seed=args.shuffle_seed,
-            tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MOST_TASKS),
+            tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MAX_TASKS),
             steps=steps,
         )
 

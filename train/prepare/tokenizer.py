@@ -18,7 +18,7 @@ from typing import Any
 import sentencepiece
 from tqdm import tqdm
 
-from model.keys import why_not_written
+from model.keys import folder_problem
 from train.data.encoder import (
     SPACE,
     TOKENIZER_FILES,
@@ -315,7 +315,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             tokenizer, or transformers gives other ids. Nothing is written in these cases.
     """
     output = Path(args.output)
-    if why := why_not_written(output):
+    if why := folder_problem(output):
         raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
     if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
         raise DataError(

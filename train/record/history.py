@@ -62,8 +62,8 @@ class History:
         """
         found: list[str] = []
         for start in self.starts:
-            for each in (start, *start["stages"]):
-                if not each.get("new_stage", True):
+            for each in (start, *start["phases"]):
+                if not each.get("new_phase", True):
                     found.pop()
                 if found[-1:] != [each["fp8"]]:
                     found.append(each["fp8"])

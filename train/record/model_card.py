@@ -92,7 +92,7 @@ def _facts_of_run(run: Path, step: int) -> dict[str, str]:
         last = starts[-1]
         fallbacks = {change["module"] for change in last["escalations"] if change["step"] < step}
         facts |= {
-            "startup check": "; ".join(line.strip() for line in last["proof"]),
+            "startup check": "; ".join(line.strip() for line in last["startup_checks"]),
             "modules after a fallback": str(len(fallbacks) or ""),
             "GPU": f"{last['gpus']} x {gpu}" if (gpu := last["machine"].get("gpu")) else "",
             "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from train.files import drawing
+from train.files import open_figure
 from train.record.fp8_health import FP8_HEALTH, OPERANDS, STATISTICS, values
 from train.record.history import EVALUATION, SET_LOSS, History, smoothed
 
@@ -39,7 +39,7 @@ def draw(histories: list[History], path: Path) -> None:
 
     is_single = len(histories) == 1
     ratios = [height for *_, height in CURVES]
-    with drawing(path, len(CURVES), figsize=(9, 10), sharex=True, height_ratios=ratios) as (figure, rows):
+    with open_figure(path, len(CURVES), figsize=(9, 10), sharex=True, height_ratios=ratios) as (figure, rows):
         axes = [row[0] for row in rows]
         for index, history in enumerate(histories):
             _draw_run(axes, history, f"C{index % 10}", "" if is_single else f"{history.path}: ")
@@ -107,7 +107,7 @@ def draw_health(history: History, path: Path) -> bool:
                 rows.setdefault((kind, layer), [None] * len(records))[index] = value
     shown = [name for name in STATISTICS if any(statistic == name for statistic, _ in panels)]
     height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
-    with drawing(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
+    with open_figure(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
         figure.suptitle("FP8 health: GEMM operands, layers from top to bottom, against steps")
         for statistic, axis_row in zip(shown, axes, strict=True):
             for operand, axis in zip(OPERANDS, axis_row, strict=True):

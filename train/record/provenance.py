@@ -24,12 +24,17 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Keys that do not change the computation of a run, only its location and output.
 NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint", "log_level")
+# Keys that earlier versions wrote to run.json, and their names today.
+FORMER_KEYS = {"proof": "startup_checks", "stages": "phases", "stage": "phase", "new_stage": "new_phase"}
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the starts in run.json, or [] if the file is missing or cannot be read."""
     try:
-        return json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
+        text = folder.run.read_text(encoding="utf-8")
+        return json.loads(text, object_hook=lambda item: {FORMER_KEYS.get(k, k): v for k, v in item.items()})[
+            "starts"
+        ]
     except (OSError, ValueError):
         return []
 
@@ -59,7 +64,7 @@ class RunRecord:
     ):
         self.folder, self.position, self.expected, self.is_main = folder, position, expected, is_main
         self.part = ""
-        self.start: dict[str, Any] = {**start, "stages": [], "ended": None}
+        self.start: dict[str, Any] = {**start, "phases": [], "ended": None}
 
     def __enter__(self) -> RunRecord:
         self.starts = [*read_starts(self.folder), self.start]
@@ -75,14 +80,14 @@ class RunRecord:
         self.start["ended"] = ended
         self._write()
 
-    def add_stage(self, stage: dict[str, Any]) -> None:
+    def add_phase(self, phase: dict[str, Any]) -> None:
         """Record a change of the precision.
 
         Args:
-            stage: "step", "stage" (description), "new_stage" (true: a phase of precision.schedule, false: fallbacks),
-                "took_s", "fp8" and "proof".
+            phase: "step", "phase" (description), "new_phase" (true: a phase of precision.schedule, false: fallbacks),
+                "took_s", "fp8" and "startup_checks".
         """
-        self.start["stages"].append(stage)
+        self.start["phases"].append(phase)
         self._write()
 
     def _write(self) -> None:

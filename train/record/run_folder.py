@@ -9,7 +9,7 @@ from pathlib import Path
 EXPORTED_FROM = "exported_from.json"
 
 
-def why_not_replaced(out: Path) -> str:
+def export_folder_problem(out: Path) -> str:
     """Return the reason that an export must not replace the folder `out`, or ""."""
     if out.is_symlink():
         return f"{out} is a link"

@@ -15,8 +15,8 @@ from model.fp8.health import (
     SUMS,
     HealthCheck,
     check_due,
+    pause_collection,
     statistics,
-    unwatched,
 )
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
@@ -36,9 +36,9 @@ UNDERFLOW, SATURATED, RANGE, ERROR, KURTOSIS = range(5)
 
 
 def model_of(
-    variant: str, checkpointing: bool = False, levels: dict[str, str] | None = None, **keys: Any
+    variant: str, checkpointing: bool = False, fallbacks: dict[str, str] | None = None, **keys: Any
 ) -> tuple[nn.Module, Precision]:
-    precision = Precision(PrecisionConfig(**{"backend": "reference", **keys}), levels=levels)
+    precision = Precision(PrecisionConfig(**{"backend": "reference", **keys}), fallbacks=fallbacks)
     config = small_config(head_dim=64, num_hidden_layers=1, intermediate_size=160)
     model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing).train()
     return model, precision
@@ -140,7 +140,7 @@ def test_a_look_changes_nothing(recipe: str) -> None:
         found = []
         for seed in range(2):
             check = HealthCheck(model, precision)
-            with check.watching() if looks else unwatched():
+            with check.watching() if looks else pause_collection():
                 found.append(backward(model, seed))
         results.append(
             [*found, *(p.grad for p in model.parameters()), *snapshot_fp8_state(model, precision).values()]
@@ -170,7 +170,7 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "levels", "gemms"),
+    ("keys", "fallbacks", "gemms"),
     [
         ({}, {}, ["proj", "qkv", "fc1", "fc2", "lm_head"]),
         ({"bf16_modules": ["lm_head", "*.self_attention"]}, {}, ["fc1", "fc2", "lm_head"]),
@@ -178,10 +178,10 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
         ({}, {"lm_head": "bf16"}, ["proj", "qkv", "fc1", "fc2"]),
     ],
 )
-def test_modules_without_fp8_are_left_out(keys: dict, levels: dict[str, str], gemms: list[str]) -> None:
-    model, precision = model_of("te_layer", levels=levels, recipe="current", **keys)
+def test_modules_without_fp8_are_left_out(keys: dict, fallbacks: dict[str, str], gemms: list[str]) -> None:
+    model, precision = model_of("te_layer", fallbacks=fallbacks, recipe="current", **keys)
     check = HealthCheck(model, precision)
-    with check.watching(), unwatched():
+    with check.watching(), pause_collection():
         backward(model)
     assert check.totals().isnan().all()
     with check.watching():
@@ -220,7 +220,7 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
             check = HealthCheck(model, precision)
             first = index % 2 == 0 if cache_weights else None
             rows = slice(2 * index, 2 * index + 2)
-            with check.watching() if index % 2 == 0 else unwatched():
+            with check.watching() if index % 2 == 0 else pause_collection():
                 loss = model(inputs[rows], labels=labels[rows], is_first_microbatch=first).loss
                 loss.backward()
             losses.append(loss.detach().clone())

@@ -39,7 +39,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
 from train.checkpoint.save import Ranks, SaveError, Saver, rank_state
-from train.files import may_pass
+from train.files import is_transient
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -170,7 +170,7 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     path = make(tmp_path, 1)
     entries = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in read_manifest(path).items()]
     (path / MANIFEST).unlink()
-    monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr(checkpoint_files, "VISIBILITY_TIMEOUT_S", 0.2)
     elsewhere = {"name": "rank_00008.pt", "bytes": 5, "sha256": "0"}
     for _ in range(2):  # nothing of it is visible, then a part
         with pytest.raises(OSError):
@@ -289,7 +289,7 @@ def test_a_fault_may_pass_where_it_may_on_all_ranks(
     monkeypatch.setattr(ranks, "all_gather", lambda value: found)
     with pytest.raises(SaveError) as error:
         ranks.run(fault(None))
-    assert error.value.may_pass == passes
+    assert error.value.is_transient == passes
 
 
 @pytest.mark.parametrize(
@@ -306,11 +306,11 @@ def test_a_fault_may_pass_where_it_may_on_all_ranks(
     ],
 )
 def test_which_faults_may_pass(error: Exception, passes: bool) -> None:
-    assert may_pass(error) == passes
+    assert is_transient(error) == passes
     error.__cause__ = None
     outer = ValueError("because of it")
     outer.__cause__ = error
-    assert may_pass(outer) == passes
+    assert is_transient(outer) == passes
 
 
 # ---------------------------------------------------------------- what is in the files

@@ -119,7 +119,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
     assert export_fp8(settings, checkpoint, out) == remarks
     with pytest.MonkeyPatch.context() as patch:  # as if precision.on_trouble had taken a module up
         name = "model.layers.1.self_attention.proj"
-        patch.setattr(export.RunState, "levels", {name: "current"})
+        patch.setattr(export.RunState, "fallbacks", {name: "current"})
         assert "delayed and current" in export_fp8(settings, checkpoint, out)[0]
 
 

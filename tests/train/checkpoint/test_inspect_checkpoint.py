@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.checkpoint.test_checkpoint import make
-from train.checkpoint.files import MANIFEST, ROLLBACK, name_of, note_rollback
+from train.checkpoint.files import MANIFEST, ROLLBACK, name_of, record_rollback
 from train.inspect_checkpoint import describe, find_damage, main
 
 
@@ -45,7 +45,7 @@ def test_damage_is_named_and_the_status_is_1(
 ) -> None:
     make(tmp_path, 10)
     newest = make(tmp_path, 20)
-    note_rollback(newest, [[4, 8]])
+    record_rollback(newest, [[4, 8]])
     assert find_damage(newest, True) == []
     damage(newest)
     (found,) = find_damage(newest, True) or []

@@ -22,8 +22,8 @@ from train.checkpoint.files import (
     RunState,
     committed,
     name_of,
-    note_rollback,
     read_state,
+    record_rollback,
     rolled_back,
 )
 from train.checkpoint.load import move_later_checkpoints
@@ -140,13 +140,13 @@ def test_a_rollback_keeps_the_configuration_and_the_ranks_of_this_start(
     assert committed(root) == [path]  # else the save of step 6 would find its place taken
     assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[32, 48]])
     assert {key: getattr(state, key) for key in own} == own
-    assert state.levels == {"lm_head": "bf16"} and not state.evaluation_due
+    assert state.fallbacks == {"lm_head": "bf16"} and not state.evaluation_due
 
 
 def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
     paths = [make(tmp_path, step) for step in (1, 2, 3)]
     note = tmp_path / ROLLBACK
-    note_rollback(paths[1], [[34, 38]])
+    record_rollback(paths[1], [[34, 38]])
     assert [rolled_back(path) for path in paths] == [None, [[34, 38]], None]
     for content in (note.read_bytes().replace(b"34", b"35"), b"", b"{", b"{}", b"[]", b"\0" * 200):
         note.write_bytes(content)
@@ -158,7 +158,7 @@ def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
     """A run that starts again comes to the same checkpoint, bit for bit, and was not rolled back."""
     root = tmp_path / "checkpoints"
     paths = [make(root, step) for step in (1, 2, 3)]
-    note_rollback(paths[1], [[34, 38]])
+    record_rollback(paths[1], [[34, 38]])
     move_later_checkpoints(root, after_step=2)
     assert rolled_back(paths[1]) == [[34, 38]]
     aside = move_later_checkpoints(root, after_step=1)
@@ -182,7 +182,7 @@ def test_a_resume_skips_what_was_rolled_back(
     saved.skipped_samples = [[4, 8]]
     path = make(root, 3)
     if noted:
-        note_rollback(path, noted)
+        record_rollback(path, noted)
     new = state_of({"output_dir": str(tmp_path)} | changes)
     resume_state(new, RunState(**json.loads(json.dumps(vars(saved)))), path, True)
     assert new.skipped_samples == expected and new.began_at == {}

@@ -94,7 +94,7 @@ def test_cuda_graphs_without_a_weight_cache_and_with_other_recipes(
 def graphs_on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """speed.cuda_graphs without a GPU."""
     use_tapes(monkeypatch)
-    monkeypatch.setattr(step, "why_no_graphs", lambda *_, **__: None)
+    monkeypatch.setattr(step, "cuda_graphs_problem", lambda *_, **__: None)
 
 
 class AddToMainGrad(torch.autograd.Function):

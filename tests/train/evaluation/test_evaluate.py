@@ -213,9 +213,9 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained(planned: Callable[..., Plan
     found = planned(escalations=[{"step": 1, "module": "a", "to": "current"}], **trained)
     assert (found.max_seq_length, found.batch_size, found.document_mask) == (32, 6, True)
     assert (found.variant, found.attention_backend) == ("te_linear", "unfused")
-    assert found.speed is not None and found.speed.main_grad is False and found.levels == {"a": "current"}
+    assert found.speed is not None and found.speed.main_grad is False and found.fallbacks == {"a": "current"}
     assert planned(precision={"backend": "transformer_engine"}).precision.backend == "auto", "this machine's"
-    assert planned("bf16", [{"step": 1, "module": "a", "to": "current"}]).levels == {}
+    assert planned("bf16", [{"step": 1, "module": "a", "to": "current"}]).fallbacks == {}
     assert planned(per_device_eval_batch_size=None, per_device_train_batch_size=4).batch_size == 4
 
 
@@ -249,7 +249,7 @@ def test_a_folder_is_evaluated_at_its_trained_length_or_2048_tokens(trained: Pat
         keys = {"max_position_embeddings": positions, "trained_sequence_length": recorded}
         (tmp_path / "config.json").write_text(json.dumps(config | keys))
         found = plan_model(tmp_path, None)
-        assert (found.max_seq_length, found.batch_size, found.levels) == (length, 8, {})
+        assert (found.max_seq_length, found.batch_size, found.fallbacks) == (length, 8, {})
 
 
 def test_a_source_without_samples_has_no_result(

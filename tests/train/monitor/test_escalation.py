@@ -90,14 +90,14 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     counts = {m["step"]: m["fp8_escalations"]["count"] for m in metrics(whole) if "fp8_escalations" in m}
     (start,) = read_starts(RunFolder(whole))
     assert counts == {3: 1, 4: 2} and start["escalations"] == changes(whole)
-    assert len(start["stages"]) == 1
-    assert read_history(whole).fp8() == start["stages"][0]["fp8"]
+    assert len(start["phases"]) == 1
+    assert read_history(whole).fp8() == start["phases"][0]["fp8"]
     saved = [whole / f"checkpoints/step-0000000{n}" for n in (3, 4)]
-    assert [read_state(path).levels for path in saved] == [{mlp: "current"}, {mlp: "block"}]
+    assert [read_state(path).fallbacks for path in saved] == [{mlp: "current"}, {mlp: "block"}]
     evaluated = plan_model(saved[0], None)
     model, precision = evaluated.build()
-    assert precision.level(mlp) == "current"
-    assert plan_model(saved[0], "bf16").levels == {}
+    assert precision.module_recipe(mlp) == "current"
+    assert plan_model(saved[0], "bf16").fallbacks == {}
 
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(saved[0]))
     assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)
@@ -204,7 +204,7 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
     whole = run(settings, precision=section)
     assert path_of(whole) == {"1.layernorm_mlp": [(3, "current"), (5, "block"), (6, "bf16")]}
     (start,) = read_starts(RunFolder(whole))
-    assert [(stage["step"], stage["fp8"].partition(",")[0]) for stage in start["stages"]] == [
+    assert [(stage["step"], stage["fp8"].partition(",")[0]) for stage in start["phases"]] == [
         (3, "bf16"),  # and the change that was due
         (4, "6/7 delayed"),
         (5, "6/7 delayed"),
@@ -219,8 +219,8 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
         settings, precision=section, output_dir=str(tmp_path / "kept"), resume_from_checkpoint=resume_from
     )
     assert curve(kept)[0] == curve(whole)[4] and active(kept)[6] == 1
-    levels = read_state(kept / "checkpoints/step-00000006").levels
-    assert levels == {"model.layers.1.layernorm_mlp": "current"}
+    fallbacks = read_state(kept / "checkpoints/step-00000006").fallbacks
+    assert fallbacks == {"model.layers.1.layernorm_mlp": "current"}
 
 
 @pytest.mark.slow
@@ -241,8 +241,10 @@ def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path
     up = path_of(whole)
     assert {level for path in up.values() for _, level in path} == {"current"} and path_of(again) == {}
     assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
-    levels = [read_state(folder / "checkpoints/step-00000004").levels for folder in (whole, again, alone)]
-    assert levels[0] == levels[1] == levels[2] and len(levels[0]) == len(up)
+    fallbacks = [
+        read_state(folder / "checkpoints/step-00000004").fallbacks for folder in (whole, again, alone)
+    ]
+    assert fallbacks[0] == fallbacks[1] == fallbacks[2] and len(fallbacks[0]) == len(up)
     # scales of the modules that are at delayed scaling still are of the micro-batches before, on one rank of others
     assert curve(alone)[0][1] == pytest.approx(curve(whole)[2][1], rel=TOLERANCE["fp8"]["loss"])
 

@@ -163,7 +163,7 @@ def test_a_module_falls_back_once_a_check_by_what_is_worst() -> None:
     }
     at_the_limit = health(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
     assert find_fallbacks(8, at_the_limit, judged(trouble, at_the_limit), model, precision) == []
-    precision.levels[MLP] = "block"
+    precision.fallbacks[MLP] = "block"
     wrong = health(fc1_weight={"error": 0.11})
     (change,) = find_fallbacks(8, wrong, judged(wrong, wrong), model, precision)
     assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")

@@ -20,7 +20,7 @@ from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.monitor import lock
-from train.monitor.lock import BEAT_S, LEASE_S, LOOK_S, Lock, LockError, held
+from train.monitor.lock import CHECK_INTERVAL_S, HEARTBEAT_INTERVAL_S, LEASE_S, Lock, LockError, held
 from train.record.run_folder import RunFolder
 
 DEAD = {"pid": 2**30}  # above what Linux gives
@@ -144,7 +144,7 @@ def test_a_process_that_was_not_yet_waited_for_has_ended() -> None:
 
 def test_a_living_run_shows_itself_long_before_it_is_taken_for_dead() -> None:
     """Also where a busy file system is late with ten of its signs."""
-    assert 10 * BEAT_S < LEASE_S <= 60 and LOOK_S < BEAT_S
+    assert 10 * HEARTBEAT_INTERVAL_S < LEASE_S <= 60 and CHECK_INTERVAL_S < HEARTBEAT_INTERVAL_S
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -163,7 +163,7 @@ def test_it_is_rewritten_and_a_run_that_lost_it_ends(path: Path, monkeypatch: py
         ended.set()
         raise SystemExit
 
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    monkeypatch.setattr(lock, "HEARTBEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(os, "_exit", end)
     holder = Lock(path)
     holder.acquire()
@@ -188,7 +188,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from train.monitor import lock
-lock.BEAT_S, lock.LEASE_S, lock.LOOK_S = 0.1, 1.5, 0.1
+lock.HEARTBEAT_INTERVAL_S, lock.LEASE_S, lock.CHECK_INTERVAL_S = 0.1, 1.5, 0.1
 lock.machine = lambda: sys.argv[1]
 lock.Lock(Path("run.lock")).acquire()
 Path(sys.argv[1]).touch()

@@ -139,14 +139,14 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
         gpus: let the ranks report a GPU.
     """
     args, is_second = build_arguments(settings), dist.get_rank() == 1
-    right, right_existing = ranks.this_rank, ranks.existing
-    ranks.SEEN_WITHIN_S = 0.3
+    right, right_existing = ranks.this_rank, ranks.nearest_existing_path
+    ranks.VISIBILITY_TIMEOUT_S = 0.3
     if is_second and fault == "no_data":
         args.data.sources = {"text": folder}
     if is_second and fault == "other_data":
         args.seed += 1
     if is_second and fault == "other_folder":
-        ranks.existing = lambda path: Path(folder)
+        ranks.nearest_existing_path = lambda path: Path(folder)
 
     def this_rank(*values: Any) -> ranks.Rank:
         found = replace(right(*values), **(GPU if gpus else {}))
@@ -161,5 +161,5 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
     except PreflightError as error:
         problems = [str(problem) for problem in error.problems]
     finally:
-        ranks.this_rank, ranks.existing = right, right_existing
+        ranks.this_rank, ranks.nearest_existing_path = right, right_existing
     return {"problems": problems, "warnings": [line for line in said if line.startswith("warning")]}

@@ -72,7 +72,11 @@ def test_facts_of_a_checkpoint(card: Card) -> None:
 
 
 def test_facts_of_the_run_up_to_the_checkpoint(card: Card, tmp_path: Path) -> None:
-    known = {"proof": ["FP8: 12 of 13", "  not FP8: a|b"], "commit": "abc", "versions": {"torch": "2"}}
+    known = {
+        "startup_checks": ["FP8: 12 of 13", "  not FP8: a|b"],
+        "commit": "abc",
+        "versions": {"torch": "2"},
+    }
     fallbacks = [{"module": module, "step": step} for module, step in (("a", 1), ("a", 2), ("b", 2))]
     known |= {"escalations": fallbacks, "machine": {"gpu": "NVIDIA H200"}}
     starts = [start(0, "stopped") | known, start(2, "done") | known | {"commit": "def"}]

@@ -32,7 +32,7 @@ def make_run(folder: Path, lines: int = 3, starts: list[dict] | None = None, **l
 def start(step: int, how: str = "") -> dict:
     ended = {"how": how, "step": step, "tokens": 64 * (step + 1)} if how else None
     where = {"step": step, "tokens": 64 * step, "gpus": 2}
-    return {**where, "fp8": "12/13 delayed", "stages": [], "ended": ended}
+    return {**where, "fp8": "12/13 delayed", "phases": [], "ended": ended}
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
 def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
     """Modules may have gone to other levels in it (precision.on_trouble)."""
     stages = [
-        {"step": 3, "fp8": "b", "new_stage": True},
-        {"step": 4, "fp8": "c", "new_stage": False},
+        {"step": 3, "fp8": "b", "new_phase": True},
+        {"step": 4, "fp8": "c", "new_phase": False},
         {"step": 5, "fp8": "d"},
     ]
-    starts = [start(0) | {"fp8": "a", "stages": stages}]
+    starts = [start(0) | {"fp8": "a", "phases": stages}]
     assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "a; then c; then d"
 
 

@@ -23,8 +23,8 @@ def test_starts_are_added_with_their_ends(tmp_path):
     with record(folder, a=1) as first:
         (running,) = read_starts(folder)
         assert running["ended"] is None and running["a"] == 1
-        first.add_stage({"step": 3, "fp8": "a"})
-        assert read_starts(folder)[0]["stages"] == [{"step": 3, "fp8": "a"}]
+        first.add_phase({"step": 3, "fp8": "a"})
+        assert read_starts(folder)[0]["phases"] == [{"step": 3, "fp8": "a"}]
     for step, error in ((7, KeyboardInterrupt), (8, ValueError)):
         with pytest.raises(error), record(folder, step):
             raise error
@@ -39,7 +39,7 @@ def test_a_full_disk_is_reported_and_does_not_end_the_run(tmp_path, monkeypatch,
     error = OSError(28, "No space left on device")
     monkeypatch.setattr(provenance, "write_durably", Mock(side_effect=error))
     with record(RunFolder(tmp_path)) as its:
-        its.add_stage({"step": 3})
+        its.add_phase({"step": 3})
     assert len(logged) == 3
 
 

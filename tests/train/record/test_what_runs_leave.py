@@ -47,7 +47,7 @@ def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_pa
     ]
     assert (first["ended"]["step"], second["ended"]["tokens"]) == (3, 6 * 256)
     assert second["fp8"].startswith("6/7 delayed") and second["hosts"] == {socket.gethostname(): [0]}
-    assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in second["proof"]
+    assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in second["startup_checks"]
     assert list(second["attention"].values()) == [[0]] and second["versions"]["torch"] == torch.__version__
     assert (output_dir / "train.log").read_text().count("========") == 2
     assert "ZeroDivisionError: division by zero" in first["ended"]["why"]

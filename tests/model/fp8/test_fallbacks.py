@@ -12,7 +12,7 @@ from model.fp8.gemms import count_gemms
 from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import LEVELS, PrecisionConfig
+from model.fp8.recipes import FALLBACK_ORDER, PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.startup_check import StartupCheckError, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
@@ -34,15 +34,15 @@ LAYER = {
 OF = {"te_linear": LINEAR, "te_layer": LAYER}
 
 
-def precision_on(device: str, levels: dict[str, str] | None = None, **keys: object) -> Precision:
+def precision_on(device: str, fallbacks: dict[str, str] | None = None, **keys: object) -> Precision:
     backend = "reference" if device == "cpu" else "transformer_engine"
-    return Precision(PrecisionConfig(backend=backend, **keys), torch.device(device), levels)
+    return Precision(PrecisionConfig(backend=backend, **keys), torch.device(device), fallbacks)
 
 
 def model_of(
-    variant: str, levels: dict[str, str], device: str = "cpu", checkpointing: bool = False, **keys: object
+    variant: str, fallbacks: dict[str, str], device: str = "cpu", checkpointing: bool = False, **keys: object
 ) -> tuple[nn.Module, Precision]:
-    precision = precision_on(device, levels, **keys)
+    precision = precision_on(device, fallbacks, **keys)
     config = small_config(head_dim=64)
     model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing)
     return model.train(), precision
@@ -62,15 +62,15 @@ def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("variant", OF)
 def test_the_startup_check_counts_what_each_level_runs(variant: str, device: str) -> None:
     """FP8 GEMMs forward and backward, the operands that are looked at, and whose scales are state."""
-    levels = OF[variant]
-    model, precision = model_of(variant, levels, device)
-    names = {level: name for name, level in levels.items()}
+    fallbacks = OF[variant]
+    model, precision = model_of(variant, fallbacks, device)
+    names = {level: name for name, level in fallbacks.items()}
     check_startup(model, precision)
     total, matrices = (15, 13) if variant == "te_linear" else (7, 6)
     with count_gemms(model, precision) as gemms:
         step(model)
     assert (len(gemms.ran), gemms.forward.total(), gemms.backward) == (total - 2, matrices, 2 * matrices)
-    assert gemms.report.levels == {names[level]: level for level in ("bf16_backward", "current", "block")}
+    assert gemms.report.fallbacks == {names[level]: level for level in ("bf16_backward", "current", "block")}
     assert gemms.report.kept.keys() == {"lm_head", names["bf16"]}
 
     check = HealthCheck(model, precision)
@@ -82,7 +82,7 @@ def test_the_startup_check_counts_what_each_level_runs(variant: str, device: str
     assert seen[[row for row in range(len(check.gemms)) if row != exact]].all()
     assert not any(gemm.startswith(names["bf16"]) for gemm in check.gemms)
     with_state = {key.partition(".scaling")[0] for key in fp8_state(model, precision)}
-    assert with_state == gemm_modules(model, precision).keys() - levels.keys() - {"lm_head"}
+    assert with_state == gemm_modules(model, precision).keys() - fallbacks.keys() - {"lm_head"}
 
 
 def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
@@ -97,7 +97,7 @@ def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", OF)
-@pytest.mark.parametrize("level", LEVELS[1:4])
+@pytest.mark.parametrize("level", FALLBACK_ORDER[1:4])
 def test_delayed_scales_move_whatever_the_first_module_is(variant: str, level: str, device: str) -> None:
     """Its backward, which is the last one, moves the gradients' scales of all others; they are those of a run in which
     it is delayed."""
@@ -144,11 +144,11 @@ def test_a_fused_mlp_has_no_such_backward_and_no_such_level() -> None:
     model, precision = model_of("te_layer", {})
     ladder = {}
     for name in ("model.layers.0.self_attention.proj", "model.layers.0.layernorm_mlp"):
-        module, precision.levels = model.get_submodule(name), {}
-        while precision.level(name) != "bf16":
-            precision.levels[name] = precision.one_up(name, module)[1]
-            ladder.setdefault(name.rpartition(".")[2], []).append(precision.levels[name])
-    assert ladder == {"proj": list(LEVELS[1:]), "layernorm_mlp": ["current", "block", "bf16"]}
+        module, precision.fallbacks = model.get_submodule(name), {}
+        while precision.module_recipe(name) != "bf16":
+            precision.fallbacks[name] = precision.next_fallback(name, module)[1]
+            ladder.setdefault(name.rpartition(".")[2], []).append(precision.fallbacks[name])
+    assert ladder == {"proj": list(FALLBACK_ORDER[1:]), "layernorm_mlp": ["current", "block", "bf16"]}
     with pytest.raises(ValueError):
         step(model_of("te_layer", {"model.layers.0.layernorm_mlp": "bf16_backward"})[0])
 
