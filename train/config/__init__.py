@@ -1,9 +1,13 @@
-"""The configuration of a run.
+"""The training configuration.
 
-Keys (`arguments`), loading and checks (`load`), allowed values as JSON schema or text (`schema`), phases of the
-precision (`schedule`), the DeepSpeed configuration (`ds_config`), and changes on a resume (`differences`).
+- `arguments` declares the configuration keys.
+- `load` loads and checks the configuration.
+- `schema` describes the allowed values as a JSON schema and in words.
+- `schedule` resolves the phases of precision.schedule.
+- `ds_config` creates the DeepSpeed configuration.
+- `differences` compares the configuration with that of a checkpoint.
 
-May import train.files, train.data, and the parts of model that do not need torch. Other packages use TrainingArguments
-and ConfigurationError from arguments; load_arguments, build_arguments and resolve_arguments from load;
-resolve_ds_config from ds_config; and differences.
+This package may import train.files, train.data, and the parts of model that do not need torch. Other packages import
+TrainingArguments and ConfigurationError from arguments; load_arguments, build_arguments and resolve_arguments from
+load; resolve_ds_config from ds_config; and the functions of differences.
 """

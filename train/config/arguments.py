@@ -1,13 +1,16 @@
-"""The training configuration: one dataclass per section.
+"""The training configuration, with one dataclass per section.
 
-Each field holds all facts about its key: type, default, limits, help text with the unit, an example if the value is an
-object, and whether a resume may change it. `--help`, error messages, the JSON schema and the tables in
-docs/configuration.md are generated from the fields. Keys are named as in transformers' TrainingArguments where it has
-the same concept.
+Each field declares the type, default, limits and help text of a configuration key. `--help`, error messages, the JSON
+schema and the tables in docs/configuration.md are generated from the fields. Keys have the names that transformers'
+TrainingArguments uses for the same concept.
 
-Whether a resume may change a key (`resume=`): "free": yes, it has no effect on the result of a step; "allowed" (the
-default): if allow_changes_on_resume names it; "structural": no, for the reason in `why=`. differences.py compares the
-configuration with that of the checkpoint, train/checkpoint/resume.py refuses.
+The argument `resume` states whether a run that resumes from a checkpoint may have another value:
+
+- "free": yes, because the key does not affect the result of a step.
+- "allowed" (the default): only if the key is listed in allow_changes_on_resume.
+- "structural": no, for the reason given in `why`.
+
+differences.py compares the configuration with that of the checkpoint. train/checkpoint/resume.py refuses the resume.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ from train.files import REPOSITORY
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
-SMALLEST_WINDOW = 16  # steps; the median of fewer is not robust
+SMALLEST_WINDOW = 16  # steps; the median of fewer steps is not robust
 
 
 class ConfigurationError(UserError, ValueError):
-    """An invalid configuration.
+    """An error raised for an invalid configuration.
 
     Args:
-        message: The error, or the heading of `problems`.
-        problems: One line per problem. Each starts with the key that it is about.
+        message: The error message, or the heading above `problems`.
+        problems: One line per problem. Each line starts with the key that causes the problem.
 
     Attributes:
-        keys: The key of each problem.
+        keys: The key at the start of each problem.
     """
 
     code = "configuration"
@@ -61,42 +64,49 @@ class ConfigurationError(UserError, ValueError):
 
 
 def raise_problems(source: str, problems: Sequence[str]) -> None:
-    """Raise ConfigurationError with all problems of `source`, or return if there are none."""
+    """Raise a ConfigurationError that lists all problems found in `source`, or return if the list is empty."""
     if problems:
-        raise ConfigurationError(f"{source} cannot be used:", problems=problems)
+        raise ConfigurationError(f"{source} is invalid:", problems=problems)
 
 
 @dataclass(config=STRICT, kw_only=True)
 class ModelArguments:
     """The "model" section of the configuration."""
 
-    # config and init_from are free: a resume compares the content of config, and the checkpoint holds the weights
+    # config and init_from are free: a resume compares the content of the model configuration, and loads the weights
+    # from the checkpoint
     config: str = option(
-        "Name in model/configs, path of a MistralConfig JSON file, or ORG/NAME on the Hugging Face Hub.",
+        "Model configuration: the name of a file in model/configs, the path of a MistralConfig JSON file, "
+        "or a repository ORG/NAME on the Hugging Face Hub.",
         resume="free",
         example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
-        "Model implementation. te_linear and te_layer use Transformer Engine modules; hf is the transformers "
-        "model, a baseline; torchao is hf with torchao's FP8.",
+        "Model implementation. te_layer and te_linear are built from Transformer Engine modules. hf is "
+        "the model from transformers and serves as a baseline. torchao is the same model with FP8 from "
+        "torchao.",
         "te_layer",
         resume="structural",
-        why="weights and optimizer state are stored under its module names; start a new run from an export "
+        why="a checkpoint stores weights under the module names of its variant; start a new run from an export "
         "(model.init_from)",
     )
     compile: bool | None = option(
-        "hf and torchao: compile each decoder layer with torch.compile. null: only for torchao on a GPU.",
+        "Whether to compile each decoder layer with torch.compile. Only the variants hf and torchao "
+        "support this. If null (the default), torchao is compiled on a GPU and hf is not compiled.",
         None,
     )
     init_from: str | None = option(
-        "Hugging Face folder, or ORG/NAME on the Hub, with the initial weights. null: random weights.",
+        "Initial weights: a Hugging Face model folder, or a repository ORG/NAME on the Hugging Face Hub. "
+        "If null (the default), the weights are initialized randomly.",
         None,
         resume="free",
         min_length=1,
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
-        "te_*: attention backend. fused is cuDNN. auto selects flash if FlashAttention-4 is installed on a "
-        "Hopper GPU and the head dimension is 64, 128 or 256; otherwise Transformer Engine chooses.",
+        "Attention backend of te_layer and te_linear. flash is FlashAttention, fused is cuDNN, and "
+        "unfused is Transformer Engine's fallback without a fused kernel. auto selects flash on Hopper "
+        "GPUs with FlashAttention-4 if the head dimension is 64, 128 or 256. Otherwise, auto lets "
+        "Transformer Engine choose.",
         "auto",
     )
 
@@ -106,124 +116,163 @@ class DataArguments:
     """The "data" section of the configuration."""
 
     sources: dict[str, str] = option(
-        "Maps source names to folders written by prepare_data.py. Relative paths are looked up in the current "
-        "folder, then in the repository.",
+        "Training data: an object that maps a name of your choice to a folder written by prepare_data.py. "
+        "A relative path is looked up in the current folder, then in the repository.",
         min_length=1,
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixturePhase] | None = option(
-        'Maps source names to shares of the samples, or a list of phases: [{"until_tokens": N, "weights": '
-        '{...}}, ..., {"weights": {...}}]. null: in proportion to tokens.',
+        "Mixture weights: an object that maps each source name to its share of the samples. To change the "
+        'weights during the run, pass a list of phases: [{"until_tokens": N, "weights": {...}}, ..., '
+        '{"weights": {...}}]. If null (the default), each share is proportional to the number of tokens '
+        "in the source.",
         None,
         example={"NAME": 0.7, "OTHER": 0.3},
     )
     eval_sources: dict[str, str] | None = option(
-        "Maps names to folders whose eval split is also evaluated, as eval_loss/NAME.",
+        "Additional evaluation data: an object that maps a name of your choice to a data folder. The eval "
+        "split of each folder is evaluated separately, and its loss is logged as eval_loss/NAME.",
         None,
         resume="free",
         example={"NAME": "data/held_out"},
     )
     verify: bool = option(
-        "Verify the hashes and token ids of all shards before the first step.", False, resume="free"
+        "Verify the hashes and token ids of all data shards before the first step.", False, resume="free"
     )
     document_mask: bool = option(
-        "te_*: restrict attention to the document. Positions restart at its first token, and its last token "
-        "has no label.",
+        "Restrict attention to tokens of the same document. Positions restart at the first token of each "
+        "document, and the last token of a document has no label. Only te_layer and te_linear support "
+        "this.",
         False,
     )
 
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainingArguments:
-    """The whole configuration of a run."""
+    """The complete configuration of a training run."""
 
     model: ModelArguments = Field()
     data: DataArguments = Field()
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
 
-    max_steps: int = option("Total optimizer steps.", gt=0, resume="allowed", example=1000)
-    max_seq_length: int = option("Sample length in tokens.", 2048, gt=0)
-    per_device_train_batch_size: int = option("Micro-batch size per rank, in samples.", 8, gt=0)
+    max_steps: int = option("Number of optimizer steps in the run.", gt=0, resume="allowed", example=1000)
+    max_seq_length: int = option("Length of each training sample, in tokens.", 2048, gt=0)
+    per_device_train_batch_size: int = option("Number of samples per micro-batch on each rank.", 8, gt=0)
     per_device_eval_batch_size: int | None = option(
-        "Evaluation batch size per rank, in samples. null: as for training.", None, gt=0, resume="free"
+        "Number of samples per evaluation batch on each rank. If null (the default), it equals "
+        "per_device_train_batch_size.",
+        None,
+        gt=0,
+        resume="free",
     )
-    # free: it is determined by train_batch_size_tokens, which is not free, and the number of ranks
+    # free: train_batch_size_tokens, which is not free, and the number of ranks determine this value
     gradient_accumulation_steps: int | None = option(
-        "Micro-batches per step. null: computed from train_batch_size_tokens, otherwise 1.",
+        "Number of micro-batches per optimizer step. If null (the default), it is computed from "
+        "train_batch_size_tokens. If both keys are null, it is 1.",
         None,
         gt=0,
         resume="free",
     )
     train_batch_size_tokens: int | None = option(
-        "Tokens per step over all ranks. null: computed from gradient_accumulation_steps.", None, gt=0
+        "Number of tokens per optimizer step, summed over all ranks. If null (the default), it is "
+        "computed from gradient_accumulation_steps.",
+        None,
+        gt=0,
     )
 
     optim: Literal["adamw", "muon"] = option(
-        "muon: Muon for the matrices of the layers and AdamW for the rest, with the same learning rate and "
-        "weight decay. Needs ZeRO 0 or 1.",
+        "Optimizer. adamw uses AdamW for all parameters. muon uses Muon for the weight matrices of the "
+        "decoder layers and AdamW for all other parameters, with the same learning rate and weight decay. "
+        "muon needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
         why="the two optimizers have different states; start a new run from an export (model.init_from)",
     )
-    # le: a step is computed in float32, which overflows at learning rates of about 1e37
-    learning_rate: float = option("Peak learning rate.", 3e-4, gt=0, le=100)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        "Learning rate schedule after the warmup.", "cosine"
+    # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
+    learning_rate: float = option(
+        "Peak learning rate, which is reached at the end of the warmup.", 3e-4, gt=0, le=100
     )
-    warmup_steps: int = option("Linear warmup steps.", 0, ge=0)
-    decay_steps: int | None = option("warmup_stable_decay: steps of the final decay.", None, gt=0)
-    min_lr_ratio: float = option("Final learning rate, as a fraction of learning_rate.", 0.1, ge=0, le=1)
-    weight_decay: float = option("Weight decay of matrices. Norms and biases have none.", 0.1, ge=0)
-    muon_momentum: float = option("Momentum coefficient of Muon.", 0.95, ge=0, lt=1)
-    adam_beta1: float = option("Decay of AdamW's first moment.", 0.9, ge=0, lt=1)
-    adam_beta2: float = option("Decay of AdamW's second moment.", 0.95, ge=0, lt=1)
-    adam_epsilon: float = option("Epsilon of AdamW.", 1e-8, gt=0)
-    max_grad_norm: float = option("Clip the global gradient norm to this value. 0: no clipping.", 1.0, ge=0)
-    # le: numpy's largest seed
-    seed: int = option("Random seed of the initial weights and the sample order.", 42, ge=0, le=2**32 - 1)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
+        "Learning rate schedule after the warmup. cosine and linear decay until the last step, and "
+        "constant does not decay. warmup_stable_decay decays linearly in the last decay_steps steps.",
+        "cosine",
+    )
+    warmup_steps: int = option(
+        "Number of warmup steps, in which the learning rate increases linearly to its peak.", 0, ge=0
+    )
+    decay_steps: int | None = option(
+        "Number of steps in the final decay of the schedule warmup_stable_decay. The other schedules do "
+        "not accept this key.",
+        None,
+        gt=0,
+    )
+    min_lr_ratio: float = option(
+        "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
+    )
+    weight_decay: float = option(
+        "Weight decay for weight matrices. Norm weights and biases are not decayed.", 0.1, ge=0
+    )
+    muon_momentum: float = option("Momentum coefficient of the Muon optimizer.", 0.95, ge=0, lt=1)
+    adam_beta1: float = option("Decay rate of the first moment in AdamW.", 0.9, ge=0, lt=1)
+    adam_beta2: float = option("Decay rate of the second moment in AdamW.", 0.95, ge=0, lt=1)
+    adam_epsilon: float = option(
+        "Constant that AdamW adds to the denominator of its update for numerical stability.", 1e-8, gt=0
+    )
+    max_grad_norm: float = option(
+        "Maximum global gradient norm. Gradients with a larger norm are scaled down to it. If 0, "
+        "gradients are not clipped.",
+        1.0,
+        ge=0,
+    )
+    # upper limit: the largest seed that numpy accepts
+    seed: int = option(
+        "Random seed for the initial weights and the order of the samples.", 42, ge=0, le=2**32 - 1
+    )
     full_determinism: bool = option(
-        "Produce the same bits in every run and after a resume, with deterministic GPU kernels.",
+        "Use deterministic GPU kernels, so that repeated and resumed runs produce bit-identical results.",
         True,
     )
 
     max_skipped_steps: int = option(
-        "Stop after this many skipped steps in a row. A step is skipped if its loss or a gradient is not "
-        "finite.",
+        "Number of consecutive skipped steps after which the run stops. A step is skipped if its loss or a "
+        "gradient is not finite.",
         10,
         gt=0,
         resume="free",
     )
     spike_threshold: float = option(
-        "A loss or gradient norm this many robust standard deviations above the median is a spike. 0: no "
-        "detection.",
+        "Number of robust standard deviations above the median at which a loss or gradient norm is "
+        "reported as a spike. If 0, spike detection is off.",
         10.0,
         ge=0,
         resume="free",
     )
     on_spike: Literal["warn", "rollback"] = option(
-        "rollback: return to the last checkpoint and continue without the samples that led to the spike.",
+        "Action after a spike in the loss or gradient norm. warn logs a warning. rollback returns to the "
+        "last checkpoint and continues without the samples that led to the spike.",
         "warn",
         resume="free",
     )
     spike_window: int = option(
-        "Previous steps from which spike detection computes median and spread.",
+        "Number of previous steps from which spike detection computes the median and the spread.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
         resume="free",
     )
     replica_check_steps: int = option(
-        "Steps between comparisons of the ranks' weights. 0: none.",
+        "Number of steps between two checks that all ranks have identical weights. If 0, the weights are "
+        "not compared.",
         100,
         ge=0,
         resume="free",
     )
 
     hang_timeout_s: float = option(
-        "Stop the run and name the rank that hangs if no step, evaluation batch or save finishes in this "
-        "many seconds. The first step and each part of startup and shutdown have at least half an hour. 0: no "
-        "timeout.",
+        "Timeout in seconds. If no step, evaluation batch or save finishes within this time, the run "
+        "stops and reports the rank that hangs. The first step and each phase of startup and shutdown "
+        "have a timeout of at least 1800 seconds. If 0, there is no timeout.",
         1800.0,
         ge=0,
         le=1e8,  # three years; system timers overflow at slightly larger values
@@ -231,67 +280,88 @@ class TrainingArguments:
     )
 
     output_dir: str | None = option(
-        "Folder of the run. null: output/NAME for a configuration file NAME.json.",
+        "Output folder of the run. If null (the default), it is output/NAME for a configuration file "
+        "NAME.json.",
         None,
         resume="free",
         min_length=1,
     )
     dry_run: bool = option(
-        "Do everything up to the first step, then exit with status 0. output_dir stays unchanged.",
+        "Prepare the run up to its first step, then exit with status 0. The dry run does not change "
+        "output_dir.",
         False,
         resume="free",
     )
     preflight: bool | None = option(
-        "Before the first step, check software and folders of all ranks, measure GPUs and links, and compare "
-        "reduced gradients. null: only if the ranks are on several nodes.",
+        "Whether to run the preflight checks before the first step. They compare software and files "
+        "across ranks, measure the speed of GPUs and links, and verify the reduced gradients. If null "
+        "(the default), they run only if the ranks are on several nodes.",
         None,
         resume="free",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "Minimum level on the console. train.log and logs/ have all messages.", "info", resume="free"
+        "Minimum level of messages on the console. The files train.log and logs/ contain the messages of "
+        "all levels.",
+        "info",
+        resume="free",
     )
-    logging_steps: int = option("Steps between log lines.", 10, gt=0, resume="free")
-    eval_steps: int = option("Steps between evaluations. 0: only at the end.", 0, ge=0, resume="free")
+    logging_steps: int = option("Number of steps between two log lines.", 10, gt=0, resume="free")
+    eval_steps: int = option(
+        "Number of steps between two evaluations. If 0, the model is evaluated only at the end of the run.",
+        0,
+        ge=0,
+        resume="free",
+    )
     max_eval_samples: int = option(
-        "Samples of each evaluation set to evaluate, evenly spaced, over all ranks.",
+        "Maximum number of samples in an evaluation, per evaluation set and summed over all ranks. The "
+        "samples are evenly spaced over the set.",
         256,
         gt=0,
         resume="free",
     )
-    save_steps: int = option("Steps between checkpoints. 0: not by steps.", 0, ge=0, resume="free")
+    save_steps: int = option(
+        "Number of steps between two checkpoints. If 0, the step number does not trigger saves.",
+        0,
+        ge=0,
+        resume="free",
+    )
     save_minutes: float = option(
-        "Minutes between checkpoints, by the clock of rank 0. 0: not by time.",
+        "Time between two checkpoints in minutes, measured on rank 0. If 0, the time does not trigger saves.",
         30.0,
         ge=0,
         resume="free",
     )
     save_strategy: Literal["steps", "no"] = option(
-        "steps: save by save_steps, by save_minutes and at the end. no: write neither checkpoints nor hf/, "
-        "for measurements.",
+        "steps saves a checkpoint at the intervals save_steps and save_minutes and at the end of the run. "
+        "no writes neither checkpoints nor the exported model in hf/, which is useful for benchmarks.",
         "steps",
         resume="free",
     )
-    save_total_limit: int = option("Checkpoints to keep.", 3, gt=0, resume="free")
+    save_total_limit: int = option(
+        "Number of checkpoints to keep. Older checkpoints are deleted.", 3, gt=0, resume="free"
+    )
     save_async: bool = option(
-        "Train while a checkpoint is written from a copy in host memory. false: wait for the save.",
+        "Save checkpoints in the background: training continues while a copy in host memory is written to "
+        "disk. If false, training waits until the checkpoint is written.",
         True,
         resume="free",
     )
     on_save_failure: Literal["stop", "continue"] = option(
-        "What to do if a save fails, such as on a full disk. continue: train until the next save. A failure "
-        "of the last save always stops the run.",
+        "Action if a save fails, for example because the disk is full. stop ends the run. continue trains "
+        "until the next save. The run always stops if its last save fails.",
         "stop",
         resume="free",
     )
     resume_from_checkpoint: str = option(
-        "auto (the newest undamaged checkpoint), never, or the path of a checkpoint.",
+        "Checkpoint from which the run resumes. auto selects the newest undamaged checkpoint in "
+        "output_dir, never starts a new run, and any other value is the path of a checkpoint.",
         "auto",
         resume="free",
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys that affect the computation and may differ from the checkpoint. true: all that can change. "
-        "Changes are recorded in metrics.jsonl and in later checkpoints.",
+        "Keys that may differ from the checkpoint although they affect the computation. true allows all "
+        "keys that can change. Each change is recorded in metrics.jsonl and in later checkpoints.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -301,30 +371,36 @@ class TrainingArguments:
         "none",
         resume="free",
     )
-    run_name: str | None = option("Name of the run in wandb. null: wandb chooses.", None, resume="free")
-    wandb_project: str = option("wandb project.", "fp8-pretraining", resume="free")
+    run_name: str | None = option(
+        "Name of the run in Weights & Biases. If null (the default), Weights & Biases generates a name.",
+        None,
+        resume="free",
+    )
+    wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool = option(
-        "Recompute activations in the backward pass, which saves memory and is slower.",
+        "Recompute activations in the backward pass instead of storing them. This saves memory but makes "
+        "each step slower.",
         False,
         resume="free",
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(
-        f"DeepSpeed configuration: a path, a name in train_args, or an object. null: {DEFAULT_DEEPSPEED}.",
+        "DeepSpeed configuration: the path of a JSON file, the name of a file in train_args, or a JSON "
+        f"object. If null (the default), {DEFAULT_DEEPSPEED} is used.",
         None,
         example={"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object from which `load.build_arguments` builds equal arguments."""
+        """Return the arguments as a JSON object that `load.build_arguments` accepts."""
         return dataclasses.asdict(self)
 
 
 def find_config(name: str, what: str) -> Path:
-    """Return the path of a configuration file.
+    """Return the path of a training or DeepSpeed configuration file.
 
     Args:
-        name: A path, or a bare name in train_args/ with or without ".json".
-        what: The argument or key that names the file: "CONFIG" or "deepspeed".
+        name: A path, or the name of a file in train_args/ with or without ".json".
+        what: The argument or key that selects the file: "CONFIG" or "deepspeed".
 
     Raises:
         ConfigurationError: The file does not exist.
@@ -338,8 +414,8 @@ def find_config(name: str, what: str) -> Path:
     pattern = "ds_config_*.json" if what == "deepspeed" else "train_config_*.json"
     shipped = sorted(path.name for path in CONFIG_FOLDER.glob(pattern))
     raise ConfigurationError(
-        f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; train_args/ has {', '.join(shipped)}, "
-        "which you can name without the folder",
+        f"{what}: the file {' or '.join(dict.fromkeys(map(str, candidates)))} does not exist; pass the path of a file, "
+        f"or one of these names in train_args/: {', '.join(shipped)}",
         code="no_such_file",
         key=name,
     )
@@ -355,7 +431,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     value = read_json_file(path)
     if not isinstance(value, dict):
         raise ConfigurationError(
-            f"{path}: the file does not contain a JSON object; put the keys in {{...}}",
+            f"{path} does not contain a JSON object; enclose the keys in {{...}}",
             code="not_an_object",
             key=str(path),
         )

@@ -1,4 +1,4 @@
-"""Compare two configurations, and decide which differences a resume allows."""
+"""Compare the configurations of a run and a checkpoint, and decide which differences a resume allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.files import shown
 
 @dataclass(frozen=True)
 class Difference:
-    """A dotted key with two different JSON values. A missing value is None."""
+    """A configuration key whose value differs between two configurations. A missing value is None."""
 
     key: str
     old: Any
@@ -25,12 +25,12 @@ class Difference:
 
 
 def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
-    """Return the differences of two JSON values, by key where both have an object.
+    """Return the differences between two JSON values. Objects are compared recursively, key by key.
 
     Args:
-        old: The first value.
-        new: The second value.
-        what: The dotted key of both values.
+        old: The first JSON value.
+        new: The second JSON value.
+        what: The dotted key at which both values are stored.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         prefix = what + "." if what else ""
@@ -41,11 +41,11 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
-    """Return the differences that a resume must allow explicitly or cannot allow.
+    """Return the configuration differences that prevent a resume unless the user allows them.
 
     Args:
-        old, new: `to_dict()` of resolved arguments. A key that is missing, because another version wrote the arguments,
-            has the value that matches that version: `before` of the key, or else its default.
+        old, new: Resolved arguments as returned by `TrainingArguments.to_dict`. Arguments written by another version of
+            the code may lack keys. A missing key has the value `before` of its declaration, or else its default.
     """
     sections = (values.get("precision") or {} for values in (old, new))
     unread_keys = {f"precision.{name}" for section in sections for name in unused_recipe_keys(section)}
@@ -56,7 +56,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         data = values["data"]
-        # a resume compares the content of the folders, not their paths
+        # a resume compares the content of the data folders, not their paths
         whole = {"data.sources": sorted(data["sources"]), "data.weights": data.get("weights")}
         given = {k: v for k, v in flatten(values).items() if key_of(k) not in ("", *whole)} | whole
         named = {key_of(key) for key in given}
@@ -67,7 +67,14 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 
 
 def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[str] | None = None) -> bool:
-    """Return whether two "precision" sections agree in all `keys` that both read. None: compare all keys."""
+    """Return whether two "precision" sections have equal values for `keys`.
+
+    Keys that one of the two recipes does not use are not compared.
+
+    Args:
+        one, other: The two sections.
+        keys: The keys to compare, or None for all keys.
+    """
     compared = {*one, *other} if keys is None else {*keys}
     return all(
         one.get(key) == other.get(key)
@@ -76,19 +83,19 @@ def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[st
 
 
 def key_of(key: str) -> str:
-    """Return the configuration key that contains the dotted `key`, or ""."""
+    """Return the configuration key that a dotted path such as "deepspeed.zero_optimization" belongs to, or ""."""
     return key_at(key.split("."))
 
 
 def is_free(key: str) -> bool:
-    """Return whether a resume may change the dotted `key`. A key of DeepSpeed has its rule in ds_config.KEYS."""
+    """Return whether a resume may change the dotted `key` freely. ds_config.KEYS has the rules for DeepSpeed keys."""
     if key_of(key) == "deepspeed":
         return KEYS.get(key.removeprefix("deepspeed."), (None, ""))[1] in FREE
     return all_keys()[key_of(key)]["resume"] == "free"
 
 
 def permanent_reason(difference: Difference) -> str:
-    """Return the reason that no resume can allow this difference, or ""."""
+    """Return why a resume can never allow this configuration difference, or "" if it can."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
-        return "weights and optimizer state have another type"
+        return "weights and optimizer state are stored in another type"
     return all_keys()[key_of(difference.key)].get("why", "")

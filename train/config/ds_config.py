@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a run. Values of "auto" are filled in from the training arguments.
+"""Check the DeepSpeed configuration of a run, and replace "auto" by values from the training arguments.
 
 Only the keys in KEYS are accepted. They were checked with DeepSpeed 0.19.8.
 """
@@ -25,7 +25,7 @@ from train.config.schema import flatten, suggest
 
 
 class Kind(NamedTuple):
-    """The allowed values of a key, in words and as a predicate."""
+    """The allowed values of a DeepSpeed key, described in words and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -57,20 +57,20 @@ NAMES = Kind(
 )
 SIZE, COUNT = _whole(1), _whole(0)
 
-# How a key was checked
-RUN = "run on two ranks with other values: the gradients are the same"
-RESHARDED = f"{RUN}; tests/reliability/test_world_size.py reshards its checkpoints"
-SOURCE = "according to DeepSpeed's source, it has no effect on a step here"
-FP16 = "according to DeepSpeed's source, it affects only the loss scale of fp16"
+# How each key was checked
+RUN = "tested with several values on two ranks: the gradients do not change"
+RESHARDED = f"{RUN}; tests/reliability/test_world_size.py reshards checkpoints written with this key"
+SOURCE = "according to DeepSpeed's source, this key does not affect the training step"
+FP16 = "according to DeepSpeed's source, this key affects only the fp16 loss scale"
 EQUAL = "must agree with the training arguments"
-REPORTS = "run on two ranks with other values: only the reports of DeepSpeed change"
-GATHERS = "run on two ranks with other values: only the time at which ZeRO 3 gathers weights changes"
-IGNORED = "selects an implementation; ignored here"
-# A resume may change keys with these remarks.
+REPORTS = "tested with several values on two ranks: only DeepSpeed's reports change"
+GATHERS = "tested with several values on two ranks: only the time at which ZeRO 3 gathers weights changes"
+IGNORED = "selects an optimizer implementation and is ignored"
+# A resume may change keys that have one of these remarks.
 FREE = (EQUAL, REPORTS, GATHERS, IGNORED)
 
-# Dotted key -> (its allowed values, remark). The remark says how the key was checked, or why other values are not
-# allowed.
+# Maps each supported dotted key to its allowed values and a remark. The remark states how the key was checked, or why
+# other values are not allowed.
 KEYS: dict[str, tuple[Kind, str]] = {
     "train_batch_size": (ANY, EQUAL),
     "train_micro_batch_size_per_gpu": (ANY, EQUAL),
@@ -78,9 +78,9 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "gradient_clipping": (ANY, EQUAL),
     "communication_data_type": (ANY, EQUAL),
     "gradient_allreduce_op": (_only("mean"), "a sum multiplies the gradient by the number of ranks"),
-    "prescale_gradients": (_only(False), "DeepSpeed fails with it at ZeRO 2"),
+    "prescale_gradients": (_only(False), "DeepSpeed fails with true at ZeRO 2"),
     "gradient_predivide_factor": (_only(1, 1.0), "DeepSpeed fails with other values at ZeRO 2 and 3"),
-    "zero_allow_untested_optimizer": (FLAG, "the optimizers of this project are tested"),
+    "zero_allow_untested_optimizer": (FLAG, "this project tests the optimizers that it uses"),
     "steps_per_print": (SIZE, REPORTS),
     "wall_clock_breakdown": (FLAG, REPORTS),
     "memory_breakdown": (FLAG, REPORTS),
@@ -98,7 +98,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
     ),
     "checkpoint.load_universal": (
         _only(False),
-        "runs resume from their own checkpoints on any number of ranks",
+        "runs resume on any number of ranks without universal checkpoints",
     ),
     "optimizer.type": (_only("AdamW", "Adam", "adamw", "adam"), EQUAL),
     "optimizer.params.lr": (ANY, EQUAL),
@@ -129,7 +129,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (FLAG, SOURCE),
     "zero_optimization.load_from_fp32_weights": (
         _only(True),
-        "false loses the float32 weights on a resume",
+        "with false, a resume loses the float32 weights",
     ),
     "zero_optimization.elastic_checkpoint": (
         _only(False),
@@ -137,22 +137,22 @@ KEYS: dict[str, tuple[Kind, str]] = {
     ),
     "zero_optimization.offload_optimizer": (
         _only(None, {"device": "none"}),
-        "offloading is not supported; precision.optimizer_states packs the states, and ZeRO partitions them",
+        "offloading is not supported; to save GPU memory, use precision.optimizer_states or a higher ZeRO stage",
     ),
     "zero_optimization.offload_param": (
         _only(None, {"device": "none"}),
-        "offloading is not supported; ZeRO 3 partitions the weights",
+        "offloading is not supported; to save GPU memory, use ZeRO 3",
     ),
     "zero_optimization.leaf_module.classes": (NAMES, GATHERS),
     "zero_optimization.leaf_module.names": (NAMES, GATHERS),
     "zero_optimization.leaf_module.name_suffixes": (NAMES, GATHERS),
-    # read by MS-AMP's own DeepSpeed, see `apply_msamp`
+    # only MS-AMP's own DeepSpeed reads these keys, see `apply_msamp`
     "msamp.enabled": (FLAG, EQUAL),
     "msamp.opt_level": (_only("O1", "O2", "O3"), EQUAL),
     "msamp.use_te": (FLAG, IGNORED),
 }
 SECTIONS = {"timers", *(key.rpartition(".")[0] for key in KEYS)} - {""}
-# Unsupported key -> what to use instead
+# Maps unsupported keys to their replacement.
 INSTEAD = {
     "scheduler": "lr_scheduler_type and warmup_steps in the training configuration",
     "wandb": 'report_to "wandb" in the training configuration',
@@ -169,7 +169,10 @@ INSTEAD = {
 
 
 def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Load the DeepSpeed configuration that the key `deepspeed` names, without changes.
+    """Load the DeepSpeed configuration without changes.
+
+    Args:
+        value: The value of the key `deepspeed`: a name or path of a file, an object, or None for the default file.
 
     Raises:
         ConfigurationError: The file does not exist or does not contain a JSON object.
@@ -184,23 +187,26 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
 def resolve_ds_config(
     arguments: TrainingArguments, world_size: int, source: str = "deepspeed"
 ) -> dict[str, Any]:
-    """Return the configuration for deepspeed.initialize, without "auto" values and without an `optimizer` section.
+    """Return the configuration for deepspeed.initialize.
+
+    The "auto" values are replaced, and the `optimizer` section is removed.
 
     Args:
-        arguments: The arguments, resolved for `world_size` ranks.
+        arguments: The training arguments, resolved for `world_size` ranks.
         world_size: The number of ranks.
-        source: The name of the configuration in error messages.
+        source: The name of the DeepSpeed configuration for error messages.
 
     Raises:
-        ConfigurationError: Lists all unsupported keys and values and all contradictions.
+        ConfigurationError: The configuration has unsupported keys or values, or contradicts the training arguments. The
+            message lists all problems.
     """
     assert isinstance(arguments.deepspeed, dict), "call resolve_arguments first"
     config = copy.deepcopy(arguments.deepspeed)
-    config.pop("msamp", None)  # applied by resolve_arguments
+    config.pop("msamp", None)  # resolve_arguments has applied this section
     problems = _remove_unsupported(config)
     if arguments.optim == "muon" and "optimizer" in config:
         problems.append(
-            "optimizer: only optim in the training configuration configures Muon; remove the section"
+            "optimizer: Muon is configured only by the training configuration; remove this section"
         )
     else:
         problems += _fill(config, _expected(arguments, world_size))
@@ -210,7 +216,7 @@ def resolve_ds_config(
     config.setdefault("zero_optimization", {}).setdefault("stage", 0)
     problems += _combination_problems(config, arguments)
     _fill_sizes(config["zero_optimization"], arguments)
-    # off by default, because they wait for the device in every micro-batch
+    # off by default, because these timers wait for the GPU in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
     problems += [
@@ -223,12 +229,12 @@ def resolve_ds_config(
 
 
 def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
-    """Remove unsupported keys and values from `config`. Return one problem per removed key."""
+    """Remove unsupported keys and values from a DeepSpeed configuration. Return one problem per removed key."""
     problems = []
     for key, value in list(config.items()):
         path = f"{section}.{key}".lstrip(".")
         if "." in key:
-            problems.append(f"{key}: keys of DeepSpeed have no dots; write an object for each section")
+            problems.append(f"{key}: DeepSpeed keys contain no dots; write each section as a nested object")
         elif path in SECTIONS and isinstance(value, dict):
             problems += _remove_unsupported(value, path)
         elif problem := _problem_of(path, value):
@@ -243,15 +249,19 @@ def _problem_of(path: str, value: Any) -> str:
         return f"the value is {json.dumps(value)}, but it must be an object"
     if path not in KEYS:
         use = f" (use {INSTEAD[path]})" if path in INSTEAD else suggest(path, [*KEYS, *SECTIONS])
-        return f"this key is not supported{use}; remove it"
+        return f"this key is not supported{use}; remove this key"
     allowed, remark = KEYS[path]
     if allowed.holds(value) or (value == "auto" and not path.startswith("msamp.")):
         return ""
-    return f"{json.dumps(value)} is not supported ({remark}); set it to {allowed.words}, or remove it"
+    return f"{json.dumps(value)} is not supported ({remark}); use {allowed.words}, or remove this key"
 
 
 def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[Any, str]]:
-    """Return DeepSpeed key -> (value, training arguments that determine it)."""
+    """Return the DeepSpeed values that the training arguments determine.
+
+    Returns:
+        A dictionary from each dotted DeepSpeed key to its value and the names of the training arguments behind it.
+    """
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps or 1
     compute = arguments.precision.compute
     return {
@@ -279,7 +289,15 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
 
 
 def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[str]:
-    """Set each expected value where `config` has "auto" or no value. Return one problem per contradicting value."""
+    """Fill in expected values where a DeepSpeed configuration has "auto" or no value.
+
+    Args:
+        config: The DeepSpeed configuration, which is modified.
+        expected: Maps each dotted key to its value and the training arguments that determine this value.
+
+    Returns:
+        One problem per value in `config` that contradicts the expected value.
+    """
     problems = []
     for path, (value, source) in expected.items():
         *sections, name = path.split(".")
@@ -297,10 +315,10 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 
 
 def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
-    """Return the layer class that must be added to the leaf modules of ZeRO 3, or "".
+    """Return the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
 
-    With recomputation, a module in a layer frees its weights after the recomputed forward pass, before Transformer
-    Engine's backward pass needs them.
+    With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. Transformer
+    Engine's backward pass needs them later. The weights of a leaf module are freed together at its end.
     """
     variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
     if not (arguments.gradient_checkpointing and VARIANTS[variant].te):
@@ -311,13 +329,13 @@ def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> st
 
 
 def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Return the unsupported combinations of ZeRO stage, types and optimizer, one line per problem."""
+    """Return the unsupported combinations of ZeRO stage, data types and optimizer, one line per problem."""
     zero = config["zero_optimization"]
     stage, accumulate = zero["stage"], config.get("data_types", {}).get("grad_accum_dtype")
     precision, model, muon = arguments.precision, arguments.model, arguments.optim == "muon"
     dtype = {"fp8": "bf16"}.get(precision.compute, precision.compute)  # dtype of the weights
     zero_1_in_float32 = stage == 1 and accumulate == "fp32"
-    # without ZeRO, DeepSpeed fails if gradients accumulate in another type than that of the weights
+    # without ZeRO, DeepSpeed fails unless gradients accumulate in the data type of the weights
     types = {None, dtype} if stage == 0 else {None, dtype, "fp32"}
     layer = _layer_freed_early(zero, arguments) if stage == 3 else ""
     no_graphs = arguments.speed.cuda_graphs and cuda_graphs_problem(model.variant, zero_stage=stage)
@@ -337,39 +355,39 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
         (no_graphs, f"zero_optimization.stage: {no_graphs}"),
         (
             stage == 0 and dtype == "fp16",
-            "zero_optimization.stage: with fp16 and stage 0, DeepSpeed 0.19.8 divides the gradients by the loss scale "
-            "without scaling the loss; use stage 1, 2 or 3, or set precision.compute to bf16",
+            "zero_optimization.stage: fp16 is not supported at stage 0, where DeepSpeed 0.19.8 divides the gradients "
+            "by the loss scale without scaling the loss; use stage 1, 2 or 3, or set precision.compute to bf16",
         ),
         (
             accumulate not in types,
-            f"data_types.grad_accum_dtype: the value is {json.dumps(accumulate)}; with ZeRO {stage} and {dtype} "
-            f"weights it must be {' or '.join(sorted(filter(None, types)))}",
+            f"data_types.grad_accum_dtype: {json.dumps(accumulate)} is not supported with ZeRO {stage} and {dtype} "
+            f"weights; use {' or '.join(sorted(filter(None, types)))}",
         ),
         (
             muon and dtype == "fp16",
-            'precision.compute: optim "muon" does not support fp16; use bf16 or fp8',
+            'precision.compute: optim "muon" does not support fp16; set precision.compute to bf16 or fp8',
         ),
         (
             muon and dtype != "fp16" and stage != 0 and not (zero_1_in_float32 and dtype == "bf16"),
             'zero_optimization.stage: optim "muon" needs stage 0, or stage 1 with data_types.grad_accum_dtype fp32 and '
-            "precision.compute bf16 or fp8 (ds_config_zero1.json). Otherwise DeepSpeed 0.19.8 orthogonalizes fused "
-            "matrices as one matrix, and clips the update instead of the gradient",
+            "precision.compute bf16 or fp8, as in ds_config_zero1.json. In other settings, DeepSpeed 0.19.8 "
+            "orthogonalizes fused matrices as one matrix and clips the update instead of the gradient",
         ),
         (
             packed and muon,
-            f'{states}: only AdamW\'s states can be packed; with optim "muon" set it to fp32',
+            f'{states}: packed optimizer states are not supported with optim "muon"; set optimizer_states to fp32',
         ),
         (
             packed and not zero_1_in_float32,
-            f"{states}: packed states need ZeRO 1 with data_types.grad_accum_dtype fp32, even on one rank; set "
-            "deepspeed to ds_config_zero1.json, or optimizer_states to fp32",
+            f"{states}: packed optimizer states need ZeRO 1 with data_types.grad_accum_dtype fp32, even on a single "
+            "rank; set deepspeed to ds_config_zero1.json, or set optimizer_states to fp32",
         ),
     ]
     return [problem for is_unsupported, problem in rules if is_unsupported]
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
-    """Replace "auto" sizes (in elements) by values derived from the hidden size, as transformers does."""
+    """Replace "auto" bucket sizes, in elements, by values derived from the hidden size, as transformers does."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
         hidden = load_sizes(arguments.model.config).hidden_size
@@ -380,9 +398,9 @@ def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
 # ---------------------------------------------------------------- MS-AMP
 
 # MS-AMP (Peng et al., FP8-LM, arXiv:2310.18313) has its own DeepSpeed, which reads a section "msamp". The stock
-# DeepSpeed ignores that section. opt_level -> the closest keys of the section "precision". O1 has gradients and their
-# reduction in FP8. O2 also has first moments in FP8, second moments and master weights in float16. O3 also has weights
-# in FP8.
+# DeepSpeed ignores that section. The table maps MS-AMP's opt_level to the closest keys of the section "precision".
+# In MS-AMP, O1 stores and reduces gradients in FP8. O2 also stores first moments in FP8, and second moments and master
+# weights in float16. O3 also stores weights in FP8.
 MSAMP_LEVELS = {
     "O1": {"gradient_communication": "bf16"},
     "O2": {"gradient_communication": "bf16", "optimizer_states": "fp8"},
@@ -391,13 +409,13 @@ MSAMP_LEVELS = {
 
 
 def msamp_settings(deepspeed: dict[str, Any]) -> dict[str, str]:
-    """Return the keys of the section "precision" that the section "msamp" sets."""
+    """Return the "precision" keys and values that a DeepSpeed configuration's "msamp" section asks for."""
     section = deepspeed.get("msamp", {})
     return MSAMP_LEVELS[section.get("opt_level", "O1")] if section.get("enabled", False) else {}
 
 
 def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[str]:
-    """Apply the section "msamp" to `precision`. Return its problems, one line each."""
+    """Apply the "msamp" section of a DeepSpeed configuration to `precision`. Return the problems, one line each."""
     given = {"msamp": deepspeed.get("msamp", {})}
     problems = _remove_unsupported(copy.deepcopy(given))
     if problems:
@@ -408,6 +426,7 @@ def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[s
             setattr(precision, key, value)
         else:
             problems.append(
-                f"msamp.opt_level: it sets precision.{key} to {value}, but that is {own}; remove one"
+                f"msamp.opt_level sets precision.{key} to {value}, but the configuration sets that key to {own}; "
+                "remove one of the two"
             )
     return problems

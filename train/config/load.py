@@ -1,8 +1,10 @@
-"""Load the arguments of a run from a JSON file and the command line. Precedence: --key value, CONFIG.json, defaults.
+"""Load the training arguments from a JSON file and the command line.
 
-load_arguments(argv)       read the file, apply the overrides, check the values, find the folders
-build_arguments(raw)       check a JSON object: first the type and limits of each key, then combinations of keys
-resolve_arguments(a, n)    fill in keys that are determined by other keys and the number of ranks
+- `load_arguments` reads the file, applies the command-line options, checks the values and locates the data folders.
+- `build_arguments` checks a JSON object: first the type and limits of each key, then combinations of keys.
+- `resolve_arguments` sets the keys that are determined by other keys and the number of ranks.
+
+Command-line options take precedence over the file, and the file takes precedence over the defaults.
 """
 
 from __future__ import annotations
@@ -50,30 +52,31 @@ from train.files import data_folder, nearest_existing_path, shown
 USAGE = """\
 usage: train.py CONFIG [--key value]...
 
-CONFIG is a JSON file. A bare name that is not a file in the current folder is looked up in train_args/.
-Override any key with --key value, or --section.key value for a key in a section. Values are JSON or plain
-strings. A list of names can be written as NAME,NAME. A boolean key without a value (--dry_run) means true.
-Start train.py with deepspeed, torchrun, srun, mpirun or accelerate, or with python for one process.
---schema prints the JSON schema of the file. Editors use it to complete and check the file.
+CONFIG is a JSON file. A file name without a folder is also looked up in train_args/.
+To override a key of the file, pass --key value, or --section.key value for a key in a section. Values are JSON
+or plain strings. A list of names can be written as NAME,NAME. --key without a value sets a boolean key to true.
+Start train.py with deepspeed, torchrun, srun, mpirun or accelerate, or with python for a single process.
+--schema prints the JSON schema of the file, with which editors complete and check the file.
 
 Exit status:
-  0    done
-  2    something has to be changed first: a key, the data, a folder, the disk, a missing GPU, or numbers that
-       went wrong
-  75   stopped on request, with a checkpoint; the same command continues the run
-  130  stopped by Ctrl-C, without a checkpoint
-  1    any other error, which a restart from the last checkpoint may fix
+  0    The run is complete.
+  1    Another error occurred. A restart from the last checkpoint may help.
+  2    Something must be changed before the run can continue: a key, the data, a folder, the disk, the GPUs, or
+       the cause of wrong numbers, such as a loss that is not finite.
+  75   The run was asked to stop and saved a checkpoint. The same command resumes it.
+  130  The run was stopped by Ctrl-C, without a checkpoint.
 """
-# Error types of pydantic
+# Names of two error types in pydantic
 MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"
 
-Place = tuple[str | int, ...]  # path to a value: names of keys and indices in lists
+Place = tuple[str | int, ...]  # path to a value in the configuration: key names and list indices
 
 
 def load_arguments(argv: list[str]) -> TrainingArguments:
-    """Load the arguments of a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
+    """Load the training arguments from a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
 
-    `--help` and `--schema` print and exit. `--local_rank` from DeepSpeed's launcher is ignored.
+    `--help` and `--schema` print a text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is
+    ignored.
 
     Raises:
         ConfigurationError: The file or the command line is invalid.
@@ -105,7 +108,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
 
 
 def help_text() -> str:
-    """Return the text of `--help`: the usage, and the allowed values, default and meaning of each key."""
+    """Return the output of `train.py --help`, which describes the usage and every configuration key."""
     lines = [USAGE]
     for key, node in all_keys().items():
         default = f"default {json.dumps(node['default'])}" if "default" in node else "required"
@@ -116,21 +119,21 @@ def help_text() -> str:
 
 
 def schema_text() -> str:
-    """Return the output of `--schema`, which is also the content of train_args/train_config.schema.json."""
+    """Return the output of `train.py --schema`: the JSON schema in train_args/train_config.schema.json."""
     schema = full_schema()
-    named = {"$schema": {"type": "string", "description": "Path of this schema, for editors."}} | schema[
-        "properties"
-    ]
+    named = {
+        "$schema": {"type": "string", "description": "Path of this schema, which editors use."}
+    } | schema["properties"]
     return json.dumps(
         {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"properties": named}, indent=1
     )
 
 
 def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Split a command line into CONFIG and (key, text) pairs.
+    """Split a command line into the configuration file and (key, text) pairs.
 
     Raises:
-        ConfigurationError: There is no CONFIG or more than one, or a key is unknown or has no value.
+        ConfigurationError: There is not exactly one configuration file, or a key is unknown or has no value.
     """
     configs, overrides, words = [], [], list(argv)
     while words:
@@ -150,35 +153,36 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
             overrides.append((key, text))
     if len(configs) != 1:
         raise ConfigurationError(
-            f"{len(configs)} configuration files are given ({', '.join(configs) or 'none'}); pass one CONFIG, see "
-            "--help",
+            f"expected one configuration file, got {len(configs)} ({', '.join(configs) or 'none'}); pass one CONFIG, "
+            "see --help",
             code="config_count",
         )
     return configs[0], overrides
 
 
 def _take_value(key: str, words: list[str]) -> str:
-    """Remove the value of `--key` from the front of `words` and return it."""
+    """Remove the value that follows `--key` from the start of `words`, and return this value."""
     node = node_at(key.split(".")) or {}
     is_switch = {option.get("type") for option in options(node)} <= {"boolean", "null"}
     if words and (words[0] in ("true", "false", "null") if is_switch else not words[0].startswith("--")):
         return words.pop(0)
     if is_switch:
         return "true"
-    raise ConfigurationError(f"--{key} needs a value: --{key} VALUE", code="no_value", key=key)
+    raise ConfigurationError(f"--{key} needs a value; pass --{key} VALUE", code="no_value", key=key)
 
 
 def override(raw: dict[str, Any], path: str, text: str) -> None:
-    """Apply `--path text` to the JSON object `raw`.
+    """Apply the command-line option `--path text` to the JSON object `raw`.
 
-    The text is parsed as JSON if the key accepts that type; otherwise it is a string. If a key takes an object, the
-    path can name one of its entries: `data.sources.NAME`.
+    If the text is JSON of a type that the key accepts, the JSON value is used. Otherwise, the value is the text itself.
+    The path can also point to an entry in the object of a key, such as `data.sources.NAME`.
 
     Raises:
-        ConfigurationError: A value on the path is not an object, or an object or a list is not valid JSON.
+        ConfigurationError: An intermediate value on the path is not an object, or the text starts like an object or a
+            list but is not valid JSON.
     """
     names, target, node = path.split("."), raw, full_schema()
-    # in an object with free names, the rest of the path is one name, because a data source may have a dot in its name
+    # in an object with arbitrary names, the rest of the path is a single name: a data source may have a dot in its name
     while len(names) > 1 and (not node or "properties" in node):
         section = names.pop(0)
         inner = node.get("properties", {}).get(section, {})
@@ -188,12 +192,13 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
         target = target[section]
         if not isinstance(target, dict):
             raise ConfigurationError(
-                f"--{path}: {section} is {shown(target)}, so its keys cannot be set; replace it by an object",
+                f"--{path}: cannot set a key in {section}, because its value is {shown(target)}; set {section} to an "
+                "object",
                 code="not_an_object",
                 key=path,
             )
     name = ".".join(names)
-    if "properties" in node:  # keep the text of an unknown key: build_arguments reports the key
+    if "properties" in node:  # keep the text for an unknown key, which build_arguments reports
         node = node["properties"].get(name, {"type": "string"})
     target[name] = _parse_value(path, text, node)
 
@@ -205,7 +210,7 @@ def _parse_value(path: str, text: str, node: Node) -> Any:
     except json.JSONDecodeError as error:
         if text.lstrip().startswith(("{", "[")) and kinds & {"object", "array", None}:
             raise ConfigurationError(
-                f"--{path} {text} is not valid JSON: {error.msg}, at character {error.pos + 1}"
+                f"--{path} {text} is not valid JSON ({error.msg} at character {error.pos + 1})"
                 f"{example(path, node)}",
                 code="invalid_json",
                 key=path,
@@ -221,17 +226,17 @@ def _parse_value(path: str, text: str, node: Node) -> Any:
 
 
 def build_arguments(raw: dict[str, Any], source: str = "configuration") -> TrainingArguments:
-    """Build checked arguments from a JSON object.
+    """Build the training arguments from a JSON object, and check them.
 
     Args:
         raw: The JSON object.
-        source: The name of the configuration in error messages.
+        source: The name of the configuration for error messages.
 
     Raises:
-        ConfigurationError: Lists all keys with a wrong name or value, or else all combinations of keys that are not
-            allowed.
+        ConfigurationError: The message lists all unknown keys and invalid values. If there are none, it lists all
+            combinations of keys that are not allowed.
     """
-    raw = {key: value for key, value in raw.items() if key != "$schema"}  # only for editors
+    raw = {key: value for key, value in raw.items() if key != "$schema"}  # only editors use this key
     sections: Node = {name: {} for name, node in full_schema()["properties"].items() if "properties" in node}
     given = sections | raw
     try:
@@ -247,18 +252,18 @@ def build_arguments(raw: dict[str, Any], source: str = "configuration") -> Train
 
 def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> list[str]:
     kinds = {
-        _place(given, e): UNKNOWN if e["type"] == "extra_forbidden" else e["type"]  # of a TypedDict
+        _place(given, e): UNKNOWN if e["type"] == "extra_forbidden" else e["type"]  # raised for a TypedDict
         for e in errors
     }
-    # pydantic reports one error per allowed type of a key. The innermost place is the mistake.
+    # pydantic reports one error for each type that a key allows. The innermost place is the mistake.
     places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
-    # unknown keys first: a misspelt key explains a missing one
+    # list unknown keys first, because a misspelt key explains a missing one
     unknown_first = sorted(places, key=lambda place: kinds[place] != UNKNOWN)
     return [_problem(given, place, kinds[place]) for place in unknown_first]
 
 
 def _place(given: Any, error: ErrorDetails) -> Place:
-    """Return the place of an error in `given`: pydantic's location without the names of the types it tried."""
+    """Return the path to the invalid value, which is pydantic's location without the names of types."""
     place: list[str | int] = []
     for step in error["loc"]:
         if isinstance(given, list | dict) and (
@@ -276,21 +281,21 @@ def _problem(given: Any, place: Place, kind: str) -> str:
         section, known = name.rpartition(".")[0], (node_at(place[:-1]) or {}).get("properties", {})
         return f"{name}: unknown key{suggest_key(name, [f'{section}.{key}' for key in known])}"
     node = node_at(place) or {}
-    expected = f"allowed is {describe(node)}"
+    expected = f"allowed values: {describe(node)}"
     if not key:
         first = next(iter(node["properties"]))
-        expected = f"this section must be {describe(node)}; for example --{name}.{first} VALUE"
+        expected = f"this section must be an {describe(node)}; for example, pass --{name}.{first} VALUE"
     elif len(place) == key.count(".") + 1:
         expected += example(key, node)
     if kind == MISSING:
-        return f"{name}: this key is required; {expected}"
+        return f"{name}: this required key is missing; {expected}"
     for step in place:
         given = given[step]
-    return f"{name}: the value is {shown(given)}; {expected}"
+    return f"{name}: {shown(given)} is not a valid value; {expected}"
 
 
 def problems_across_keys(args: TrainingArguments) -> list[str]:
-    """Return the combinations of keys that are not allowed, one line per problem."""
+    """Return the combinations of configuration keys that are not allowed, one line per problem."""
     decays = args.lr_scheduler_type == "warmup_stable_decay"
     is_rollback = args.on_spike == "rollback"
     bf16_moments = (
@@ -306,39 +311,41 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         (
             (args.decay_steps is not None) != decays,
             "lr_scheduler_type decay_steps",
-            "warmup_stable_decay needs decay_steps, and no other schedule accepts it; set or remove it",
+            "decay_steps is required for warmup_stable_decay and not allowed for other schedules; set or remove "
+            "decay_steps",
         ),
         (
             decays and args.warmup_steps + (args.decay_steps or 0) > args.max_steps,
             "warmup_steps decay_steps max_steps",
-            "warmup and decay together are longer than the run; reduce one of them",
+            "warmup and decay together are longer than the run; reduce warmup_steps or decay_steps",
         ),
         (
             args.optim != "muon" and args.muon_momentum != type(args).muon_momentum,
             "optim muon_momentum",
-            "muon_momentum has an effect only with muon; remove it",
+            "muon_momentum has an effect only with optim muon; remove muon_momentum",
         ),
         (
             is_rollback and args.save_strategy == "no",
             "on_spike save_strategy",
-            "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
+            "a rollback needs checkpoints; set save_strategy to steps, or set on_spike to warn",
         ),
         (
             is_rollback and args.spike_threshold == 0,
             "on_spike spike_threshold",
-            "a threshold of 0 turns spike detection off; set a threshold, or set on_spike to warn",
+            "a rollback needs spike detection, which a threshold of 0 turns off; set spike_threshold to a positive "
+            "number, or set on_spike to warn",
         ),
         (
             bf16_moments and args.adam_beta2 > BF16_MOMENTS_MAX_BETA2,
             "precision.optimizer_states precision.optimizer_moments adam_beta2",
-            f"bf16 is too coarse for changes of the second moments if adam_beta2 is above {BF16_MOMENTS_MAX_BETA2}; "
-            "set optimizer_moments to fp32",
+            f"bf16 cannot represent the small updates of the second moment if adam_beta2 is above "
+            f"{BF16_MOMENTS_MAX_BETA2}; set precision.optimizer_moments to fp32",
         ),
         (
             args.data.document_mask and not VARIANTS[args.model.variant].documents,
             "data.document_mask model.variant",
-            "the attention of transformers cannot separate documents; set document_mask to false, or use te_linear or "
-            "te_layer",
+            "this model variant does not support document masks; set data.document_mask to false, or set model.variant "
+            "to te_linear or te_layer",
         ),
         (
             args.speed.cuda_graphs and no_graphs,
@@ -350,7 +357,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
                 any(own.compute == "fp8" for own in precisions_of(args.precision))
                 and (getattr(args, key) or 0) * args.max_seq_length % FP8_TRAIN_ROW_MULTIPLE,
                 f"{key} max_seq_length precision.compute",
-                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
+                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}; change either size",
             )
             for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
         ),
@@ -362,7 +369,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     ]
     if args.output_dir and not (place := nearest_existing_path(Path(args.output_dir))).is_dir():
         problems.append(
-            f"output_dir {shown(args.output_dir)}: {place} is not a folder; choose another folder"
+            f"output_dir {shown(args.output_dir)}: {place} exists but is not a folder; choose another output_dir"
         )
     if args.data.weights is not None:
         problems += weight_problems(args.data.weights, list(args.data.sources))
@@ -375,7 +382,9 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             if name not in all_keys():
                 problems.append(f"{named}: unknown key{suggest(name, all_keys())}; --help lists all keys")
             elif why := all_keys()[name].get("why"):
-                problems.append(f"{named}: this key cannot change on a resume: {why}; remove it")
+                problems.append(
+                    f"{named}: this key cannot change on a resume, because {why}; remove this key from the list"
+                )
     return problems
 
 
@@ -383,14 +392,19 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
 
 
 def resolve_arguments(arguments: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Return a copy for `world_size` ranks in which all keys that are determined by others are set.
+    """Return a copy of the arguments in which the keys that depend on other keys are set.
 
     Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` by
-    the object in its file, and applies its section "msamp". Resolving twice changes nothing.
+    the object in the DeepSpeed configuration file, and applies the section "msamp" of that object. Arguments that are
+    already resolved do not change.
+
+    Args:
+        arguments: The training arguments.
+        world_size: The number of ranks.
 
     Raises:
-        ConfigurationError: The batch is not divisible, two keys contradict each other, or a phase of precision.schedule
-            has no step.
+        ConfigurationError: The batch size is not divisible, two keys contradict each other, or a phase of
+            precision.schedule has no step.
     """
     out = copy.deepcopy(arguments)
     micro_batch, length = arguments.per_device_train_batch_size, arguments.max_seq_length
@@ -404,7 +418,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         below = given // micro_tokens * micro_tokens
         valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
         raise ConfigurationError(
-            f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest valid sizes are {valid}",
+            f"train_batch_size_tokens: {given} is not divisible by {sizes}; use the nearest valid size, {valid}",
             code="batch_not_divisible",
             key="train_batch_size_tokens",
         )
@@ -428,7 +442,11 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
 
 
 def find_changed_arguments(arguments: TrainingArguments) -> dict[str, str]:
-    """Return the keys of resolved arguments that differ from their defaults, with their values as text."""
+    """Return the configuration keys whose values differ from the defaults, with the values as text.
+
+    Args:
+        arguments: The resolved training arguments.
+    """
     follows = {
         "output_dir": arguments.output_dir,  # logged separately
         "per_device_eval_batch_size": arguments.per_device_train_batch_size,

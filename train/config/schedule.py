@@ -1,9 +1,9 @@
-"""The phases of precision.schedule. Each phase has the keys of the section "precision" that it changes.
+"""Resolve precision.schedule, which divides a run into phases with different precision settings.
 
     [{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}]
 
-The phase of a step depends only on the steps and tokens before it, so a resume needs no state. A run without a schedule
-has one phase.
+Each phase lists the keys of the section "precision" that it changes. The phase of a step depends only on the number of
+steps and tokens before the step, so checkpoints need not store it. A run without a schedule has one phase.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from train.config.arguments import TrainingArguments
 
 
 def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
-    """Return the index of the phase that contains the next step after `step` steps and `tokens` tokens."""
+    """Return the index of the precision phase for the next step, given the completed steps and tokens."""
     return find_phase(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
 def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
-    """Return the "precision" section of each phase, with `schedule` removed."""
+    """Return one "precision" section per phase of the schedule. The returned sections have no schedule."""
     sections = []
     for phase in section.schedule or [{}]:
         own = {key: value for key, value in phase.items() if key not in ENDS}
         out = replace(section, schedule=None, **own)
-        # reset keys that the other recipe does not read
+        # reset keys that the phase's recipe does not read
         if out.compute == "fp8" and out.recipe != section.recipe:
             out = replace(section.with_recipe(out.recipe), schedule=None, **own)
         sections.append(out)
@@ -35,16 +35,16 @@ def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
 
 
 def arguments_of_phase(args: TrainingArguments, number: int) -> TrainingArguments:
-    """Return the arguments with the precision of a phase."""
+    """Return the training arguments for one phase of precision.schedule, given its index."""
     return replace(args, precision=precisions_of(args.precision)[number])
 
 
 def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
-    """Return the share of each phase in a run of `max_steps` steps; 0 for a phase that the run does not reach.
+    """Return the fraction of the steps that each phase of precision.schedule covers.
 
     Args:
         args: The resolved arguments.
-        max_steps: The number of steps of the run.
+        max_steps: The number of steps in the run. Phases that start later have the fraction 0.
     """
     begin, shares = 0, []
     for phase in (args.precision.schedule or [{}])[:-1]:
@@ -55,7 +55,7 @@ def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
 
 
 def describe_phase(section: PrecisionConfig, number: int) -> str:
-    """Return "phase 2 of 3 of precision.schedule ({...})", with the keys of the phase."""
+    """Describe a phase in words, for example "phase 2 of 3 of precision.schedule ({...})" with the phase's keys."""
     phases = section.schedule or [{}]
     own = {key: value for key, value in phases[number].items() if key not in ENDS}
     return f"phase {number + 1} of {len(phases)} of precision.schedule ({json.dumps(own)})"
@@ -64,13 +64,13 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
 def _end_step(
     phase: PrecisionPhase, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
 ) -> int:
-    """Return the number of steps of the run after which a phase that has an end is over.
+    """Return the step at which a phase of precision.schedule ends.
 
     Args:
-        phase: The phase.
-        args: The resolved arguments. All later steps have their number of tokens.
-        max_steps: The number of steps of the run.
-        step, tokens: The position of the run.
+        phase: A phase with an end, so not the last phase.
+        args: The resolved arguments. They determine the number of tokens in each later step.
+        max_steps: The number of steps in the run.
+        step, tokens: The number of steps and tokens that the run has completed.
     """
     if "until_tokens" in phase:
         return step + -(-(phase["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
@@ -81,7 +81,7 @@ def _end_step(
 
 
 def phase_problems(args: TrainingArguments) -> list[str]:
-    """Return the problems of the individual phases, one line per problem."""
+    """Return the problems found in precision.schedule and in each of its phases, one line per problem."""
     section, phases = args.precision, args.precision.schedule or []
     sections = precisions_of(section)
     computes = {section.compute, *(own.compute for own in sections)}
@@ -90,12 +90,13 @@ def phase_problems(args: TrainingArguments) -> list[str]:
     rules: list[tuple[object, str]] = [  # (whether the combination is refused, the problem)
         (
             falls_back and not saves,
-            "precision.on_trouble, save_strategy: a fallback continues from a checkpoint; set save_strategy to steps, "
-            "or on_trouble to warn",
+            "precision.on_trouble, save_strategy: a fallback continues from a checkpoint; set save_strategy to "
+            "steps, or set on_trouble to warn",
         ),
         (
             phases and section.auto,
-            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them",
+            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of the "
+            "two keys",
         ),
         (
             len(phases) > 1 and not saves,
@@ -118,8 +119,8 @@ def phase_problems(args: TrainingArguments) -> list[str]:
         name, ends = _name(number, len(phases)), [key for key in ENDS if key in phase]
         if len(ends) != (number < len(phases) - 1):
             found.append(
-                f"{name}: the phase has {' and '.join(ends) or 'no end'}; each phase but the last needs one of "
-                f"{', '.join(ENDS)}, and the last phase ends with the run"
+                f"{name}: the phase has {' and '.join(ends) or 'no end'}; set exactly one of {', '.join(ENDS)} in each "
+                "phase except the last, which ends with the run"
             )
         own = replace(sections[number], auto=False)
         found += [f"{name}: {problem}" for problem in problems(own) if problem not in known]
@@ -131,12 +132,13 @@ def _name(number: int, count: int) -> str:
 
 
 def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens: int = 0) -> list[str]:
-    """Return the problems with the ends of the phases of resolved arguments, one line per problem.
+    """Return one line per phase of precision.schedule that would have no step.
 
     Args:
         args: The resolved arguments.
-        step, tokens: The position of the run. Phases that are over are not checked. If `step` is None, the position is
-            not known yet, and ends by tokens are not checked, since earlier steps may have had other sizes.
+        step, tokens: The number of steps and tokens that the run has completed. Completed phases are not checked. If
+            `step` is None, the numbers are not known yet. Then phases with until_tokens are not checked, because
+            earlier steps may have had another number of tokens.
     """
     phases, begin, found = args.precision.schedule or [], step or 0, []
     for number, phase in enumerate(phases[:-1]):
@@ -147,8 +149,8 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         if not begin < end < args.max_steps:
             found.append(
-                f"{_name(number, len(phases))}: {key} {phase[key]} is step {end}, but the phase begins after step "
-                f"{begin} and max_steps is {args.max_steps}; each phase needs at least one step"
+                f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}; the end must be after "
+                f"step {begin}, at which the phase begins, and before max_steps {args.max_steps}"
             )
         begin = max(begin, end)
     return found

@@ -1,7 +1,7 @@
-"""The allowed values of each configuration key, as JSON schema (which pydantic generates) and in words.
+"""Describe the allowed values of each configuration key, as a JSON schema and in words.
 
-Used by `--help`, error messages, the command line, the schema file for editors, and the tables in
-docs/configuration.md.
+pydantic generates the schema. `--help`, error messages, the command line, the schema file for editors and the tables in
+docs/configuration.md use these descriptions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 
 from train.config.arguments import TrainingArguments
 
-Node = dict[str, Any]  # JSON schema of one value, with references resolved
+Node = dict[str, Any]  # JSON schema for one value, with all references resolved
 
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
-# Name of a key in other programs -> advice, which starts with the key to use here.
+# Maps the name of a key in other training programs to advice, which starts with this project's key.
 FOREIGN = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
     "min_lr": "min_lr_ratio, a fraction of learning_rate",
@@ -28,7 +28,7 @@ FOREIGN = {
     **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "warmup_steps"),
     **dict.fromkeys(
         ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
-        "max_steps; an epoch has (tokens of the data) / train_batch_size_tokens steps",
+        "max_steps; an epoch has (number of training tokens) / train_batch_size_tokens steps",
     ),
     **dict.fromkeys(("steps", "iters", "max_iters", "train_iters", "num_steps"), "max_steps"),
     **dict.fromkeys(
@@ -47,7 +47,7 @@ FOREIGN = {
     "optimizer": "optim",
     "wd": "weight_decay",
     **dict.fromkeys(("bf16", "fp16", "fp8", "fp32", "dtype", "mixed_precision"), "precision.compute"),
-    **dict.fromkeys(("resume", "resume_from", "load"), "resume_from_checkpoint; by default a run resumes"),
+    **dict.fromkeys(("resume", "resume_from", "load"), "resume_from_checkpoint; a run resumes by default"),
     **dict.fromkeys(("output", "out_dir", "save_dir", "save"), "output_dir"),
     **dict.fromkeys(("save_interval", "save_every"), "save_steps"),
     **dict.fromkeys(("log_interval", "log_every"), "logging_steps"),
@@ -57,9 +57,9 @@ FOREIGN = {
     **dict.fromkeys(("model_name_or_path", "model_path", "pretrained", "init_weights"), "model.init_from"),
     **dict.fromkeys(
         ("dataset", "dataset_name", "data_path", "train_data", "train_file"),
-        "data.sources, folders written by train/prepare_data.py",
+        "data.sources, which lists folders written by train/prepare_data.py",
     ),
-    "tokenizer": "data.sources; train/prepare_data.py takes --tokenizer",
+    "tokenizer": "data.sources; the tokenizer is an option of train/prepare_data.py",
     **dict.fromkeys(("zero", "zero_stage", "deepspeed_config", "ds_config"), "deepspeed"),
     **dict.fromkeys(("activation_checkpointing", "recompute"), "gradient_checkpointing"),
     "torch_compile": "model.compile",
@@ -68,7 +68,7 @@ FOREIGN = {
 
 @cache
 def full_schema() -> Node:
-    """Return the JSON schema of the configuration, with references resolved."""
+    """Return the JSON schema of the training configuration, with all references resolved."""
     schema = TypeAdapter(TrainingArguments).json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -82,7 +82,7 @@ def full_schema() -> Node:
         is_section = "properties" in node
         dropped = ("title", "description") if is_section else ("title",)  # class names and docstrings
         kept = {k: inline(v) for k, v in node.items() if not (k in dropped and isinstance(v, str))}
-        # pydantic 2.11 omits it sometimes
+        # pydantic 2.11 sometimes omits this entry
         return kept | ({"additionalProperties": False} if is_section else {})
 
     return inline(schema)
@@ -90,7 +90,7 @@ def full_schema() -> Node:
 
 @cache
 def all_keys() -> dict[str, Node]:
-    """Return dotted key -> schema, with top-level keys first, then the keys of the sections.
+    """Return a dictionary from each dotted configuration key to its JSON schema. Top-level keys come first.
 
     The schema of a required key has no "default".
     """
@@ -102,13 +102,16 @@ def all_keys() -> dict[str, Node]:
 
 
 def key_at(place: Sequence[str | int]) -> str:
-    """Return the key that contains `place`, or "" for a section or an unknown name."""
+    """Return the configuration key that a path of names and list indices points into.
+
+    Returns "" if the path points to a section or starts with an unknown name.
+    """
     names = [".".join(map(str, place[:length])) for length in (1, 2)]
     return next((name for name in names if name in all_keys()), "")
 
 
 def node_at(place: Sequence[str | int]) -> Node | None:
-    """Return the schema of a section, a key, or an entry or item in the value of a key. None: unknown place."""
+    """Return the JSON schema for a path of names and list indices in the configuration, or None if it is unknown."""
     node: Node | None = full_schema()
     for step in place:
         inner = (_child(option, step) for option in options(node or {}))
@@ -125,24 +128,24 @@ def _child(node: Node, step: str | int) -> Node | None:
 
 
 def value_schema(node: Node) -> Node | None:
-    """Return the schema of the values of an object with free names, or None for any other schema."""
+    """Return the schema of the values in an object whose names are arbitrary, or None for any other schema."""
     entries = node.get("additionalProperties", False)
     return None if entries is False else {} if entries is True else entries
 
 
 def options(node: Node) -> list[Node]:
-    """Return the alternatives that a schema allows."""
+    """Return the alternative JSON schemas that `node` combines with "anyOf", or [node] if it has no alternatives."""
     return node.get("anyOf", [node])
 
 
 def json_type(value: Any) -> str:
-    """Return the JSON schema type of a JSON value."""
+    """Return the name of a JSON value's type in JSON schema, such as "integer"."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return kinds.get(type(value), "null")
 
 
 def describe(node: Node) -> str:
-    """Describe the allowed values in words, for example "integer > 0 or null"."""
+    """Describe the values that a JSON schema allows in words, for example "integer > 0 or null"."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node:
@@ -157,24 +160,30 @@ def describe(node: Node) -> str:
 
 
 def example(key: str, node: Node) -> str:
-    """Return "; for example --key JSON" for a key that takes an object or a list, or ""."""
+    """Return "; for example --key JSON" if the value of the key is an object or a list, or else ""."""
     value = node.get("examples", [node.get("default")])[0]
     return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" with the known dotted key whose last part is the most similar, or ""."""
+    """Return " (did you mean X?)" with the known key that is most similar to `name`, or "" if none is similar.
+
+    Only the part after the last dot is compared.
+    """
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     close = difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, 1, 0.6)
     return f" (did you mean {by_leaf[close[0]]}?)" if close else ""
 
 
 def suggest_key(name: str, others: Sequence[str] = ()) -> str:
-    """Return " (use X)" for a name from another program, " (did you mean X?)" for a similar name, or "".
+    """Suggest a configuration key for an unknown name.
 
     Args:
-        name: the unknown name.
-        others: more known names, such as those in an item of a list.
+        name: The unknown name.
+        others: Further allowed names, such as the names in a list item.
+
+    Returns:
+        " (use X)" for a name used by other training programs, " (did you mean X?)" for a similar name, or "".
     """
     if use := FOREIGN.get(name.replace("-", "_").lower()):
         return f" (use {use})"
@@ -182,7 +191,7 @@ def suggest_key(name: str, others: Sequence[str] = ()) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested object to dotted key -> value."""
+    """Flatten nested dictionaries to one dictionary with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
