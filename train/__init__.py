@@ -1,1 +1,4 @@
-"""How a Mistral is trained: train.py runs a training, setup.py and trainer.py build it; the others are commands."""
+"""Training of Mistral models.
+
+train.py is the entry point, and trainer.py runs the training. The other files in this folder are commands and helpers.
+"""

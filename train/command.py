@@ -1,4 +1,4 @@
-"""Turn the errors of a command into one line and an exit status."""
+"""Report the errors of a command-line program in one line, and set its exit status."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from train.record.log import configure_logging
 
 
 def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[..., int]:
-    """Decorate the main function of a command.
+    """Decorate the main function of a command-line program to report errors and return an exit status.
 
-    Log messages go to stderr, so that stdout has only results.
+    Log messages go to stderr. Only results are printed to stdout.
 
     Args:
-        main: returns an exit status, or None for 0.
-        system_error: exit status after an OSError.
+        main: The function to decorate. It returns an exit status, or None for success.
+        system_error: The exit status after an OSError.
 
-    Returns: `main`, which then returns 2 after an error that the user can fix, and 130 after Ctrl-C.
+    Returns:
+        The decorated function. It returns 2 after an error that the user can fix, and 130 after Ctrl-C.
     """
 
     @functools.wraps(main)

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Evaluate a model: report loss, perplexity and bits per byte on prepared data or text, by source and in total.
+"""Evaluate a model on prepared data or text. Report loss, perplexity and bits per byte for each source and in total.
 
-    python train/evaluate.py output/run                                    # on the eval split of its training data
+    python train/evaluate.py output/run                                    # on the eval split of the training data
     python train/evaluate.py output/run/checkpoints/step-00001000 data/wiki data/code --precision bf16
     python train/evaluate.py FOLDER story.txt reviews.jsonl --by document --output result.json
     python train/launch.py --nproc 8 train/evaluate.py output/run data/wiki            # 8 GPUs; also torchrun
 
 MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral model, with or without FP8
-weights. For an output_dir, the newest undamaged checkpoint is used, or hf/ if there is none.
+weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
 
-DATA are folders written by prepare_data.py, whose eval splits are read, or any input that prepare_data.py reads. With
---by packed, prepared data give the same eval_loss as in the training log.
+DATA is one or more folders written by prepare_data.py, or any input that prepare_data.py can read. Prepared folders
+are evaluated on their eval split. With --by packed, the loss equals eval_loss in the training log.
 
-A checkpoint is evaluated in its own precision and variant unless --precision is given. --precision fp8 uses current
-scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if FP8 does not run.
+A checkpoint is evaluated in its own precision and model variant unless --precision is given. --precision fp8 uses
+current scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if none run.
 
-Exit status: 0 done; 2 the evaluation is not possible as requested; 130 stopped by Ctrl-C.
+Exit status: 0 done; 2 invalid request or failed evaluation; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -57,69 +57,79 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "model",
         metavar="MODEL",
         type=Path,
-        help="output_dir of a run, checkpoint, Hugging Face folder, or ORG/NAME on the Hub",
+        help="output_dir of a run, a checkpoint, a Hugging Face folder, or the ORG/NAME of a model on the Hugging Face "
+        "Hub",
     )
     add(
         "data",
         metavar="DATA",
         nargs="*",
         type=unicode,
-        help=f"prepared data, or files and folders of {ALLOWED}; default: the training data of the checkpoint",
+        help=f"prepared data, or input files and folders of these kinds: {ALLOWED} (default: the training data of the "
+        "checkpoint)",
     )
     add(
         "--precision",
         choices=("fp8", "bf16", "fp16", "fp32"),
-        help="compute precision; default: the precision of the checkpoint, or the dtype of a Hugging Face folder",
+        help="compute precision (default: the precision of the checkpoint, or the dtype of the Hugging Face weights)",
     )
     add(
         "--by",
         choices=("packed", "document"),
         default="packed",
-        help="packed: concatenate documents, as in training; document: evaluate each separately (default: packed)",
+        help="how to form samples: packed concatenates documents, as in training; document evaluates each document "
+        "separately (default: packed)",
     )
     add(
         "--max_seq_length",
         type=between(1),
-        help="sample length in tokens; default: the length used in training, or for a Hugging Face folder the trained "
-        "length or number of positions, at most 2048",
+        help="sample length in tokens (default: max_seq_length of the training; for a Hugging Face folder that does "
+        "not record it, max_position_embeddings; at most 2048 for a Hugging Face folder)",
     )
     add(
         "--stride",
         type=between(1),
-        help="tokens between the starts of two rows of a long document; a smaller value gives more context and is "
-        "slower (default: max_seq_length)",
+        help="number of tokens between the starts of consecutive windows in a long document; a smaller stride gives "
+        "each token more context but is slower (default: max_seq_length)",
     )
     add(
         "--max_samples",
         type=between(1),
-        help="maximum number of evenly spaced samples; with --by document, documents per DATA; for text, the first "
-        "ones (default: all)",
+        help="maximum number of samples, which are evenly spaced over the prepared data; for text inputs and with --by "
+        "document, the maximum number of documents per DATA (default: all)",
     )
     add(
         "--batch_size",
         type=between(1),
-        help="samples per rank and batch; default: as in training, or 8 for a Hugging Face folder",
+        help="number of samples per batch on each rank (default: the evaluation batch size of the training, or 8 for a "
+        "Hugging Face folder)",
     )
     add(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="tokenizer of the model, if it cannot be found with the model or its data",
+        help="folder with the model's tokenizer, needed only if neither the model nor its data includes the tokenizer",
     )
-    add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
-    add("--split_on", type=separator, metavar="SEPARATOR", help=f"for text: {SPLIT_ON}")
+    add(
+        "--text_key",
+        type=unicode,
+        default="text",
+        help="JSON key or table column that contains the text (default: text)",
+    )
+    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     add(
         "--max_dropped",
         type=between(0),
         default=0,
-        help="for text: maximum number of unreadable documents (default: 0)",
+        help="maximum number of unreadable documents in text inputs; the evaluation fails if there are more "
+        "(default: 0)",
     )
     add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.stride and args.by != "document":
-        parser.error("--stride needs --by document")
+        parser.error("--stride requires --by document")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
-        parser.error("DATA: the same data are given twice; name each once")
+        parser.error("DATA contains the same path twice. Pass each path once")
     args.model = Path(local_folder(str(args.model)))
     args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
     return args
@@ -137,9 +147,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         report = evaluate(args, rank, world)
     except Exception as error:
-        time.sleep(2 * (rank > 0))  # rank 0 prints first, and the launcher then ends the others
+        time.sleep(2 * (rank > 0))  # rank 0 prints first, and the launcher then stops the other ranks
         if line := out_of_memory(error):
-            raise ValueError(f"{line}; pass a smaller --batch_size") from error
+            raise ValueError(f"{line}. Pass a smaller --batch_size") from error
         raise
     if rank == 0 and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,14 @@
 """Export a checkpoint to a Hugging Face folder with config.json, model.safetensors and the tokenizer.
 
     python train/export.py output/run/checkpoints/step-00001000 OUT [--format hf | hf-fp8] [--tokenizer DIR]
-    python train/export.py output/run OUT                  # the newest good checkpoint of the run
+    python train/export.py output/run OUT                  # the newest undamaged checkpoint of the run
 
 Load OUT with transformers' AutoModelForCausalLM.from_pretrained, or with any server that supports Mistral. The export
-needs no GPU. With hf-fp8, the weights of the layers are stored in FP8. If the model was trained with Transformer
-Engine's FP8, the codes and scales equal those used in training, bit for bit. docs/inference.md lists the programs that
-read this format.
+needs no GPU.
+
+With --format hf-fp8, the weights of the decoder layers are stored in FP8. If the model was trained in FP8 with
+Transformer Engine, the stored FP8 values and scales are bit-identical to those used in training. docs/inference.md
+lists the software that can load this format.
 """
 
 from __future__ import annotations
@@ -45,8 +47,7 @@ from train.files import discarded_name
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, export_folder_problem
 
-# Files of an earlier export that must not stay beside a new one, which may have other file names. A chat template fits
-# any export.
+# Files to remove from an earlier export, because the new export may use other file names. A chat template is kept.
 OWN_FILES = (
     "config.json",
     "generation_config.json",
@@ -59,24 +60,25 @@ OWN_FILES = (
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
-    """Write the Hugging Face folder `out` from the verified checkpoint `path`.
+    """Export the verified checkpoint `path` to the Hugging Face folder `out`.
 
-    The files are written to a temporary folder, which is then renamed, so `out` is complete or absent. Files of an
-    earlier export are replaced. Other files in `out` stay, such as the user's README.md. exported_from.json names the
-    checkpoint.
+    The files are written to a temporary folder, which is then renamed. So `out` is always complete or absent. Files
+    from an earlier export are replaced. Other files in `out` are kept, such as the user's README.md. The file
+    exported_from.json in `out` identifies the checkpoint.
 
     Args:
-        tokenizer: folder with tokenizer files, for example a model folder; only the tokenizer files are copied.
-        form: "hf", or "hf-fp8" to store the weights of the layers in FP8.
+        tokenizer: Folder with tokenizer files, for example a model folder. Only the tokenizer files are copied.
+        form: "hf", or "hf-fp8" to store the weights of the decoder layers in FP8.
 
-    Returns: remarks about the weights and the tokenizer, for the user.
+    Returns:
+        Remarks about the weights and the tokenizer for the user.
 
     Raises:
-        CheckpointError: `out` is not an export.
-        DataError: `tokenizer` holds no tokenizer, or transformers reads more token ids than the model has, or another
-            BOS or EOS.
-        PrecisionError: the weights cannot be stored in FP8.
-        OSError: `out` cannot be written; it is unchanged.
+        CheckpointError: `out` exists and was not written by an export.
+        DataError: `tokenizer` contains no tokenizer. Or transformers reads token ids from it that the model does not
+            have, or a different BOS or EOS.
+        PrecisionError: The weights cannot be stored in FP8.
+        OSError: `out` cannot be written. It is unchanged.
     """
     if problem := export_folder_problem(out):
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
@@ -111,11 +113,11 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
 
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunState) -> list[str]:
-    """Write config.json and the weights. Return remarks for the user.
+    """Write config.json and the weights to the folder `out`, and return remarks for the user.
 
-    The weights keep the dtype of training, except those that `form` stores in FP8.
+    The weights keep their training dtype, except those that `form` stores in FP8.
     """
-    # These imports take seconds: --help, a wrong path and the ranks of a run, which import this file, do not need them.
+    # These imports take seconds. They are not needed for --help, for a wrong path, or on ranks other than 0.
     import torch
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -140,14 +142,17 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
 
 
 def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
-    """Set the BOS and EOS of `config` to those of the training data, if `encoder` is the tokenizer of that data.
+    """Set the BOS and EOS ids of a model configuration to those of the tokenizer `encoder`.
 
-    Generation stops at the EOS of the configuration.
+    The ids are set only if the training data was prepared with this tokenizer. Generation stops at the EOS id of the
+    configuration.
 
-    Returns: remarks about the chat template, for the user.
+    Returns:
+        Remarks about the chat template for the user.
 
     Raises:
-        DataError: transformers reads more token ids than the model has, or another BOS or EOS.
+        DataError: transformers reads token ids from the tokenizer that the model does not have, or a different BOS or
+            EOS.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
     if encoder.sha256() in _trained_with(state):
@@ -159,18 +164,18 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
 
 
 def _trained_with(state: RunState) -> set[str]:
-    """Return the sha256 of each tokenizer that prepared the training data."""
+    """Return the SHA-256 hashes of the tokenizers with which the training data was prepared."""
     return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
-    """Write `model` with the weights of its layers in FP8. Return remarks for the user.
+    """Write the model to the folder `out` with FP8 weights in the decoder layers, and return remarks for the user.
 
     Args:
-        weights: all weights by their Hugging Face names.
+        weights: All weights, keyed by Hugging Face name.
 
     Raises:
-        PrecisionError: the weights cannot be stored in FP8.
+        PrecisionError: The weights cannot be stored in FP8.
     """
     import torch
     from huggingface_hub import save_torch_state_dict
@@ -201,7 +206,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     model.generation_config.save_pretrained(out)
     save_torch_state_dict(hf_fp8.flat(weights | quantized), out)
     written = read_hf_folder(out, model.config, model.config.dtype)
-    assert not serving.differences(written, quantized), f"{out} has other FP8 codes than were written"
+    assert not serving.differences(written, quantized), f"the FP8 weights in {out} differ from those written"
     return [
         f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes: {how}",
         f"not FP8 but {model.config.dtype}: {', '.join(kept)}, the embedding and the norms",
@@ -216,20 +221,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="checkpoint folder step-NNNNNNNN, or a run's output_dir for its newest good checkpoint",
+        help="checkpoint folder step-NNNNNNNN, or a run's output_dir to export its newest undamaged checkpoint",
     )
     parser.add_argument("out", type=given_path, help="Hugging Face folder to write")
     parser.add_argument(
-        "--format", choices=("hf", "hf-fp8"), default="hf", help="hf-fp8 stores weights in FP8 (default: hf)"
+        "--format",
+        choices=("hf", "hf-fp8"),
+        default="hf",
+        help="storage format: hf keeps the training dtype, hf-fp8 stores the weights of the decoder layers in FP8 "
+        "(default: hf)",
     )
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of another tokenizer (default: that of the training data, or else of the run's hf/)",
+        help="folder with the tokenizer to export (default: the tokenizer of the training data, or the one in the "
+        "run's hf/ folder)",
     )
     arguments = parser.parse_args(argv)
     path = checkpoint_of(arguments.checkpoint)
-    import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
+    import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
 
     tokenizer = arguments.tokenizer or trained_tokenizer(path, read_state(path))
     lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
@@ -237,9 +247,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def checkpoint_of(given: Path) -> Path:
-    """Return the checkpoint `given`, or the newest good checkpoint of the run `given`.
+    """Return `given` if it is a checkpoint, or the newest undamaged checkpoint if `given` is a run folder.
 
-    Raises: CheckpointError: `given` is neither."""
+    Raises:
+        CheckpointError: `given` is not a checkpoint and contains none.
+    """
     if path := find_checkpoint(given):
         return path
     raise CheckpointError(
@@ -250,14 +262,16 @@ def checkpoint_of(given: Path) -> Path:
 
 
 def trained_tokenizer(path: Path, state: RunState) -> Path:
-    """Return the tokenizer folder of the training data, or else of the run's hf/.
+    """Return the tokenizer folder of the training data, or the run's hf/ folder if the data is not available.
 
-    Raises: DataError: it is not the tokenizer that the model was trained with."""
+    Raises:
+        DataError: The tokenizer is not the one used in training.
+    """
     folder = tokenizer_of(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
     if TextEncoder(folder).sha256() not in _trained_with(state):
         raise DataError(
-            f"{folder} is not the tokenizer that the model was trained with; the data was prepared again since then. "
-            "Pass the original tokenizer with --tokenizer DIR",
+            f"the tokenizer in {folder} is not the one used in training, because the data was prepared again. Pass the "
+            "original tokenizer with --tokenizer DIR",
             code="other_tokenizer",
             key=str(folder),
         )

@@ -1,4 +1,4 @@
-"""Helpers for files: atomic and durable writes, hashes, locks, errors of the file system, and plots."""
+"""File helpers: atomic and durable writes, hashes, locks, file system errors, and plot files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Errors of a file system that persist until somebody fixes the cause.
+# File system errors that persist until the user fixes the cause.
 PERSISTENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
 
 
 def discarded_name(path: Path) -> Path:
-    """Return the path to which a run moves `path` when it discards it; the name holds the time in microseconds."""
+    """Return the new path of a file or folder that a run discards. The name contains the time in microseconds."""
     return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically: write a temporary file, flush it to the disk and rename it."""
+    """Write `text` to the file `path` so that it is complete or unchanged after a crash or power failure.
+
+    The text is written to a temporary file, which is flushed to disk and renamed.
+    """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -43,33 +46,34 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Return `value` as JSON text for messages, without escaping non-ASCII letters.
+    """Return `value` as JSON text for messages, with non-ASCII letters unescaped.
 
     Args:
-        default: as in json.dumps.
+        default: Function that converts other types, as in json.dumps.
     """
     return json.dumps(value, default=default, ensure_ascii=False)
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error, with a remedy if a disk is full or not writable."""
+    """Return the message of an error. If the disk is full or not writable, add what the user can do."""
     if not is_persistent(error):
         return str(error)
     return f"{error}. Free disk space, change the permissions, or choose another folder"
 
 
 def is_persistent(error: BaseException) -> bool:
-    """Return whether this is a file system error that persists: a full or read-only disk, or missing permissions.
+    """Return whether a file system error persists until the user acts.
 
-    Errors of a network file system or a bus, such as EIO, ESTALE or a timeout, may pass.
+    This is true for a full or read-only disk and for missing permissions. Other errors may be temporary, for example
+    EIO, ESTALE or a timeout.
     """
     return getattr(error, "errno", None) in PERSISTENT_ERRORS or FULL in str(error)
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether the error comes from a system error that may pass.
+    """Return whether an error was caused by a temporary system error, so that a retry may succeed.
 
-    The first OSError with an errno in the chain of causes decides. A missing file or an existing one never passes.
+    The first OSError with an errno in the chain of causes decides. A missing or already existing file is not temporary.
     """
     while error is not None:
         if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
@@ -79,12 +83,12 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def format_size(number: int) -> str:
-    """Return a number of bytes as text in GB or MB."""
+    """Format a number of bytes in GB or MB."""
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def bytes_of(*places: Path) -> int:
-    """Return the total size of all files in these folders, in bytes; missing files and folders count as 0."""
+    """Return the total size in bytes of all files in the given folders. Missing files and folders are ignored."""
     paths = (
         os.path.join(folder, name)
         for place in places
@@ -95,7 +99,7 @@ def bytes_of(*places: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to the disk, so that a rename in it survives a power failure."""
+    """Flush the directory entries of a folder to disk, so that a rename in the folder survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -104,7 +108,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def nearest_existing_path(path: Path) -> Path:
-    """Return `path`, or its nearest parent that exists, which may be a file or a broken link."""
+    """Return `path` if it exists, otherwise its nearest existing parent. Either may be a file or a broken link."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -112,16 +116,20 @@ def nearest_existing_path(path: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """Resolve a data folder of a configuration: relative to the working folder, or else to the repository."""
+    """Resolve the path of a data folder in a configuration.
+
+    A relative path is resolved against the working folder. If nothing exists there, it is resolved against the
+    repository.
+    """
     elsewhere = REPOSITORY / name
     return str(elsewhere) if not Path(name).exists() and elsewhere.exists() else name
 
 
 @contextmanager
 def escape_glob_path(folder: Path) -> Iterator[Path]:
-    """Yield a path to `folder` that has no glob patterns, for libraries that do not escape them.
+    """Yield a path to `folder` that contains no glob patterns, for libraries that do not escape them.
 
-    It is a link in a temporary folder, because the name may be something like "run[lr=3e-4]".
+    The path is a symbolic link in a temporary folder. A run folder may have a name such as "run[lr=3e-4]".
     """
     with tempfile.TemporaryDirectory() as temporary:
         link = Path(temporary) / "folder"
@@ -130,36 +138,38 @@ def escape_glob_path(folder: Path) -> Iterator[Path]:
 
 
 def try_lock(file: IO) -> bool:
-    """Lock the file for this process until it is closed. Return False if another process has the lock.
+    """Lock an open file until it is closed. Return False if another process holds the lock.
 
-    On a file system without locks, such as Lustre mounted without them, log a warning and return True."""
+    If the file system does not support locks, log a warning and return True. Lustre can be mounted without locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         logger.warning(
-            f"{file.name} cannot be locked ({error.strerror}). Do not start a second process that writes there at the "
-            "same time"
+            f"{file.name} cannot be locked ({error.strerror}). Make sure that no other process writes to its folder at "
+            "the same time"
         )
     return True
 
 
 def sha256_file(path: str | Path) -> str:
-    """Return the sha256 of a file, in hexadecimal."""
+    """Return the SHA-256 hash of a file as a hexadecimal string."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_dead_buffers() -> None:
-    """Remove the shared memory of killed ranks: on a machine without a GPU, DeepSpeed creates 66 MB per rank.
+    """Remove shared-memory files that killed ranks have left behind (Linux).
 
-    A running rank keeps its file open from its creation, so files that no process has open are left over (Linux).
+    On a host without a GPU, DeepSpeed creates a file of 66 MB in /dev/shm for each rank. A running rank keeps its file
+    open, so a file that no process has open is left over.
     """
     shared = os.path.realpath("/dev/shm")  # /proc shows the real path
     if buffers := set(glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*")):
         for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # the process may have closed the file meanwhile
                 buffers.discard(os.readlink(descriptor))
         for path in buffers:
             Path(path).unlink(missing_ok=True)
@@ -167,12 +177,13 @@ def remove_dead_buffers() -> None:
 
 @contextmanager
 def open_figure(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a matplotlib figure and its axes, array [rows, columns], and save it as the PNG `path` after the block.
+    """Create a matplotlib figure for a `with` block, and save it to the PNG file `path` after the block.
 
-    Needs no display. The file is written atomically, and its folder is created.
+    Yields the figure and its axes, an array of shape [rows, columns]. Needs no display. The file is written atomically,
+    and its folder is created.
 
     Args:
-        options: options of pyplot.subplots.
+        options: Keyword arguments for pyplot.subplots.
     """
     import matplotlib
 

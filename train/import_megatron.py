@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 """Import Megatron datasets: `python train/import_megatron.py --input PREFIX... --tokenizer DIR --output DIR`.
 
---input takes the common PREFIX of PREFIX.bin and PREFIX.idx, which are only read. --tokenizer is the tokenizer that
-produced the token ids.
+A dataset consists of two files, PREFIX.bin and PREFIX.idx, which are not modified. --tokenizer is the folder of the
+tokenizer that produced the token ids.
 
-A document is everything between two document indices, which can be several sequences. It is stored as BOS + its tokens
-+ EOS. BOS and EOS are added only where they are missing: Megatron-LM's preprocess_data.py writes an end id with
---append-eod, and never a BOS. If the end-of-document id of the dataset is not the tokenizer's EOS, pass it as
---eod_id, and it is replaced by EOS. BOS and EOS inside documents are kept and counted. Documents without tokens are
-skipped and counted.
+A document can consist of several sequences of the dataset. It is stored as BOS + tokens + EOS. BOS and EOS are added
+only where they are missing: Megatron-LM's preprocess_data.py never writes a BOS, and writes an end-of-document id only
+with --append-eod. If the end-of-document id is not the tokenizer's EOS, pass it as --eod_id. It is then replaced by
+EOS. BOS and EOS inside documents are kept and counted. Documents without tokens are skipped and counted.
 
-A hash of the tokens assigns each document to the train or the eval split, so identical documents are always in the
-same split. The same datasets and options give the same bytes.
+A hash of its tokens assigns each document to the train or eval split, so identical documents are always in the same
+split. The same datasets and options produce identical files.
 """
 
 import argparse
@@ -41,15 +40,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="path prefix of each dataset: PREFIX.bin and PREFIX.idx",
+        help="path prefixes of the datasets; a dataset consists of PREFIX.bin and PREFIX.idx",
     )
     add(
         "--tokenizer",
         type=given_path,
         required=True,
-        help="folder with the tokenizer.model or tokenizer.json that produced the ids",
+        help="folder with the tokenizer.model or tokenizer.json that produced the token ids",
     )
-    add("--output", type=given_path, required=True, help="the folder to write")
+    add("--output", type=given_path, required=True, help="output folder for the prepared data")
     add(
         "--eod_id",
         type=between(0),
@@ -59,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval_fraction",
         type=eval_fraction,
         default=0.01,
-        help="share of the documents in the eval split; 1: import data for evaluation only (default: 0.01)",
+        help="fraction of the documents to put in the eval split; with 1, all data is for evaluation (default: 0.01)",
     )
     add(
         "--shard_tokens",
@@ -67,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=1 << 28,
         help="maximum number of tokens per shard (default: 2^28)",
     )
-    add("--overwrite", action="store_true", help="replace the prepared data in --output")
+    add("--overwrite", action="store_true", help="replace existing prepared data in --output")
     return parser.parse_args(argv)
 
 
@@ -80,8 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     counts = manifest.documents
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
-        print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
-    print(f"ids replaced by EOS (--eod_id): {counts['eod_replaced']:,}")
+        print(f"{name.upper()}: added to {added:,} documents, found {inside:,} times inside documents")
+    print(f"end-of-document ids replaced by EOS (--eod_id): {counts['eod_replaced']:,}")
     print(f"wrote {args.output}\n{manifest.summary()}")
 
 

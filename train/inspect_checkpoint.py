@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
 """Inspect checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
 
-DIR is a run's output_dir, its checkpoints folder, or one checkpoint. For each checkpoint the program prints whether it
-is committed, its tokens, ranks, ZeRO stage, size and time, the changes on resumes, and missing, truncated or altered
-files. For a run it also prints which checkpoint `--resume_from_checkpoint auto` uses. File sizes are always compared
-with the manifest; --verify also checks the hash of every file.
+DIR is a run's output_dir, its checkpoints folder, or one checkpoint. For each checkpoint, the command prints
 
-Exit status: 0 if the newest committed checkpoint is good, 1 if it is not, 2 if DIR contains no checkpoint.
+- whether the checkpoint is committed, which means that its save was completed,
+- the number of tokens and ranks, the ZeRO stage, the size and the time,
+- configuration changes that were made when the run was resumed,
+- missing, truncated or modified files.
+
+For a run, the command also prints which checkpoint `--resume_from_checkpoint auto` would use. File sizes are always
+compared with the manifest. --verify also checks the hash of every file.
+
+Exit status: 0 if the newest committed checkpoint is undamaged; 1 if it is damaged, or no checkpoint is committed; 2 if
+DIR contains no checkpoint.
 """
 
 from __future__ import annotations
@@ -34,12 +40,12 @@ from train.files import format_size, shown
 
 
 def find_damage(path: Path, verify: bool) -> list[str] | None:
-    """Return the problems of a checkpoint folder, or None if it is not committed.
+    """Return the problems found in a checkpoint folder, or None if the checkpoint is not committed.
 
-    A running training may remove the checkpoint meanwhile, which also gives None.
+    A running job may remove the checkpoint during the check. The result is then also None.
 
     Args:
-        verify: whether to check the hash of every file.
+        verify: Whether to check the hash of every file.
     """
     if not (path / MANIFEST).is_file():
         return None
@@ -48,11 +54,13 @@ def find_damage(path: Path, verify: bool) -> list[str] | None:
         rolled_back(path)
     except (CheckpointError, FileNotFoundError) as error:  # a resume would be refused
         damage.append(str(error))
-    return damage if (path / MANIFEST).is_file() else None  # the manifest is removed first
+    return (
+        damage if (path / MANIFEST).is_file() else None
+    )  # a run removes the manifest before the other files
 
 
 def describe(path: Path) -> list[str]:
-    """Return one line about the run state and the files of a checkpoint, and one for each change on a resume."""
+    """Return lines that describe a checkpoint: one about its state and size, and one for each configuration change."""
     files = [file.stat() for file in path.glob("*") if file.is_file()]
     size = format_size(sum(file.st_size for file in files))
     written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=0))
@@ -72,9 +80,14 @@ def describe(path: Path) -> list[str]:
 
 
 def inspect(given: Path, verify: bool) -> bool:
-    """Print a report about DIR. Return whether its newest committed checkpoint is good.
+    """Print a report about the checkpoints in the folder `given`.
 
-    Raises: CheckpointError: DIR contains no checkpoint."""
+    Returns:
+        Whether the newest committed checkpoint is undamaged.
+
+    Raises:
+        CheckpointError: The folder contains no checkpoint.
+    """
     is_one = bool(FOLDER.fullmatch(given.resolve().name)) or (given / RUN_STATE).is_file()
     root = given / "checkpoints"
     folders = [given] if is_one and given.is_dir() else step_folders(root if root.is_dir() else given)
@@ -85,15 +98,18 @@ def inspect(given: Path, verify: bool) -> bool:
     found: dict[Path, list[str]] = {}  # damage of each committed checkpoint
     for path in folders:
         damage = find_damage(path, verify)
-        verdict = f"not committed: no {MANIFEST} (a save is in progress or failed, or the run removed the checkpoint)"
+        verdict = (
+            f"not committed, because {MANIFEST} is missing: the save is in progress or failed, or the run removed the "
+            "checkpoint"
+        )
         if damage is not None:
             found[path] = damage
-            good = "verified" if verify else "sizes are correct (--verify also checks the hashes)"
+            good = "verified" if verify else "file sizes are correct (--verify also checks the hashes)"
             verdict = f"committed, {'damaged' if damage else good}"
         print("\n    ".join([*describe(path), verdict, *(damage or [])]), flush=True)
     if not is_one:
         usable = [path.name for path, damage in found.items() if not damage]
-        print(f"good checkpoints, of which --resume_from_checkpoint auto uses the newest: {usable}")
+        print(f"undamaged checkpoints (--resume_from_checkpoint auto uses the newest): {usable}")
     return bool(found) and not list(found.values())[-1]
 
 

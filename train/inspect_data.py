@@ -1,10 +1,10 @@
 """Inspect prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
 
-Print the manifest, the document lengths and random samples as training sees them: windows of --seq_length tokens with
-a line at each document boundary. Each line of text begins with "| "; BOS and EOS are on lines of their own. The sizes
-and indexes of all shards are always checked; --verify also checks every hash and every token id.
+Print the manifest, statistics of the document lengths, and random samples. As in training, a sample is a window of
+--seq_length tokens, which can contain several documents. Each line of text begins with "| ". BOS and EOS are printed on
+separate lines. The sizes and indexes of all shards are always checked. --verify also checks every hash and token id.
 
-Exit status: 1 if a file is damaged, 2 if there is nothing to inspect.
+Exit status: 0 if no damage was found; 1 if a file is damaged; 2 if there is nothing to inspect.
 """
 
 import argparse
@@ -31,19 +31,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("folder", metavar="DIR", help="folder of prepared or imported data")
-    add("--verify", action="store_true", help="check every hash and every token id")
+    add("--verify", action="store_true", help="check the hash of every file and the range of every token id")
     add("--samples", type=between(0), default=2, help="number of random samples to print (default: 2)")
     add(
         "--split",
         choices=("train", "eval"),
         default="train",
-        help="split to take the samples from (default: train)",
+        help="split from which to print samples (default: train)",
     )
     add(
         "--seq_length",
         type=between(1),
         default=2048,
-        help="tokens per sample; limited to the size of the split (default: 2048)",
+        help="number of tokens per sample, at most the size of the split (default: 2048)",
     )
     add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
     cores = min(os.cpu_count() or 1, 16)

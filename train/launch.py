@@ -3,23 +3,24 @@
 
     python train/launch.py --nproc 8 train/train.py CONFIG [--key value]...
     srun --ntasks-per-node=1 --cpus-per-task=64 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST \\
-        --master_port 29500 train/train.py CONFIG         (SLURM_PROCID is the node's rank)
+        --master_port 29500 train/train.py CONFIG         (SLURM_PROCID sets --node_rank)
     python train/launch.py --supervise [CONFIG] [--key value]...        (run_training.sh calls this)
 
-Use this launcher instead of torchrun or deepspeed if you need the exit status: both of them return 1 for every failure
-and wait 30 seconds for the other ranks when one dies. This launcher ends the other ranks within seconds and reports
-which rank failed. It forwards SIGTERM, SIGUSR1 and SIGHUP to all ranks as SIGUSR1, then waits while they save a
-checkpoint. The first Ctrl-C also requests a stop. A second Ctrl-C, or one after another signal, ends the ranks at once.
+Use this launcher instead of torchrun or deepspeed if you need the exit status. torchrun and deepspeed return 1 for
+every failure, and wait 30 seconds for the other ranks when one rank dies. This launcher terminates the other ranks
+within seconds and reports which rank failed. It forwards SIGTERM, SIGUSR1 and SIGHUP to all ranks as SIGUSR1, then
+waits while the ranks save a checkpoint. The first Ctrl-C also requests a stop. A second Ctrl-C, or a Ctrl-C after
+another signal, terminates the ranks immediately.
 
-Before the launcher starts train/train.py, it checks the configuration and this machine (train/preflight).
+Before the launcher starts train/train.py, it checks the configuration and this node (train/preflight).
 
 --supervise prepares the embedded corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
-after a stop request, and generates sample text at the end. Environment variables set its options; the head of
-run_training.sh lists them. In a Slurm job with several nodes or a container, srun starts one launcher per node.
+after a stop request, and generates sample text at the end. Its options are environment variables, which are documented
+at the top of run_training.sh. In a Slurm job with several nodes or a container, srun starts one launcher per node.
 
 Exit status: 0 if all ranks returned 0; STOPPED (75) if they stopped on request; INTERRUPTED (130) after Ctrl-C; 2 if
-the user has to change something first. Otherwise it is the status of the rank that failed first, or 128 + n if signal
-n killed that rank.
+the command, the configuration or the environment has to be fixed first. Otherwise it is the status of the rank that
+failed first, or 128 + n if signal n killed that rank.
 """
 
 from __future__ import annotations
@@ -70,22 +71,22 @@ TRAIN = ROOT / "train/train.py"
 CRASHED = 1
 
 POLL_S = 0.2
-# After one rank fails, the other ranks get this long to print their errors. Rank 0 prints first, the others after 2 s.
+# Time for the other ranks to print their errors after one rank fails. Rank 0 prints first, the others 2 s later.
 FAILED_GRACE_S = 4.0
-# Ranks that stop on request end together, after they commit the checkpoint.
+# Time for the other ranks to exit after one rank has stopped on request. All ranks commit the checkpoint before that.
 STOPPED_GRACE_S = 60.0
-# Pause before a restart without progress, so that a port, file system or node can recover.
+# Pause before a restart after an attempt without progress, so that a port, file system or node can recover.
 PAUSE_S = 30.0
 
 # The default configuration. Its batch is too small for more than two ranks.
 TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
-# The name of the Python standard library's source text in train_args/ and prepare_data.py.
+# Name of the Python standard library's source code as a corpus, in train_args/ and prepare_data.py.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
 
 
 class LaunchError(UserError, ValueError):
-    """An invalid launcher setting; `key` is the variable or file to change."""
+    """Raised for an invalid launcher setting. `key` names the environment variable or file to change."""
 
     code = "launch"
 
@@ -105,13 +106,13 @@ def main(argv: list[str]) -> int:
 
 
 def should_restart(status: int, stop_requested: bool, made_progress: bool, is_retry: bool) -> bool:
-    """Decide whether to restart the training after an attempt.
+    """Return whether to restart the training after an attempt has ended.
 
     Args:
-        status: exit status of the attempt.
-        stop_requested: whether a signal asked this job to stop.
-        made_progress: whether the attempt logged a new step or saved a new checkpoint.
-        is_retry: whether the previous attempt made no progress either.
+        status: Exit status of the attempt.
+        stop_requested: Whether a signal requested that this job stops.
+        made_progress: Whether the attempt logged a new step or saved a new checkpoint.
+        is_retry: Whether the attempt before this one made no progress.
     """
     if status in (0, STOPPED, DO_NOT_RESTART, INTERRUPTED) or stop_requested:
         return False
@@ -119,21 +120,28 @@ def should_restart(status: int, stop_requested: bool, made_progress: bool, is_re
 
 
 def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool) -> tuple[int, int | None]:
-    """Return the exit status of the job and the process to report as its cause, if any.
+    """Determine the exit status of a job from the return codes of its failed processes.
 
     Args:
-        failed: return code of each failed process, in the order in which they ended; -n if signal n killed it.
+        failed: Index of each failed process -> return code, in the order in which the processes exited. The return
+            code is -n if signal n killed the process.
+
+    Returns:
+        The exit status, and the index of the process to report as the cause. The index is None if nothing needs to be
+        reported.
     """
     if not failed:
         return 0, None
-    if INTERRUPTED in failed.values():  # the other ranks lost their connection to that one
+    if (
+        INTERRUPTED in failed.values()
+    ):  # other ranks failed because they lost the connection to the interrupted rank
         return INTERRUPTED, None
     if set(failed.values()) == {STOPPED}:
         return STOPPED, None
     # The first killed rank is the cause. Other ranks fail because they lose their connection to it.
     cause = min(failed, key=lambda index: (failed[index] >= 0, failed[index] == STOPPED))
     status = failed[cause] if failed[cause] >= 0 else 128 - failed[cause]
-    # it came before the rank handled signals, so no step was done
+    # the signal killed the rank before its signal handler was installed, so no step was done
     if stop_requested and status - 128 in SIGNALS:
         return INTERRUPTED if interrupted else STOPPED, None
     # rank 0 has already printed the error
@@ -141,8 +149,12 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
 
 
 def grace_s(failed: dict[int, int]) -> float:
-    """Return how many seconds the other ranks have to end; `failed` is as in `exit_status`."""
-    if failed.get(0) == DO_NOT_RESTART:  # the others would print the same error
+    """Return the time in seconds that the other ranks have to exit after a failure.
+
+    Args:
+        failed: The failed processes as in `exit_status`.
+    """
+    if failed.get(0) == DO_NOT_RESTART:  # the other ranks would print the same error
         return 0.0
     return STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
 
@@ -151,7 +163,7 @@ def grace_s(failed: dict[int, int]) -> float:
 
 
 class Children:
-    """The child processes of the launcher and the stop requests received so far."""
+    """Child processes of the launcher. Starts them, forwards stop requests to them, and waits for them to exit."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
@@ -160,10 +172,10 @@ class Children:
         signals.install(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Forward a stop request to the children as SIGUSR1.
+        """Forward a stop request to the child processes as SIGUSR1.
 
-        srun forwards SIGUSR1 to its tasks, whereas SIGTERM might end srun itself. A terminal also sends Ctrl-C to the
-        children, so it is not forwarded to data preparation: a second signal would interrupt its cleanup.
+        srun forwards SIGUSR1 to its tasks, whereas SIGTERM might terminate srun itself. Ctrl-C is not forwarded to data
+        preparation, because the terminal has already sent it there, and a second signal would interrupt the cleanup.
         """
         if number == signal.SIGINT:
             self.ends_at_once = self.stop_requested
@@ -174,15 +186,16 @@ class Children:
 
     def _send(self, number: int) -> None:
         for process in self.processes:
-            # send_signal() polls, and a signal handler must not reap a process that wait() inspects
+            # send_signal() polls the process, and a signal handler must not reap a process that wait() is waiting for
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def run_program(self, command: list[str], are_training: bool = False) -> int:
-        """Run one program, such as srun or data preparation, and return its exit status.
+        """Run a command such as srun or data preparation, and return its exit status.
 
-        If this process is killed, the program gets SIGUSR1: ranks that srun started then save and stop.
+        If the launcher is killed, the command receives SIGUSR1, so that ranks started by srun save a checkpoint and
+        stop.
         """
         self.processes, self.are_training = [], are_training
         self._start(command, None, signal.SIGUSR1)
@@ -193,7 +206,7 @@ class Children:
     def run_ranks(self, command: list[str], environments: list[dict[str, str]]) -> int:
         """Run the ranks of this node and return their exit status. Log which rank failed first.
 
-        If this process is killed, the ranks get SIGKILL: none may stay behind and hold a GPU.
+        If the launcher is killed, the ranks receive SIGKILL, so that no rank keeps using a GPU.
         """
         self.processes, self.are_training = [], True
         try:
@@ -215,13 +228,15 @@ class Children:
         before = signals.signal_on_parent_exit(exit_signal)
         self.processes.append(subprocess.Popen(command, env=environment, preexec_fn=before))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-        if self.stop_requested:  # the request came before this process existed
+        if self.stop_requested:  # the request came before the child existed
             self._send(signal.SIGUSR1)
 
     def _wait(self) -> dict[int, int]:
-        """Wait until all children have ended, or one failed and the grace period of the others is over.
+        """Wait until all child processes have exited, or until the grace period after the first failure is over.
 
-        Returns: as in `exit_status`; after a second Ctrl-C, as if a rank had returned INTERRUPTED."""
+        Returns:
+            The failed processes as in `exit_status`. After a second Ctrl-C, {0: INTERRUPTED}.
+        """
         failed: dict[int, int] = {}
         deadline = math.inf
         while not self.ends_at_once:
@@ -235,33 +250,36 @@ class Children:
         return {0: INTERRUPTED} if self.ends_at_once else failed
 
     def _end(self, number: int) -> None:
-        """Send this signal to the children that are still running, and wait for their end."""
+        """Send the signal `number` to the child processes that are still running, and wait until they have exited."""
         self._send(number)
         for process in self.processes:
             process.wait()
 
     def pause(self, seconds: float) -> None:
-        """Wait for this long, or until a stop request."""
+        """Wait for `seconds`, or until a stop is requested."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop_requested:
             time.sleep(POLL_S)
 
 
 def report_failure(rank: str, code: int) -> None:
-    """Log which rank ended the job. After SIGKILL, which the rank itself cannot report, also log the likely reason."""
+    """Log which rank caused the job to end, and how that rank ended.
+
+    After SIGKILL, which the rank itself cannot report, also log the likely reason.
+    """
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     why = (
-        ". Host memory may have run out; check dmesg or Slurm's sacct. Use fewer ranks per node, or pass "
+        ". The host may have run out of memory. Check dmesg or Slurm's sacct. Use fewer ranks per node, or pass "
         "--save_async false"
     )
     logger.error(f"rank {rank} {how}{why if code == -signal.SIGKILL else ''}")
 
 
 def free_port() -> int:
-    """Return a port that is free now.
+    """Return a TCP port that is currently free.
 
-    Rank 0 binds it only after its imports. The range is below the ephemeral ports, so that no outgoing connection
-    takes it meanwhile.
+    Rank 0 binds the port only after its imports. The port is below the range of ephemeral ports, so that no outgoing
+    connection takes it in the meantime.
     """
     while True:
         with contextlib.suppress(OSError), socket.socket() as s:
@@ -284,24 +302,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=os.environ.get("SLURM_PROCID") or 0,
         help="rank of this node, 0 to nnodes - 1 (default: SLURM_PROCID, or 0)",
     )
-    parser.add_argument("--master_addr", help="host of node 0 (default with one node: 127.0.0.1)")
     parser.add_argument(
-        "--master_port", type=between(1, 65535), help="free port on node 0 (default with one node: any)"
+        "--master_addr", help="host name or address of node 0 (default for one node: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--master_port",
+        type=between(1, 65535),
+        help="free TCP port on node 0 (default for one node: any free port)",
     )
     parser.add_argument("script", help="Python script that each rank runs, such as train/train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
-        parser.error("with several nodes, pass --master_addr and --master_port, the same on each node")
+        parser.error("several nodes need --master_addr and --master_port. Pass the same values on each node")
     if options.node_rank >= options.nnodes:
-        parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
+        parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes, {options.nnodes}")
     return options
 
 
 def run_ranks(options: argparse.Namespace, children: Children) -> int:
-    """Check a run of train.py, start the ranks of this node, and return the exit status.
+    """Start the ranks of this node and return their exit status. For train.py, check the configuration first.
 
-    Raises: UserError, ValueError: the run cannot start."""
+    Raises:
+        UserError, ValueError: The run cannot start.
+    """
     world = options.nnodes * options.nproc
     if Path(options.script).resolve() == TRAIN:
         remarks = check(load_arguments(options.arguments), world, options.nproc, cuda_devices())
@@ -328,17 +352,21 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
 
 
 def setting(name: str, default: str = "") -> str:
-    """Return an environment variable; an empty one counts as unset."""
+    """Return the value of an environment variable, or `default` if the variable is unset or empty."""
     return os.environ.get(name) or default
 
 
 class Supervisor:
-    """Prepares data, trains with restarts and generates sample text; see the head of run_training.sh.
+    """Supervisor of a training job. Prepares the data, trains with restarts, and generates sample text.
+
+    The top of run_training.sh documents the behavior and the settings.
 
     Args:
-        argv: command line of train.py; without CONFIG, TINY is the configuration.
+        argv: Command line of train.py. Without CONFIG, the configuration TINY is used.
+        children: The child processes of this launcher.
 
-    Raises: UserError, ValueError: the command line or a setting is invalid.
+    Raises:
+        UserError, ValueError: The command line or a setting is invalid.
     """
 
     def __init__(self, argv: list[str], children: Children):
@@ -354,7 +382,7 @@ class Supervisor:
         self.options = parse([*self.rank_options, str(TRAIN)])
 
     def run(self) -> int:
-        """Run all phases and return the exit status."""
+        """Prepare the data, train, and then requeue the Slurm job or generate sample text. Return the exit status."""
         set_environment(self.options.nproc)
         logger.info(f"training: {self.options.nproc} ranks on each of {self.options.nnodes} nodes")
         status = self.prepare() or (self.attempt(self.argv) if self.arguments.dry_run else self.train())
@@ -373,7 +401,9 @@ class Supervisor:
     def prepare(self) -> int:
         """Prepare the embedded corpus on the first node if the run uses it.
 
-        Returns: the exit status of the first program that fails, or 0."""
+        Returns:
+            The exit status of the first command that fails, or 0.
+        """
         corpus = missing_corpus(self.arguments)
         if corpus is None or self.options.node_rank:
             return 0
@@ -392,15 +422,16 @@ class Supervisor:
         return next(filter(None, map(self.children.run_program, programs)), 0)
 
     def train(self) -> int:
-        """Train until the run is complete, stopped, or out of restarts. Return the exit status."""
+        """Train until the run is complete or stopped, or no restart is left. Return the exit status."""
         first, restarts, is_retry = self.identity_at_first_start(), 0, False
         while True:
             before = read_progress(self.folder)
-            # a restart must not start over, or from another checkpoint, a second time
+            # After this job has saved a checkpoint, a restart resumes from it, even if the command line requests a new
+            # run or another checkpoint.
             resume = [] if before.identity in ("", first) else ["--resume_from_checkpoint", "auto"]
             self.folder.stopped.unlink(missing_ok=True)
             status = self.attempt([*self.argv, *resume])
-            if self.folder.stopped.is_file():  # srun merges the statuses of all nodes into one
+            if self.folder.stopped.is_file():  # srun merges the exit statuses of all nodes into one
                 status = STOPPED
             now = read_progress(self.folder)
             made_progress = now.identity != before.identity or now.step > before.step
@@ -409,20 +440,22 @@ class Supervisor:
             ):
                 return status
             restarts, is_retry = restarts + 1, not made_progress
-            pause = f" after {PAUSE_S:g} s, because no step was done" * is_retry
-            logger.warning(f"training: status {status}; restart {restarts} of {self.max_restarts}{pause}")
+            pause = f" after a pause of {PAUSE_S:g} s, because there was no progress" * is_retry
+            logger.warning(
+                f"training: failed with status {status}; restart {restarts} of {self.max_restarts}{pause}"
+            )
             self.children.pause(PAUSE_S * is_retry)
 
     def identity_at_first_start(self) -> str:
-        """Return the identity of the newest checkpoint at the first start of this job, or "" if there was none.
+        """Return the identity of the newest checkpoint when this job was first started, or "" if there was none.
 
-        A requeued Slurm job has the command line of its first start. It resumes only from checkpoints of its own: the
-        first start may have ended before it could move older checkpoints away.
+        A requeued Slurm job runs the same command line again. It must resume only from checkpoints that it has saved
+        itself. Older checkpoints may still exist if the first start ended before it could move them away.
         """
         now, note = read_progress(self.folder).identity, self.folder.slurm_job
         if not self.slurm_job:
             return now
-        # a job that another run's lock refused also has a line
+        # the file also has a line for a job that was refused because another run held the lock
         jobs = dict(line.split(" ", 1) for line in note.read_text().splitlines()) if note.is_file() else {}
         if setting("SLURM_RESTART_COUNT", "0") != "0" and self.slurm_job in jobs:
             return jobs[self.slurm_job]
@@ -433,8 +466,8 @@ class Supervisor:
         return now
 
     def attempt(self, argv: list[str]) -> int:
-        """Start all ranks of this job once and return the exit status."""
-        if self.children.stop_requested:  # while no rank was running
+        """Run all ranks of this job once and return their exit status."""
+        if self.children.stop_requested:  # the request came while no rank was running
             return INTERRUPTED if self.children.interrupted else STOPPED
         if not self.srun:
             self.options.arguments = argv
@@ -454,7 +487,7 @@ class Supervisor:
 
 
 class Progress(NamedTuple):
-    """The identity of the newest checkpoint of a run, or "", and the last step in its metrics."""
+    """Progress of a run: the identity of its newest checkpoint, or "", and the last step in metrics.jsonl."""
 
     identity: str
     step: int
@@ -468,20 +501,20 @@ def read_progress(folder: RunFolder) -> Progress:
 
 
 def missing_corpus(arguments: TrainingArguments) -> Path | None:
-    """Return the folder of the embedded corpus if the run uses it and its preparation is not complete.
+    """Return the folder of the embedded corpus if the run uses the corpus and it is not prepared yet, otherwise None.
 
-    The manifest is the last file that the preparation writes.
+    Data preparation writes manifest.json last, so a folder with this file is complete.
     """
     found = [Path(f) for f in arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
     return next((folder for folder in found if not (folder / "manifest.json").is_file()), None)
 
 
 def rank_options(most: float, by_srun: bool) -> list[str]:
-    """Return the command-line options of this launcher that the environment variables request.
+    """Translate the environment variables of run_training.sh to command-line options of this launcher.
 
     Args:
-        most: largest number of ranks if NPROC is not set.
-        by_srun: whether srun starts one launcher per node of a Slurm job.
+        most: Maximum number of ranks per node if NPROC is not set.
+        by_srun: Whether srun starts one launcher per node of a Slurm job.
     """
     names = {"NPROC": "--nproc", "MASTER_PORT": "--master_port"}
     found: dict[str, str] = {}
@@ -501,12 +534,13 @@ def rank_options(most: float, by_srun: bool) -> list[str]:
 
 
 def count_devices() -> int:
-    """Return the number of CUDA devices of this node, or 2 on a machine without a GPU."""
+    """Return the number of CUDA devices on this node, or 2 on a node without a GPU."""
     devices = cuda_devices()
     if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise LaunchError(
-            f"this machine has a GPU, but CUDA finds no device (CUDA_VISIBLE_DEVICES={visible})",
+            f"this node has a GPU, but CUDA finds no device. CUDA_VISIBLE_DEVICES is {visible}; check it and the GPU "
+            "driver",
             key="CUDA_VISIBLE_DEVICES",
         )
     return len(devices) if devices else 2
@@ -515,9 +549,12 @@ def count_devices() -> int:
 def srun_command() -> list[str]:
     """Return the srun command that starts one launcher per node of a Slurm job, or [] if srun is not needed.
 
-    CONTAINER_IMAGE is passed to Pyxis. This repository and the working folder are mounted under the same paths.
+    If CONTAINER_IMAGE is set, the ranks run in this container image with Pyxis. This repository and the working folder
+    are mounted in the container under the same paths.
 
-    Raises: LaunchError: CONTAINER_IMAGE is set without a Slurm job."""
+    Raises:
+        LaunchError: CONTAINER_IMAGE is set outside of a Slurm job.
+    """
     nodes, image, here = setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE"), os.getcwd()
     by_hand = setting("NNODES") or not setting("SLURM_JOB_ID")
     if image and by_hand:
@@ -539,15 +576,15 @@ def srun_command() -> list[str]:
 
 
 def set_environment(processes: int) -> None:
-    """Set the environment variables that all child processes inherit."""
+    """Set the environment variables that all child processes inherit, for `processes` ranks on this node."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # by default each process starts one thread per core, which is many times slower
+    # by default, each process starts one thread per core, which is many times slower
     threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.update(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
 
 
 def python(script: str, *options: str) -> list[str]:
-    """Return the command that runs a script of this repository."""
+    """Return the command that runs a script of this repository with the current Python interpreter."""
     return [sys.executable, str(ROOT / script), *options]
 
 

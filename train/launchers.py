@@ -1,8 +1,8 @@
 """Read the rank and the world size from the environment variables of any launcher.
 
 torchrun, deepspeed, accelerate and train/launch.py set the environment variables of torch (`DESCRIBED`). srun and
-mpirun set their own (`LAUNCHERS`). `adopt` translates these to torch's, which all other modules read. Only this module
-knows the variables of Slurm and MPI. It does not import torch.
+mpirun set their own variables (`LAUNCHERS`). `adopt` translates these to torch's variables, which all other modules
+read. Only this module uses the variables of Slurm and MPI. It does not import torch.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from model.errors import UserError
 
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOW = (
-    "start ranks with train/launch.py, torchrun, deepspeed, srun, or the mpirun of Open MPI, MPICH or Intel MPI. To "
-    "train with one process, unset "
+    "Start the ranks with train/launch.py, torchrun, deepspeed, srun, or the mpirun of Open MPI, MPICH or Intel MPI. "
+    "To train with one process, unset "
 )
-# The default of torch's launchers.
+# Default port of torch's launchers.
 PORT = "29500"
 
 
 class LauncherError(UserError, ValueError):
-    """The environment does not describe this rank; `key` names the variable."""
+    """Raised if the environment variables do not describe this rank. `key` names the variable to fix."""
 
     code = "launcher"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that sets its own environment variables instead of torch's; the fields are their names."""
+    """Names of the environment variables of a launcher that does not set torch's variables, such as srun."""
 
     name: str
-    sign: str  # set only in the processes that this launcher starts
+    sign: str  # variable that is set only in the processes that this launcher starts
     rank: str
     size: str
     local_rank: str
     local_size: str
 
 
-# The first launcher whose `sign` is set has started this process. mpirun comes first because it may start other nodes
-# with srun, whose variables then count nodes. SLURM_PROCID cannot be the sign: batch scripts and salloc's shell may
-# have it too. PMI_RANK cannot either: srun sets it with PMI-2.
+# The first launcher whose `sign` is set has started this process. mpirun comes first because it may use srun to start
+# processes on other nodes, and srun's variables then count nodes. SLURM_PROCID cannot be the sign, because batch
+# scripts and salloc's shell may also have it. PMI_RANK cannot be the sign, because srun sets it with PMI-2.
 LAUNCHERS = (
     Launcher(
         "mpirun",
@@ -63,7 +63,8 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
     ),
 )
-# From these values on, a variable shows that there are several processes. Without RANK each would train alone.
+# A variable with at least this value shows that there are several processes. Without RANK, each of them would train a
+# separate model.
 ONE_OF_SEVERAL = {
     "WORLD_SIZE": 2,
     "LOCAL_RANK": 1,
@@ -76,11 +77,13 @@ ONE_OF_SEVERAL = {
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch's variables if srun or mpirun started this process as one of several ranks.
+    """Set torch's environment variables if srun or mpirun started this process as one of several ranks.
 
-    Variables that are already set stay. Without any variables of a launcher, this is the only process.
+    Variables that are already set are kept. Without any launcher variables, this process is the only rank.
 
-    Raises: LauncherError: variables are missing or contradict each other, or the host of rank 0 is unknown."""
+    Raises:
+        LauncherError: Variables are missing or contradict each other, or the host of rank 0 is unknown.
+    """
     if environment.get("RANK"):
         _check_described(environment)
         return
@@ -111,23 +114,23 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process; 0 if RANK is not set."""
+    """Return the rank of this process, or 0 if RANK is not set."""
     return _number(environment.get("RANK", ""), 0)
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks; 1 if WORLD_SIZE is not set."""
+    """Return the number of ranks, or 1 if WORLD_SIZE is not set."""
     return _number(environment.get("WORLD_SIZE", ""), 1) or 1
 
 
 def local_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks on this node; 1 if no variable sets it."""
+    """Return the number of ranks on this node, or 1 if no environment variable specifies it."""
     text = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")  # DeepSpeed's name for it
     return _number(text, 1) or 1
 
 
 def several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether other nodes have ranks too, according to the environment."""
+    """Return whether the environment variables describe ranks on more than one node."""
     is_known = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
     return bool(is_known) and local_world_size(environment) < world_size(environment)
 
@@ -139,9 +142,10 @@ def first_host(nodes: str) -> str:
 
 
 def port_of(job: str, step: str = "0") -> str:
-    """Return a port for rank 0 of a Slurm step.
+    """Return the TCP port of rank 0 for a Slurm job step.
 
-    It is the same on all nodes, differs between concurrent jobs and steps, and is below the ephemeral ports.
+    The port is the same on all nodes and differs between concurrent jobs and steps. It is below the range of ephemeral
+    ports.
     """
     return str(20000 + (int(job) + 101 * _number(step, 0)) % 12000)
 
@@ -155,7 +159,7 @@ def _check_described(environment: Mapping[str, str]) -> None:
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
         raise LauncherError(
-            f"RANK is set, but {', '.join(wrong)} is not set or not a number: {HOW}RANK",
+            f"RANK is set, but {', '.join(wrong)} is not set or not a number. {HOW}RANK",
             code="rank_described_in_part",
             key=wrong[0],
         )
@@ -165,7 +169,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
     for name, least in ONE_OF_SEVERAL.items():
         if _number(environment.get(name, ""), 0) >= least:
             raise LauncherError(
-                f"{name}={environment[name]} belongs to one of several processes, but RANK is not set: {HOW}{name}",
+                f"{name}={environment[name]} belongs to one of several processes, but RANK is not set. {HOW}{name}",
                 code="task_not_described",
                 key=name,
             )
@@ -183,7 +187,8 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
     if wrong := [name for name, text in values.items() if not text.isdecimal()]:
         raise LauncherError(
             f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} is not set or not "
-            f"a number. Pass on its whole environment. To train with one process, unset {launcher.sign}",
+            f"a number. Pass all environment variables of {launcher.name} to the process. To train with one process, "
+            f"unset {launcher.sign}",
             code="launcher_described_in_part",
             key=wrong[0],
         )
@@ -194,7 +199,15 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
 
 
 def _tasks_here(tasks: str, node: str) -> str:
-    """Return the number of tasks on this node from a Slurm list such as "8(x3),4", or "" if it is not in the list."""
+    """Return the number of tasks on a node from a Slurm task list such as "8(x3),4".
+
+    Args:
+        tasks: The task list, with the number of tasks on each node.
+        node: The index of the node.
+
+    Returns:
+        The number as text, or "" if the list has no entry for the node.
+    """
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     counts = [count for count, times in found for _ in range(int(times or 1))]
     index = _number(node, 0) if len(counts) > 1 else 0
@@ -202,7 +215,11 @@ def _tasks_here(tasks: str, node: str) -> str:
 
 
 def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0. Raises LauncherError: it is unknown in a run on several hosts."""
+    """Return the host of rank 0.
+
+    Raises:
+        LauncherError: The ranks run on several hosts, and the host of rank 0 is unknown.
+    """
     if environment["LOCAL_WORLD_SIZE"] == environment["WORLD_SIZE"]:
         return "127.0.0.1"
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")

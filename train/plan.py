@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Predict memory, speed and duration of a run: `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
+"""Predict the memory, speed and duration of a run: `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
 
-CONFIG is a training configuration, or a model (a name in model/configs, a config.json or its folder). A model is
-planned with train_args/train_config_fp8.json. Overrides of any training key can follow (--gradient_checkpointing true,
---deepspeed ds_config_zero3.json).
+CONFIG is a training configuration or a model. A model is given as a name in model/configs, a config.json or its folder,
+and is planned with train_args/train_config_fp8.json. Any training key can be overridden, for example with
+`--gradient_checkpointing true --deepspeed ds_config_zero3.json`.
 
-Prints GPU memory by part, the largest micro-batch that fits, tokens/s, days, GPU-hours, the size of a checkpoint, and
-recommended settings, also for 1 to 1,024 GPUs. Each speed comes with its source. Needs neither a GPU nor torch, and
-reads no data.
+The command prints the GPU memory by component, the largest micro-batch that fits, tokens/s, days, GPU-hours, the size
+of a checkpoint, recommended settings, and a comparison of 1 to 1,024 GPUs. Each speed is printed with its source. No
+GPU, no torch and no data are needed.
 
-Exit status: 0 done; 2 the request cannot be planned, or the model does not fit.
+Exit status: 0 done; 2 invalid request, or the model does not fit in GPU memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from train.planning.plan import lines, parse_tokens, plan
 from train.planning.setting import Setting
 from train.planning.speed import GPUS
 
-MODEL_CONFIG = "train_config_fp8.json"  # used for a model without a training configuration
+MODEL_CONFIG = "train_config_fp8.json"  # training configuration used if CONFIG is a model
 
 
 @functools.partial(command, system_error=2)
@@ -45,15 +45,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("config", metavar="CONFIG", help="training configuration, or model")
+    parser.add_argument("config", metavar="CONFIG", help="training configuration or model")
     parser.add_argument(
         "--gpus",
         type=between(1, 65536),
-        help="number of GPUs of the job (default: 8, or fewer if 8 do not divide the batch)",
+        help="number of GPUs (default: 8, or fewer if the batch of a step cannot be divided among 8 GPUs)",
     )
-    parser.add_argument("--gpu", default="h100", choices=GPUS, help="GPU type, SXM (default: %(default)s)")
     parser.add_argument(
-        "--tokens", type=parse_tokens, help="total number of tokens, such as 600B (default: from max_steps)"
+        "--gpu", default="h100", choices=GPUS, help="type of the SXM GPU (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=parse_tokens,
+        help="total number of training tokens, such as 600B (default: max_steps times the tokens per step)",
     )
     parser.add_argument(
         "--network",
@@ -79,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def default_gpus(arguments: TrainingArguments) -> int:
-    """Return the largest of 8, 4, 2 and 1 GPUs whose micro-batches divide the step of the configuration."""
+    """Return the default number of GPUs: the largest of 8, 4, 2 and 1 that divides a step into whole micro-batches."""
     micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length
     micro_batch *= arguments.gradient_accumulation_steps or 1
     step = arguments.train_batch_size_tokens or 0

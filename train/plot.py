@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Draw and compare runs: `python train/plot.py RUN [RUN ...] [--output FILE]`.
+"""Plot and compare runs: `python train/plot.py RUN [RUN ...] [--output FILE]`.
 
-RUN is the output_dir of a run, which may still be in progress. Prints a table (loss, evaluation loss, tokens, tokens/s,
-state, FP8) and draws loss, learning rate, gradient norm and tokens/s against tokens.
+RUN is the output_dir of a run, which may still be in progress. The command prints a table with the loss, evaluation
+loss, tokens, tokens/s, state and FP8 modules of each run. It plots loss, learning rate, gradient norm and tokens/s
+against tokens.
 
-The plot of one run is written to RUN/loss.png, and of several runs to comparison.png in the current folder, unless
---output names a file. For a single run with FP8 health samples (precision.health_steps), RUN/health.png is also
-written, or FILE_health.png next to FILE.
+By default, the plot is written to RUN/loss.png for a single run, and to comparison.png in the current folder for
+several runs. For a single run with FP8 health samples (precision.health_steps), a second plot is written to health.png
+in the same folder. With --output NAME.png, the second plot is NAME_health.png.
 
 Exit status: 0 done; 2 a RUN has no metrics, or the plot cannot be written.
 """
@@ -38,14 +39,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help="file of the plot, a .png (default: RUN/loss.png, or comparison.png for several runs)",
+        help="PNG file to write (default: RUN/loss.png for a single run, comparison.png for several runs)",
     )
     options = parser.parse_args(argv)
     output = options.output or (
         options.runs[0] / "loss.png" if len(options.runs) == 1 else Path("comparison.png")
     )
     if output.suffix.lower() != ".png" or output.is_dir():
-        parser.error(f"--output {output}: the name of a file must end in .png")
+        parser.error(f"--output is {output}, but must be a file name that ends in .png")
     histories = [read_history(path) for path in dict.fromkeys(options.runs)]
     print(table(histories))
     for history in histories:

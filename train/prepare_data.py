@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
 """Tokenize text into training shards: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
 
-Each document is stored as BOS + its tokens + EOS. Text never produces special ids: a literal "</s>" stays text. A hash
-of the text assigns each document to the train or the eval split, so identical texts are always in the same split. A
-single text file, such as input.txt, is cut instead: its end becomes the eval split (--eval_by). To divide it into
-several documents, use --split_on.
+Each document is stored as BOS + tokens + EOS. Text never produces special ids: a literal "</s>" is encoded as text. A
+hash of its text assigns each document to the train or eval split, so identical texts are always in the same split. If
+the only input is one text file, such as input.txt, its end becomes the eval split instead (--eval_by). Use --split_on
+to divide a text file into several documents.
 
-The tokenizer is first checked on a sample of the texts. It is refused if transformers computes different ids. Text
-that it loses and unknown tokens are logged and recorded in manifest.json under steps.tokenizer_check.
+Before the preparation, the tokenizer is checked on a sample of the texts. The command fails if transformers computes
+different token ids. Text that the tokenizer loses and unknown tokens are logged and recorded in manifest.json under
+steps.tokenizer_check.
 
 Unreadable documents are counted by reason. Partly unreadable files are counted separately, with the number of rows
 lost. If more than --max_dropped documents or --max_damaged_files files are lost, the command writes no manifest and
 exits with status 2.
 
-The work is divided into tasks, which run on this machine, as Slurm jobs or on a Ray cluster (--executor). The same
-inputs and options give the same bytes with every executor. Completed tasks are kept: to resume after a stop, an error
-or a crash, run the same command again. On Slurm the last repetition writes the manifest.
+The work is divided into tasks, which run on this host, as Slurm jobs or on a Ray cluster (--executor). The same inputs
+and options produce identical files with every executor. Completed tasks are kept. To resume after a stop, an error or a
+crash, run the same command again. With Slurm, run the command once more after the last job to write the manifest.
 
-Exit status: 0 done, or with slurm submitted; 1 an error of the system or a failed task; 2 the user must change the
-command or the inputs; 130 Ctrl-C.
+Exit status: 0 done, or Slurm jobs submitted; 1 system error or failed task; 2 invalid command or inputs; 130 stopped by
+Ctrl-C.
 """
 
 import argparse
@@ -44,28 +45,35 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", type=unicode, nargs="+", required=True, help=f"files, folders or datasets: {ALLOWED}")
+    add(
+        "--input", type=unicode, nargs="+", required=True, help=f"input files, folders or datasets: {ALLOWED}"
+    )
     add(
         "--tokenizer",
         type=given_path,
         required=True,
-        help="a folder with tokenizer.model or tokenizer.json, or ORG/NAME on the Hugging Face Hub",
+        help="folder with tokenizer.model or tokenizer.json, or the ORG/NAME of a repository on the Hugging Face Hub",
     )
-    add("--output", type=given_path, required=True, help="the folder to write")
-    add("--text_key", type=unicode, default="text", help="key or column that holds the text (default: text)")
+    add("--output", type=given_path, required=True, help="output folder for the prepared data")
+    add(
+        "--text_key",
+        type=unicode,
+        default="text",
+        help="JSON key or table column that contains the text (default: text)",
+    )
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     add(
         "--eval_fraction",
         type=eval_fraction,
         default=0.01,
-        help="share of the documents, or of each document, in the eval split; 1: prepare data for evaluation only "
-        "(default: 0.01)",
+        help="fraction of the documents to put in the eval split, or of each document with --eval_by position; with 1, "
+        "all data is for evaluation (default: 0.01)",
     )
     add(
         "--eval_by",
         choices=("hash", "position"),
-        help="how to choose the eval split: whole documents by a hash of their text, or the end of each document by "
-        "position (default: hash; position for a single text file)",
+        help="how to choose the eval split: hash selects whole documents by a hash of their text, position takes the "
+        "end of each document (default: hash; position for a single text file)",
     )
     add_loss_limits(parser)
     add(
@@ -77,28 +85,31 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--shuffle_seed",
         type=between(0),
-        help="shuffle the documents within each shard; each task derives its own seed (default: no shuffling)",
+        help="random seed for shuffling the documents within each shard; each task derives its own seed from it "
+        "(default: no shuffling)",
     )
     add(
         "--overwrite",
         action="store_true",
-        help="replace the prepared data in --output, or an unfinished preparation with other inputs or options",
+        help="replace existing data in --output: prepared data, or an unfinished preparation with other inputs or "
+        "options",
     )
     add = parser.add_argument_group("execution").add_argument
     add(
         "--executor",
         choices=("local", "slurm", "ray"),
         default="local",
-        help="where the tasks run (default: local)",
+        help="where to run the tasks (default: local)",
     )
     add("--tasks", type=between(1), help="number of tasks (default: one per 16 MiB of input, at most 1000)")
     add(
         "--workers",
         type=between(1),
-        help="number of tasks to run at a time (default: local: one per core, at most 16; slurm and ray: all)",
+        help="maximum number of tasks to run at the same time (default for local: one per core, at most 16; default "
+        "for slurm and ray: all tasks)",
     )
-    add("--slurm_partition", default="", help="partition of the jobs; required for slurm")
-    add("--slurm_time", default="24:00:00", help="time limit per task (default: 24:00:00)")
+    add("--slurm_partition", default="", help="Slurm partition; required with --executor slurm")
+    add("--slurm_time", default="24:00:00", help="Slurm time limit per task (default: 24:00:00)")
     add(
         "--slurm_args",
         nargs="*",
@@ -110,16 +121,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.executor == "slurm" and not args.slurm_partition:
-        parser.error("--executor slurm needs --slurm_partition (sinfo lists them)")
+        parser.error("--executor slurm requires --slurm_partition. Run sinfo to list the partitions")
     if args.language_model and not args.languages:
-        parser.error("--language_model has no effect without --languages")
+        parser.error("--language_model has no effect without --languages. Pass both options or neither")
     return args
 
 
 def _key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE, such as account=team")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form KEY=VALUE, such as account=team")
     return key, value
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral model: read and check the arguments, then train (train/trainer.py). Returns the exit status.
+"""Train a Mistral model. This file checks the arguments, and train/trainer.py runs the training.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
@@ -50,7 +50,7 @@ CRASHED = 1  # exit status; train/monitor/signals.py defines the others
 
 
 def main(argv: list[str]) -> int:
-    """Run a training.
+    """Check the arguments and train.
 
     Returns:
         The exit status.
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         # Objects created by the imports are never freed. Searching them for garbage takes a third of the import time,
         # and the same time again at each collection that DeepSpeed requests.
         gc.disable()
-        # It imports everything the run needs up to its end, because the sources may be edited meanwhile.
+        # The trainer imports everything that the run needs until its end, because the sources may be edited meanwhile.
         from train import trainer
 
         gc.freeze()
@@ -88,15 +88,15 @@ def main(argv: list[str]) -> int:
 
 
 def fail(error: Exception, arguments: TrainingArguments | None) -> int:
-    """Log an error and end this rank without waiting for other ranks, which may hang in a collective.
+    """Log an error and exit this rank without waiting for the other ranks, which may hang in a collective.
 
-    The launcher then ends the other ranks. Rank 0 logs first, so that an error of all ranks is shown once.
+    The launcher then terminates the other ranks. Rank 0 logs first, so that an error on all ranks is shown only once.
 
     Returns:
-        The exit status.
+        The exit status. The function returns only in a single-process run.
     """
     with contextlib.suppress(UserError):
-        launchers.adopt()  # the arguments may have been refused before
+        launchers.adopt()  # not called yet if the arguments are invalid
     is_expected = isinstance(error, ValueError | OSError | UserError)
     is_transient = (
         not is_persistent(error)
@@ -109,17 +109,20 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
     logger.debug("the run failed", exc_info=True)  # the log file has the traceback
     rank = launchers.rank()
     if rank:
-        # SIGTERM ends this rank at once: no step follows, and the exit status stays that of the error
+        # SIGTERM ends this rank immediately with the status of the error, because no step follows
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    text = f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)" if is_expected else memory or str(error)
+    text = f"{reason(error)}\n(set FP8_TRACEBACK=1 for a traceback)" if is_expected else memory or str(error)
     where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""
     logger.error(f"{where}{text}", exc_info=shows_traceback)
     return leave(status)
 
 
 def leave(status: int) -> int:
-    """Return `status` in a single-process run. With several ranks, exit at once: a normal exit waits for the others."""
+    """Return `status` in a single-process run. With several ranks, exit the process immediately with this status.
+
+    A normal exit would wait for the other ranks.
+    """
     if launchers.world_size() > 1:
         os._exit(status)
     return status

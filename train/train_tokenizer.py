@@ -1,12 +1,11 @@
 """Train a sentencepiece tokenizer: `python train/train_tokenizer.py --input PATH... --vocab_size N --output DIR`.
 
-The tokenizer is BPE with byte fallback and Mistral's special ids (unk 0, bos 1, eos 2, no padding). It does not change
-the text: it does not normalize, and it keeps repeated spaces, newlines and tabs. It only adds a leading space, as
-Mistral's tokenizers do.
+The tokenizer uses BPE with byte fallback and Mistral's special ids (unk 0, bos 1, eos 2, no padding). It does not
+normalize the text, and keeps repeated spaces, newlines and tabs. As in Mistral's tokenizers, a leading space is added.
 
-The output folder holds tokenizer.model and, for transformers, a tokenizer.json that gives the same ids. In both, a
-literal "</s>" in the text stays text. The command verifies this on a sample of the corpus and on difficult strings
-before it writes the folder.
+The output folder contains tokenizer.model, and tokenizer.json for transformers. Both produce the same token ids and
+encode a literal "</s>" in the text as text. The command verifies this on a sample of the corpus and on difficult
+strings before it writes the folder.
 """
 
 import argparse
@@ -31,31 +30,36 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=f"files, folders or datasets: {ALLOWED}")
+    add("--input", nargs="+", required=True, help=f"input files, folders or datasets: {ALLOWED}")
     add(
         "--vocab_size",
         type=between(260),
         required=True,
-        help="vocabulary size, including the special ids and the 256 bytes",
+        help="vocabulary size, including the special tokens and the 256 byte tokens",
     )
-    add("--output", type=given_path, required=True, help="the folder to write")
-    add("--text_key", default="text", help="key or column that holds the text (default: text)")
+    add("--output", type=given_path, required=True, help="output folder for the tokenizer")
+    add(
+        "--text_key",
+        default="text",
+        help="JSON key or table column that contains the text (default: text)",
+    )
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     add(
         "--max_bytes",
         type=between(1),
         default=250_000_000,
-        help="size of the training sample, in bytes of text; documents are not cut, so the sample has at least one "
-        "(default: 250,000,000, which needs about 3 GB of memory)",
+        help="maximum size of the training sample in bytes of text; documents are not cut, and the sample contains at "
+        "least one document (default: 250,000,000, which needs about 3 GB of memory)",
     )
     add(
         "--character_coverage",
         type=between(0.98, 1, float),
         default=0.9995,
-        help="share of the characters that get a piece of their own; others are encoded as bytes (default: 0.9995)",
+        help="fraction of the characters in the training sample that the vocabulary covers; other characters are "
+        "encoded as bytes (default: 0.9995)",
     )
     add_loss_limits(parser)
-    add("--overwrite", action="store_true", help="replace the tokenizer in --output")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer in --output")
     return parser.parse_args(argv)
 
 
