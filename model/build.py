@@ -1,4 +1,4 @@
-"""Build a model variant from a configuration, with new weights or with those of a Hugging Face folder."""
+"""Build a model variant from a configuration, with random initial weights or weights from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 def choose_attention(
     asked: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
 ) -> str:
-    """Set Transformer Engine's attention backend for this model, from the next forward on, and return it.
+    """Select Transformer Engine's attention backend for a model and return its name. Takes effect in the next forward
+    pass.
 
     Args:
-        asked: a value of model.attention_backend.
+        asked: the value of model.attention_backend.
 
-    Raises BackendError: with a document mask, a backend that cannot attend within documents on this machine.
+    Raises BackendError: `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
     """
     if document_mask:
         asked = te_backend.document_attention(asked, precision.te, precision.dtype)
@@ -48,27 +49,28 @@ def build_model(
     compile: bool | None = None,
     document_mask: bool = False,
 ) -> nn.Module:
-    """Build a model to train, on `precision.device` and in `precision.dtype`.
+    """Build a model for training on `precision.device` and in `precision.dtype`.
 
     Args:
-        seed: seed of the initial weights.
-        init_from: a Hugging Face folder with the initial weights; None initializes them from `seed`.
         variant: a key of VARIANTS.
-        compile: whether torch.compile compiles the layers of hf and torchao. None: compile torchao's if there is a GPU.
-        document_mask: te_* only: attention stays within the `documents` passed to each forward.
+        seed: seed for random initial weights.
+        init_from: a Hugging Face folder with the initial weights. None initializes the weights randomly.
+        compile: whether torch.compile compiles the layers of hf and torchao. None compiles only torchao on a GPU.
+        document_mask: whether attention is restricted to the `documents` passed to each forward (te_linear and
+            te_layer).
 
     Raises:
-        ModelConfigError: a variant without a document mask.
+        ModelConfigError: the variant does not support document masks.
         WeightsError: `init_from` has another architecture or unusable weights.
-        PrecisionError: the variant does not support the precision or `compile`, a bf16_modules pattern matches nothing,
-            or FP8 does not accept the dimensions.
+        PrecisionError: the variant does not support the precision or `compile`, a pattern in bf16_modules matches no
+            module, or the sizes do not fit FP8.
     """
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
     if document_mask and not VARIANTS[variant].documents:
         raise ModelConfigError(
-            f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
-            "to false",
+            f"model.variant {variant} does not support document masks; choose te_linear or te_layer, or set "
+            "data.document_mask to false",
             key="data.document_mask",
         )
     weights: Any = None
@@ -95,7 +97,7 @@ def build_model(
 def make_modules(
     config: MistralConfig, variant: str, precision: Precision, speed: SpeedConfig, document_mask: bool = False
 ) -> nn.Module:
-    """Build the modules of a variant on `precision.device` (which may be meta), with weights not yet set."""
+    """Build the modules of a model variant on `precision.device`, which may be meta, with uninitialized weights."""
     if VARIANTS[variant].te:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
         return module.MistralForCausalLM(config, precision, speed, document_mask)

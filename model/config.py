@@ -1,6 +1,7 @@
-"""Read and check Mistral model configurations, and compute parameters, FLOPs per token and memory from their sizes.
+"""Read and check Mistral model configurations, and derive parameter counts, FLOPs per token and memory.
 
-Importing transformers takes seconds. `load_config` always imports it, `load_sizes` only for unusual files.
+`load_config` imports transformers, which takes seconds. `load_sizes` imports transformers only for configurations with
+unusual keys.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ MISSPELT = 0.7
 
 
 class JsonError(UserError, ValueError):
-    """A JSON file of the user cannot be read. Its key is the path, or the duplicate key."""
+    """Raised when a JSON file written by the user is invalid. `key` is the path or the duplicate key."""
 
     code = "json"
 
 
 class ModelConfigError(UserError, ValueError):
-    """A model configuration cannot be used. Its key is the field of config.json, or the path."""
+    """Raised when a model configuration is invalid or unsupported. `key` is the field of config.json or the path."""
 
     code = "model_config"
 
@@ -79,7 +80,7 @@ class ModelConfigError(UserError, ValueError):
 def read_json_file(path: Path) -> Any:
     """Read a JSON file written by a user.
 
-    Raises JsonError: the file cannot be read, is not valid JSON, has a duplicate key in an object, or has NaN or
+    Raises JsonError: the file cannot be read or is not valid JSON, an object has a duplicate key, or a number is NaN or
     Infinity.
     """
 
@@ -88,7 +89,7 @@ def read_json_file(path: Path) -> Any:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:  # json keeps the last one silently
             raise JsonError(
-                f"{path}: duplicate key {', '.join(twice)} in one object; remove one",
+                f"{path}: an object has the duplicate key {', '.join(twice)}; remove one of the entries",
                 code="duplicate_key",
                 key=twice[0],
             )
@@ -108,10 +109,13 @@ def read_json_file(path: Path) -> Any:
 
 
 def config_file(name_or_path: str) -> Path:
-    """Return the path of a configuration given by name (a file of model/configs), by file or by folder with a
-    config.json.
+    """Return the path of a model's JSON configuration without reading the file.
 
-    The file is not read. Raises ModelConfigError: there is no such file.
+    Args:
+        name_or_path: the name of a file in model/configs without .json, the path of a JSON file, or a folder that
+            contains config.json.
+
+    Raises ModelConfigError: the file does not exist.
     """
     path = Path(name_or_path)
     if not path.exists():
@@ -121,8 +125,8 @@ def config_file(name_or_path: str) -> Path:
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise ModelConfigError(
-            f"model.config: {name_or_path!r} is not a file, nor a folder with config.json (such as a run's hf/), nor "
-            f"one of {names}",
+            f"model.config: {name_or_path!r} does not exist. Pass the path of a JSON file, a folder that contains "
+            f"config.json (such as a run's hf/), or one of {names}",
             code="not_found",
             key=name_or_path,
         )
@@ -130,16 +134,17 @@ def config_file(name_or_path: str) -> Path:
 
 
 def model_name(name_or_path: str | Path) -> str:
-    """Return a model's name without the folders that lead to it: its file or folder name, for a run's export RUN/hf."""
+    """Return a short display name for a model: the last part of its path, or RUN/hf for a run's export."""
     path = Path(name_or_path)
     return f"{path.parent.name}/{path.name}" if path.name == "hf" and path.parent.name else path.name
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """Load a MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
+    """Load a MistralConfig from the name of a file in model/configs, a JSON file, or a folder that contains
+    config.json.
 
-    Raises ModelConfigError: no such file, invalid JSON, another model type, a key that looks misspelt (transformers
-    would ignore it and use the default), or a value of the wrong type or out of range.
+    Raises ModelConfigError: the file does not exist or is not valid JSON, the model type is not mistral, a key looks
+    misspelled (transformers would ignore it and use the default), or a value has the wrong type or is out of range.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -150,19 +155,19 @@ def load_config(name_or_path: str) -> MistralConfig:
         config = MistralConfig.from_dict(values)
     except Exception as error:  # transformers raises its own exceptions for wrong types
         raise ModelConfigError(f"model.config: {path}: {' '.join(str(error).split())}") from error
-    # it describes the stored weights, not the architecture, and does not apply to a model trained from scratch
+    # this key describes stored weights, not the architecture, and does not apply to a model trained from scratch
     vars(config).pop("quantization_config", None)
     check_config(config, f"{path}: ")
     return config
 
 
 def load_sizes(name_or_path: str) -> Any:
-    """Load the sizes of a configuration without importing transformers if possible.
+    """Load the sizes in a model configuration, without importing transformers if possible.
 
-    Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim may
-    be missing) and no unusual key, else a MistralConfig.
+    Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim is
+    optional) and no unusual key. Returns a MistralConfig for all other files.
 
-    Raises ModelConfigError: as load_config.
+    Raises ModelConfigError: for the same reasons as `load_config`.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -180,19 +185,22 @@ def load_sizes(name_or_path: str) -> Any:
 
 
 def numbers_of(config: MistralConfig) -> dict[str, Any]:
-    """Return the values of the configuration that can change numbers, without its path or library version."""
+    """Return the configuration values that can affect training results. The path and library version are excluded."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Read a config.json. Raises ModelConfigError: not JSON, not a Mistral, a size that is not positive."""
+    """Read a config.json file.
+
+    Raises ModelConfigError: the file is not valid JSON, the model type is not mistral, or a size is not positive.
+    """
     try:
         values = read_json_file(path)
     except JsonError as error:
         raise ModelConfigError(f"model.config: {error}", code=error.code, key=error.key) from error
     if not isinstance(values, dict):
-        message = f"model.config: {path} is not a JSON object"
+        message = f"model.config: {path} must contain a JSON object"
         raise ModelConfigError(message, code="not_an_object", key=str(path))
     if (kind := values.get("model_type")) != "mistral":
         raise ModelConfigError(
@@ -201,7 +209,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     _refuse(
         f"model.config: {path}: ",
         {
-            key: f"{key}: {values[key]} must be positive{', or null for none' if key == WINDOW else ''}"
+            key: f"{key} is {values[key]}; it must be positive{', or null to disable it' if key == WINDOW else ''}"
             for key in (*POSITIVE, WINDOW)
             if isinstance(values.get(key), int) and values[key] < 1
         },
@@ -210,14 +218,20 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse(start: str, problems: dict[str, str]) -> None:
-    """Raise ModelConfigError if there are `problems`: messages by the key of config.json they are about."""
+    """Raise ModelConfigError if there are any problems.
+
+    Args:
+        start: prefix of the error message.
+        problems: one message for each affected key of config.json.
+    """
     if problems:
         raise ModelConfigError(start + "; ".join(problems.values()), key=next(iter(problems)))
 
 
 def _check_keys(path: Path, values: dict[str, Any]) -> None:
-    """Raise ModelConfigError for misspelt keys, which MistralConfig would ignore, and for unread keys of
-    rope_parameters.
+    """Raise ModelConfigError for misspelled keys and for unsupported keys of rope_parameters.
+
+    MistralConfig would silently ignore these keys.
     """
     from transformers import MistralConfig
 
@@ -233,39 +247,50 @@ def _check_keys(path: Path, values: dict[str, Any]) -> None:
         if not isinstance(rope, dict) or _rope_type(rope) != "default":
             continue
         if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS)):
-            problems[name] = f"{name} has {unknown}, but only rope_type and rope_theta are read; remove it"
+            problems[name] = (
+                f"{name} contains {unknown}, but only rope_type and rope_theta are read; remove {unknown}"
+            )
     _refuse(f"model.config: {path}: ", problems)
 
 
 def check_config(config: MistralConfig, where: str = "") -> None:
-    """Raise ModelConfigError if this model implementation does not support `config`. where: prefix of the message."""
+    """Raise ModelConfigError if this model implementation does not support `config`.
+
+    Args:
+        where: prefix of the error message.
+    """
     problems = {}
     if config.hidden_act != "silu":
-        problems["hidden_act"] = f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU) is supported"
+        problems["hidden_act"] = f"hidden_act is {config.hidden_act!r}, but only 'silu' (SwiGLU) is supported"
     if config.num_attention_heads % config.num_key_value_heads:
         problems["num_attention_heads"] = (
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}"
+            f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of num_key_value_heads "
+            f"({config.num_key_value_heads})"
         )
     if getattr(config, "attention_dropout", 0.0):
-        problems["attention_dropout"] = f"attention_dropout {config.attention_dropout}: only 0 is supported"
+        problems["attention_dropout"] = (
+            f"attention_dropout is {config.attention_dropout}, but only 0 is supported"
+        )
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         problems["pad_token_id"] = (
-            f"pad_token_id {pad} is not below vocab_size {config.vocab_size}; set it to null (it is not used)"
+            f"pad_token_id is {pad}, but must be less than vocab_size ({config.vocab_size}); set pad_token_id to null, "
+            "because training does not use it"
         )
     if head_dim(config) % 8:
-        problems["head_dim"] = f"head_dim {head_dim(config)} is not a multiple of 8"
+        problems["head_dim"] = f"head_dim is {head_dim(config)}, but must be a multiple of 8"
     rope = getattr(config, "rope_parameters", None) or {}
     if (rope_type := _rope_type(rope)) != "default":
-        problems["rope_type"] = f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling"
+        problems["rope_type"] = (
+            f"rope_type is {rope_type!r}, but only 'default' is supported; remove RoPE scaling"
+        )
     if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
-        problems["rope_theta"] = f"rope_theta {theta!r} is not a positive number"
+        problems["rope_theta"] = f"rope_theta is {theta!r}, but must be a positive number"
     _refuse(f"model.config: {where}", problems)
 
 
 def rope_theta(config: MistralConfig) -> float:
-    """Return the base of the rotary frequencies, which transformers 5 keeps in `rope_parameters`."""
+    """Return the base of the rotary frequencies. transformers 5 stores this value in `rope_parameters`."""
     return float(_rope_theta(config))
 
 
@@ -283,27 +308,34 @@ def head_dim(config: MistralConfig) -> int:
 
 
 def trained_length(config: MistralConfig) -> int | None:
-    """Return the sequence length that an exported model was trained with, at most max_position_embeddings, or None if
-    unknown.
+    """Return the sequence length that an exported model was trained with, or None if unknown.
+
+    The result is at most max_position_embeddings.
     """
     length = getattr(config, TRAINED_LENGTH, None)
     return min(length, config.max_position_embeddings) if isinstance(length, int) and length > 1 else None
 
 
 def window_size(config: MistralConfig) -> tuple[int, int]:
-    """Return TE's (left, right) window. Hugging Face's sliding_window W lets a token see itself and the W - 1 before
-    it.
+    """Return the sliding window in Transformer Engine's form: the number of visible tokens (left, right) of each token.
+
+    With Hugging Face's sliding_window W, a token attends to itself and the W - 1 tokens before it: (W - 1, 0). Without
+    a window, the result is (-1, 0), where -1 means unlimited.
     """
     return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:
-    """Return the number of matrix weights of the decoder layers, which optim "muon" orthogonalizes."""
+    """Return the number of matrix parameters in the decoder layers. These are the weights that the Muon optimizer
+    orthogonalizes.
+    """
     return sum(math.prod(shape) for name, shape in weight_shapes(config).items() if "_proj." in name)
 
 
 def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's Hugging Face tensors by name. Tied embeddings appear once, as embed_tokens."""
+    """Return the shape of each model weight, keyed by Hugging Face tensor name. Tied embeddings appear once, as
+    embed_tokens.
+    """
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, H)}
@@ -327,25 +359,27 @@ def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: MistralConfig) -> int:
-    """Return the number of parameters. Tied embeddings count once."""
+    """Return the number of model parameters. Tied embeddings are counted once."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())
 
 
 def attention_pairs(config: MistralConfig, seq_length: int) -> float:
-    """Return the mean number of tokens that a token attends to, including itself.
+    """Return the mean number of tokens that each token attends to, including itself.
 
-    The causal half of a sequence counts as T / 2 (the usual convention), with a sliding window W < T as W - W^2 / (2
-    T).
+    Follows the usual convention for FLOP counts: T / 2 for a causal sequence of T tokens, and W - W^2 / (2 T) with a
+    sliding window of W < T tokens.
     """
     window = min(config.sliding_window or seq_length, seq_length)
     return window - window**2 / (2 * seq_length)
 
 
 def flops_per_token(config: MistralConfig, seq_length: int) -> float:
-    """Return the floating-point operations per token of forward and backward for sequences of `seq_length` tokens.
+    """Return the floating-point operations per token of one forward and backward pass over sequences of `seq_length`
+    tokens.
 
-    6 for each matmul weight, and 12 x N x D for each visible token and layer (Kaplan et al. 2020, and appendix B of
-    Chowdhery et al. 2022 with only the causal half). Recomputation does not count.
+    Counts 6 operations per matmul weight, and 12 * N * D per layer and attended token (N query heads of dimension D).
+    Recomputation is not counted. Sources: Kaplan et al. 2020, and appendix B of Chowdhery et al. 2022, counting only
+    the causal half of attention.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim(config)
     # the weights in matrix products: all except the embedding and the norms
@@ -362,17 +396,19 @@ def state_parts_gib(
     optimizer_bytes: float | None = None,
     optim: str = "adamw",
 ) -> dict[str, float]:
-    """Return the memory per rank of "weights", "gradients" and "optimizer" in GiB (Rajbhandari et al. 2020, table 1).
+    """Return the memory per rank for "weights", "gradients" and "optimizer" in GiB (Rajbhandari et al. 2020, table 1).
 
-    Activations, buckets and FP8 copies of weights are not included; train/planning/memory.py adds them.
+    Activations, communication buckets and FP8 copies of weights are excluded. train/planning/memory.py adds them.
 
     Args:
-        compute: precision.compute. fp32 takes 4 + 4 bytes per parameter for weight and gradient and 8 for moments. The
-            others take 2 + 2 bytes and 12 for float32 master weights and moments (FP8 layers keep bf16 weights).
-        float32_gradients: gradients accumulate in 4 bytes. None: at ZeRO 1 to 3, as in the shipped DeepSpeed
-            configuration.
-        optimizer_bytes: bytes per parameter of optimizer states if different (PrecisionConfig.optimizer_bytes).
-        optim: Muon has one moment, AdamW two.
+        compute: the value of precision.compute. fp32 needs 4 bytes per parameter for weights, 4 for gradients and 8 for
+            optimizer moments. Other values need 2 bytes for weights, 2 for gradients, and 12 for float32 master weights
+            and moments. FP8 layers keep bf16 weights.
+        float32_gradients: whether gradients are accumulated in 4 bytes per parameter. None means yes for ZeRO 1 to 3,
+            as in the shipped DeepSpeed configuration.
+        optimizer_bytes: bytes of optimizer state per parameter (PrecisionConfig.optimizer_bytes). None uses the values
+            above.
+        optim: the optimizer. AdamW stores two moments per parameter, Muon one for layer matrices.
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8

@@ -1,8 +1,7 @@
-"""Convert weights between Hugging Face's names and those of each variant, without loss.
+"""Convert weights losslessly between Hugging Face's names and the parameter names of each model variant.
 
-Every parameter of every variant is one Hugging Face tensor, or several stacked along the rows. So a table of names
-(`hf_parts`) is enough: one direction splits, the other concatenates.
-
+Every parameter of a variant is one Hugging Face tensor, or several tensors stacked along the rows. `hf_parts` returns
+this mapping. Exporting splits parameters into Hugging Face tensors, and loading copies them back.
 | te_layer parameter                          | Hugging Face tensors, top to bottom                |
 |---------------------------------------------|----------------------------------------------------|
 | self_attention.layernorm_qkv.layer_norm_weight | input_layernorm.weight                          |
@@ -29,13 +28,13 @@ Parts = list[tuple[str, int]]
 
 
 class ConversionError(UserError, ValueError):
-    """The weights do not fit the model."""
+    """Raised when the names or shapes of weights do not match the model."""
 
     code = "conversion"
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
-    """Return the Hugging Face tensors, with their rows, that make up the parameter `name` of any variant."""
+    """Return the (name, rows) of each Hugging Face tensor that makes up the parameter `name` of any model variant."""
     layer, _, rest = (
         name.partition(".self_attention.")
         if ".self_attention." in name
@@ -63,7 +62,7 @@ def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[str, torch.Tensor]:
-    """Return a variant's tensors as contiguous copies under Hugging Face's names."""
+    """Convert a variant's parameters to Hugging Face tensors. Returns contiguous copies keyed by Hugging Face name."""
     out = {}
     for name, tensor in weights.items():
         parts = hf_parts(name, tensor.shape, config)
@@ -73,13 +72,15 @@ def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[st
 
 
 def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of any variant under Hugging Face's names. Tied embeddings appear once, as embed_tokens."""
+    """Return the weights of a model of any variant, keyed by Hugging Face name. Tied embeddings appear once, as
+    embed_tokens.
+    """
     return to_hf(dict(model.named_parameters()), model.config)
 
 
 @torch.no_grad()
 def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load Hugging Face weights into any variant. With tied embeddings they have no lm_head.
+    """Load Hugging Face weights into a model of any variant. With tied embeddings, `weights` must not contain lm_head.
 
     Raises ConversionError: tensors are missing, unknown or have another shape.
     """
@@ -89,8 +90,8 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wrong := sorted(name for name in {*expected, *given} if given.get(name) != expected.get(name)):
         raise ConversionError(
-            f"{len(wrong)} weights do not fit the model: {', '.join(wrong[:5])}. {wrong[0]} has shape "
-            f"{given.get(wrong[0])} and the model {expected.get(wrong[0])} (None: no such tensor)",
+            f"{len(wrong)} weights do not match the model: {', '.join(wrong[:5])}. {wrong[0]} has shape "
+            f"{given.get(wrong[0])}, but the model needs {expected.get(wrong[0])} (None means no such tensor)",
             key=wrong[0],
         )
     for name, parameter in parameters.items():
@@ -101,10 +102,10 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Initialize from scratch: matrices and embeddings from normal(0, initializer_range), norms with 1.
+    """Initialize a model from scratch: matrices and embeddings from normal(0, initializer_range), norm weights with 1.
 
-    Each Hugging Face tensor has its own random stream, keyed by (seed, name) and drawn in float32. So on one kind of
-    device, a seed gives the same model in every variant and, up to rounding, in every precision.
+    Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On one kind of device,
+    a seed therefore gives the same model in every variant and, up to rounding, in every precision.
     """
     for name, parameter in model.named_parameters():
         parts = hf_parts(name, parameter.shape, model.config)

@@ -1,8 +1,8 @@
-"""The documents of a packed batch, in the form that attention takes.
+"""Document boundaries in a packed batch, in the form that attention expects.
 
-The rows of a batch are windows of a stream of documents. For attention and positions within documents, the batch is one
-row of B * T tokens that is divided into pieces. A piece is the part of a document within a row, so no piece is longer
-than a row.
+Each row of a batch is a window of a stream of documents. With a document mask, attention and positions are restricted
+to one document. The B rows of T tokens are then flattened into one row of B * T tokens and divided into pieces. A piece
+is the part of a document within one row, so a piece has at most T tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ FEWEST_PIECES = 32
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch.
+    """Document boundaries in one batch of B rows with T tokens each, divided into P pieces.
+
+    A piece is the part of a document within one row.
 
     Attributes:
-        positions: int64 [B, T], position of each token in its piece, from 0.
-        cu_seqlens: int32 [P + 1], start of each piece in the flattened batch, then B * T. Empty pieces at the end pad
-            the list to a size that few batches exceed.
+        positions: int64 [B, T], position of each token within its piece, starting at 0.
+        cu_seqlens: int32 [P + 1], start of each piece in the flattened batch, followed by B * T. Empty pieces at the
+            end pad the list to a common size.
     """
 
     positions: Tensor
@@ -33,16 +35,19 @@ class Documents:
 
     @classmethod
     def of(cls, positions: Tensor) -> Documents:
-        """Create documents from positions int64 [B, T], where each 0 starts a piece.
+        """Create Documents from token positions, int64 [B, T] (B rows of T tokens), where each 0 starts a piece of a
+        document.
 
-        Each row starts with 0. Pass positions on the CPU and move the result: on a GPU this waits for the number of
-        pieces.
+        Each row must start with 0. Pass positions on the CPU and move the result: on a GPU, this function waits until
+        the number of pieces is known.
         """
         return cls.from_piece_starts(positions, (positions.flatten() == 0).nonzero().flatten())
 
     @classmethod
     def from_piece_starts(cls, positions: Tensor, starts: Tensor) -> Documents:
-        """Create documents, without checks, from the starts of the pieces in the flattened batch: int64 [P]."""
+        """Create Documents from the start of each of P document pieces in the flattened batch, int64 [P]. Inputs are
+        not checked.
+        """
         pieces = max(FEWEST_PIECES, 1 << (len(starts) - 1).bit_length())
         cu_seqlens = torch.full((pieces + 1,), positions.numel(), dtype=torch.int32, device=positions.device)
         cu_seqlens[: len(starts)] = starts
@@ -50,21 +55,21 @@ class Documents:
 
     @classmethod
     def whole_rows(cls, B: int, T: int, device: Any) -> Documents:
-        """Create documents in which each row is one document."""
+        """Create Documents that treat each of the B rows of T tokens as one document."""
         return cls.of(torch.arange(T).expand(B, T)).to(device)
 
     @property
     def longest(self) -> int:
-        """Return the upper bound of a piece's length for any batch: T."""
+        """Return the row length, which is an upper bound for the length of a document piece in any batch."""
         return self.positions.shape[1]
 
     @property
     def pieces(self) -> int:
-        """Return the number of pieces that fit, including empty ones."""
+        """Return the number of document pieces, including the empty ones that pad the list."""
         return len(self.cu_seqlens) - 1
 
     def padded(self, pieces: int) -> Documents:
-        """Return a copy with empty pieces at the end, `pieces` in total."""
+        """Return a copy with empty pieces appended, so that the copy has `pieces` pieces in total."""
         missing = pieces - self.pieces
         return Documents(self.positions, torch.cat([self.cu_seqlens, self.cu_seqlens[-1:].expand(missing)]))
 
@@ -77,14 +82,14 @@ class Documents:
         return Documents(self.positions.clone(), self.cu_seqlens.clone())
 
     def copy_(self, other: Documents) -> None:
-        """Overwrite these tensors with a batch of the same shape and at most as many pieces."""
+        """Copy `other` into the existing tensors. `other` must have the same shape and at most as many pieces."""
         self.positions.copy_(other.positions)
         self.cu_seqlens[: len(other.cu_seqlens)].copy_(other.cu_seqlens)
         self.cu_seqlens[len(other.cu_seqlens) :].fill_(self.positions.numel())
 
     def attention_arguments(self) -> dict[str, Any]:
-        """Return the arguments for attention within pieces (format "thd") of te.DotProductAttention and
-        te.TransformerLayer.
+        """Return the keyword arguments that restrict te.DotProductAttention or te.TransformerLayer to pieces (format
+        "thd").
         """
         return {
             "cu_seqlens_q": self.cu_seqlens,
@@ -95,20 +100,24 @@ class Documents:
 
 
 def reached(window_size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return Transformer Engine's `window_size`, or (-1, 0) if no sequence of up to `longest` tokens exceeds the
+    """Return `window_size`, or (-1, 0) (no window) if sequences of up to `longest` tokens fit into the attention
     window.
 
-    The mask is the same, but without a window FlashAttention-4 and cuDNN run faster kernels.
+    The resulting mask is the same, but FlashAttention-4 and cuDNN have faster kernels for attention without a window.
     """
     return (-1, 0) if longest <= window_size[0] + 1 else window_size
 
 
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-    """Compute causal attention with a module of `mistral_base.causal_attention`, within documents if there are any.
+    """Compute causal attention, restricted to documents if `documents` is given.
+
+    Shapes: B batch, T tokens, N query heads, K key/value heads, D head dimension. With documents, B is 1 and T is the
+    number of tokens in the batch.
 
     Args:
-        q: [B, T, N, D]. With documents, B is 1 and T is the number of tokens in the batch.
-        k: [B, T, K, D], as v.
+        attention: a module returned by `mistral_base.causal_attention`.
+        q: [B, T, N, D].
+        k, v: [B, T, K, D].
 
     Returns: [B, T, N * D].
     """
@@ -121,9 +130,10 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents
 
 
 def random_documents(B: int, T: int, mean_length: float, generator: torch.Generator) -> Documents:
-    """Return random documents on the CPU: a stream of documents, cut into B rows of T tokens.
+    """Return random document boundaries on the CPU for B rows of T tokens.
 
-    Lengths are exponentially distributed with mean `mean_length` tokens, and at least 2.
+    Document lengths are drawn from an exponential distribution with a mean of `mean_length` tokens and are at least 2.
+    Row ends also cut documents.
     """
     lengths = torch.empty(B * T).exponential_(1 / mean_length, generator=generator).long().clamp_(min=2)
     ends = lengths.cumsum(0)

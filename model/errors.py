@@ -1,19 +1,19 @@
-"""Errors that the user can fix: one family of exceptions with stable codes."""
+"""Base class for errors that the user can fix, with stable error codes."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error the user can fix.
+    """Base class for errors that the user can fix.
 
-    Programs print the message without a traceback and exit with status 2, because the same command would fail again. If
-    `is_transient` is true, for example for a file system error, they exit with status 1, and a restart may help.
+    Commands print the message without a traceback and exit with status 2, because the same command would fail again. If
+    `is_transient` is true, for example for a file system error, they exit with status 1, because a restart may help.
 
     Args:
         message: what is wrong, with the value; what is allowed; what to do.
-        code: identifies the error for programs and tests, in lower case with underscores. It does not change when the
-            message is reworded. Default: the code of the class.
-        key: the configuration key, command line option or path that the error is about.
+        code: stable identifier of the error for scripts and tests, in lower case with underscores. Defaults to the code
+            of the class.
+        key: the affected configuration key, command-line option or path.
     """
 
     code = "user_error"

@@ -1,12 +1,12 @@
-"""Capture forward and backward of a model as CUDA graphs, so that each micro-batch needs two launches.
+"""Capture a model's forward and backward passes as CUDA graphs, so that each micro-batch needs only two launches.
 
-Small models spend much of their time launching kernels. FP8 suffers most, because it has more and shorter kernels. The
-graphs contain the model from token ids to loss, including Transformer Engine's update of scales and amax histories. The
-caller still uses `model(...)`. A replayed forward returns a loss whose backward replays the captured backward and
-passes each parameter its gradient, so hooks that an engine has set on parameters run as before.
+Small models spend much of their time launching kernels. FP8 is affected most, because it has more and shorter kernels.
+The graphs cover the model from token ids to loss, including Transformer Engine's update of FP8 scales and amax
+histories. Callers still use `model(...)`. A replayed forward pass returns a loss whose backward replays the captured
+backward pass and hands each parameter its gradient, so hooks that an engine has set on parameters still run.
 
-Parameters, gradient buffers that GEMMs add into, and FP8 state must keep their addresses (they do with DeepSpeed's ZeRO
-0 to 2).
+Parameters, FP8 state and gradient buffers that GEMMs add into must keep their addresses. DeepSpeed's ZeRO 0 to 2
+ensures this.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ROOM = 2  # capacity for documents, as a multiple of those in the captured batch
 
 
 class _Passes:
-    """Forward and backward of `model` on a static batch, through stand-ins for its parameters.
+    """Forward and backward passes of `model` on a static batch, using stand-ins for its parameters.
 
-    The stand-ins share the parameters' memory (and the buffers that GEMMs add gradients into) but not their autograd
-    nodes. DeepSpeed holds on to those nodes, which ties them to the default stream, and a captured backward must not
-    wait for that stream.
+    The stand-ins share memory with the parameters and their gradient buffers but have their own autograd nodes.
+    DeepSpeed keeps references to the parameters' nodes, which ties these nodes to the default stream, and a captured
+    backward must not wait for that stream.
     """
 
     def __init__(
@@ -57,12 +57,14 @@ class _Passes:
         return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
 
     def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return a gradient per parameter, or None if a GEMM has already added it to its buffer."""
+        """Compute the gradient for each parameter, or None if a GEMM has already added the gradient to its buffer."""
         gradients = torch.autograd.grad(loss, list(self.stand_ins.values()), upstream, allow_unused=True)
         return [None if g is None else g.detach() for g in gradients]
 
     def take(self, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None) -> bool:
-        """Copy a batch into the static one and return True. If it does not fit, copy nothing and return False."""
+        """Copy a batch into the static input tensors and return True. If the batch does not fit, copy nothing and
+        return False.
+        """
         if input_ids.shape != self.input_ids.shape or (documents is None) != (self.documents is None):
             return False
         if documents is not None and self.documents is not None:
@@ -75,10 +77,10 @@ class _Passes:
 
 
 class _Captured:
-    """One captured forward and backward with its static tensors.
+    """A captured forward and backward pass with its static tensors.
 
-    The value of `is_first_microbatch` is fixed in the graph. So is an FP8 health check, if there is one; its totals are
-    static, too.
+    The value of `is_first_microbatch` and an optional FP8 health check are fixed during capture. The totals of the
+    health check are static tensors, too.
     """
 
     def __init__(
@@ -127,7 +129,14 @@ class _Replay(torch.autograd.Function):
 def _warm_up_and_capture(
     model: nn.Module, passes: _Passes, precision: Precision, kinds: Sequence[bool | None], health: bool
 ) -> tuple[dict[bool | None, _Captured], _Captured | None]:
-    """Return the graph for each of `kinds` (is_first_microbatch), and the one with a health check if `health`."""
+    """Run warm-up passes, then capture the forward and backward passes as CUDA graphs.
+
+    Args:
+        kinds: the values of is_first_microbatch to capture.
+        health: whether to capture an additional pass with an FP8 health check.
+
+    Returns: the captured passes, keyed by value of is_first_microbatch, and the pass with a health check or None.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # the nested contexts keep these passes out of outer GEMM counts and health checks
@@ -166,28 +175,29 @@ def use_cuda_graphs(
     documents: Documents | None = None,
     health: bool = False,
 ) -> None:
-    """Capture the training pass of `model` and replace `model.forward` by a function that replays it.
+    """Capture the training pass of `model` and replace `model.forward` with a function that replays the captured
+    graphs.
 
-    Calls that do not match the captured batch (evaluation, another shape, a cache, more than ROOM times the documents)
-    run without graphs as before.
+    Calls that do not match the captured batch (evaluation, another shape, a cache, or more than ROOM times the
+    documents) run without graphs.
 
-    The tensors between a forward and its backward are static: the backward must run before the next forward.
+    The tensors between a forward and its backward are static, so the backward must run before the next forward.
 
-    FP8 state, torch's random generators and `.grad` are restored afterwards. Buffers that GEMMs add gradients into are
-    not: zero them.
+    FP8 state, torch's random generators and `.grad` are restored after the capture. Gradient buffers that GEMMs add
+    into are not restored: zero them.
 
     Args:
-        input_ids: int64 [B, T], on the GPU, as in the run's batches.
-        labels: int64 [B, T], on the GPU.
-        cache_weights: whether calls pass is_first_microbatch as True and False (two captures) or as None (one).
-        documents: on the GPU, for a model with a document mask.
-        health: capture the first micro-batch of a step once more with a HealthCheck, and replay this graph while a
-            check is running. It has its own gradients in memory unless GEMMs add them into buffers.
+        input_ids: int64 [B, T] (B rows of T tokens) on the GPU, with the batch shape used in training.
+        labels: int64 [B, T] on the GPU.
+        cache_weights: whether training passes is_first_microbatch as True and False (two captures) or as None (one).
+        documents: document boundaries on the GPU, for a model with a document mask.
+        health: whether to capture the first micro-batch of a step a second time with an FP8 health check. This graph is
+            replayed while a check is running. Its gradients need additional memory, unless GEMMs add them into buffers.
 
-    Raises ValueError: the model has a document mask and there are no documents.
+    Raises ValueError: the model has a document mask, but `documents` is None.
     """
     if model.document_mask and documents is None:
-        raise ValueError("CUDA graphs of a model with a document mask need documents; pass documents=")
+        raise ValueError("the model has a document mask, so CUDA graphs need documents; pass documents=")
     eager = model.forward
     room = None if documents is None else documents.padded(ROOM * documents.pieces)
     passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())

@@ -1,12 +1,12 @@
-"""An lm_head that computes the forward in bf16 and both gradients as FP8 GEMMs with block scaling.
+"""An lm_head with a bf16 forward pass and FP8 gradient GEMMs with block scaling.
 
-In a token's gradient of the logits, the entry of the label is thousands of times larger than most others. With one e4m3
-scale per tensor these others become zero, and all gradients that follow are wrong. A scale for each 128 entries keeps
-them. The forward stays in bf16, because in FP8 it would add as much error as FP8 in the layers allows in total
-(docs/performance.md).
+In the logits gradient of a token, the entry for the label is thousands of times larger than most others. With one e4m3
+scale per tensor, the small entries would become zero, and the gradients of all earlier layers would be wrong. One scale
+per 128 entries preserves them. The forward pass stays in bf16, because FP8 would add as much error there as in all
+decoder layers together (docs/performance.md).
 
-With labels the head also computes the loss. The kernel of the loss's gradient then writes FP8 directly, so the bf16
-gradient of the logits is never in memory. Shape suffixes: M tokens, H hidden, V vocabulary.
+If labels are passed, the head also computes the loss. The gradient kernel of the loss then writes FP8 directly, so the
+bf16 gradient of the logits is never stored. Shape suffixes: M tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from model.fp8.quantizers import Source, report_operand
 
 
 def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, **placement: Any) -> nn.Module:
-    """Return `te`'s Linear. With fp8_gradients, both sizes must be multiples of 16 and the gradients are FP8 GEMMs."""
+    """Build an lm_head from `te.Linear`. With `fp8_gradients`, both gradients are FP8 GEMMs and sizes must be multiples
+    of 16.
+    """
     if not fp8_gradients:
         return te.Linear(hidden_size, vocab_size, bias=False, **placement)
 
@@ -33,9 +35,11 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
             is_first_microbatch: bool | None = None,
             labels: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            """Return the logits, or with `labels` the mean cross entropy.
+            """Compute the logits, or the mean cross entropy if `labels` is given.
 
-            labels: one per row of hidden states; -100 is ignored.
+            Args:
+                inp: hidden states.
+                labels: one token id for each row of hidden states. Labels of -100 are ignored.
             """
             hidden_MH = inp.reshape(-1, inp.shape[-1])
             if labels is not None:
@@ -49,7 +53,7 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
 
 
 class _Head(torch.autograd.Function):
-    """Compute the logits, or with labels their mean cross entropy."""
+    """Autograd function for an lm_head: returns logits, or the mean cross entropy if labels are given."""
 
     @staticmethod
     def forward(

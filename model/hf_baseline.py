@@ -1,7 +1,7 @@
-"""transformers' own Mistral, for the variants hf and torchao.
+"""transformers' own Mistral model for the variants hf and torchao.
 
-Importing transformers' model class takes seconds, and te_linear and te_layer do not need it. Import this file only
-where it is used.
+Importing transformers' model class takes seconds, and the variants te_linear and te_layer do not need it. Import this
+module only where the class is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.mistral_base import causal_lm_loss
 
 
 class HuggingFaceMistral(MistralForCausalLM):
-    """The baseline: transformers' MistralForCausalLM with the forward signature of the other variants."""
+    """Baseline model: transformers' MistralForCausalLM with the forward signature of the other variants."""
 
     variant = "hf"
     compiled = False
@@ -25,7 +25,7 @@ class HuggingFaceMistral(MistralForCausalLM):
 
     @classmethod
     def build(cls, config: MistralConfig, precision: Precision) -> Self:
-        """Build the model in training mode, with weights not yet set."""
+        """Build the model in training mode with uninitialized weights."""
         given = config.dtype  # dtype of exported weights, which _from_config overwrites
         with precision.device:
             model = cls._from_config(config, attn_implementation="sdpa", dtype=precision.dtype).train()
@@ -46,9 +46,9 @@ class HuggingFaceMistral(MistralForCausalLM):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move and cast the model, but keep the rotary frequencies in float32.
+        """Move or cast the model, but keep the rotary frequencies in float32.
 
-        `model.bfloat16()`, which DeepSpeed calls, would round them and change the model.
+        DeepSpeed calls `model.bfloat16()`, which would round the frequencies and change the model.
         """
         rope = self.model.rotary_emb
         inv_freq = rope.inv_freq
@@ -58,10 +58,11 @@ class HuggingFaceMistral(MistralForCausalLM):
         return self
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer in place with torch.compile when it first runs. Names do not change.
+        """Compile each decoder layer in place with torch.compile on its first run. Parameter names do not change.
 
-        One graph serves all layers. If part of a layer cannot be compiled, or if there are more shapes than torch keeps
-        graphs for (8), torch._dynamo raises an error. Running uncompiled instead would only show as slowness.
+        All layers share one graph. torch._dynamo raises an error if part of a layer cannot be compiled, or if there are
+        more input shapes than the 8 graphs that torch keeps. A silent fallback to uncompiled layers would only be slow
+        and easy to miss.
         """
         # by default benchmarks choose the kernels; their choice, and so the last bits, differ between runs
         options = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
@@ -71,6 +72,6 @@ class HuggingFaceMistral(MistralForCausalLM):
 
 
 class TorchaoMistral(HuggingFaceMistral):
-    """The same model; torchao replaces its Linears by FP8 ones."""
+    """Baseline model in which torchao replaces the Linear modules with FP8 modules."""
 
     variant = "torchao"

@@ -1,7 +1,8 @@
-"""Read the weights of Hugging Face folders. Training, evaluation, the demo and exports all use this reader.
+"""Find, check and read weights in Hugging Face model folders.
 
-Weights are read in the dtype of the file; the dtype in config.json is ignored. The checks of `find_weights` need only
-config.json and the headers of the safetensors files, not torch.
+Training, evaluation, the inference demo and exports use these functions. Weights keep the dtype in the file; the dtype
+in config.json is ignored. `find_weights` reads only config.json and the headers of safetensors files, and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightsError(UserError, ValueError):
-    """The weights of a Hugging Face folder cannot be used. The message names the files or tensors."""
+    """Raised when the weights in a Hugging Face folder are missing, damaged or do not match the model."""
 
     code = "weights"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, as its header describes it.
+    """Location, dtype and shape of a tensor in a safetensors file, read from the file's header.
 
     Attributes:
-        name: name in `file`.
-        dtype: the safetensors name of the dtype.
-        scale: the scales, for FP8 codes.
+        name: tensor name in `file`.
+        dtype: safetensors name of the dtype, such as BF16.
+        scale: the stored scales if the tensor contains FP8 codes, otherwise None.
     """
 
     file: Path
@@ -53,11 +54,11 @@ class StoredTensor:
 
 
 def check_init_from(folder: str, config: Any) -> None:
-    """Check from its config.json that the Hugging Face folder `folder` can initialize a model of `config`.
+    """Check that the Hugging Face weights in `folder` can initialize a model with `config`. Reads only config.json.
 
     Raises:
-        WeightsError: there is no such folder, its architecture differs from `config`, or its weights are quantized.
-        ModelConfigError: its config.json cannot be used.
+        WeightsError: the folder does not exist, its architecture differs from `config`, or its weights are quantized.
+        ModelConfigError: its config.json is invalid or unsupported.
     """
 
     def architecture(of: Any) -> dict[str, Any]:
@@ -65,16 +66,19 @@ def check_init_from(folder: str, config: Any) -> None:
         return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
 
     if not Path(folder).is_dir():
-        raise WeightsError(f"model.init_from: {folder!r} is not a folder", key="model.init_from")
+        raise WeightsError(
+            f"model.init_from: {folder!r} is not a folder; pass a Hugging Face folder", key="model.init_from"
+        )
     theirs, ours = architecture(load_sizes(folder)), architecture(config)
     differences = {
-        key: f"{key} is {theirs[key]} there and {ours[key]} in model.config"
+        key: f"{key} is {theirs[key]} in the folder and {ours[key]} in model.config"
         for key in ours
         if theirs[key] != ours[key]
     }
     if differences:
         raise WeightsError(
-            f"model.init_from: {folder!r} has another architecture: " + "; ".join(differences.values()),
+            f"model.init_from: the architecture of {folder!r} differs from model.config: "
+            + "; ".join(differences.values()),
             code="architecture",
             key=next(iter(differences)),
         )
@@ -88,13 +92,15 @@ def check_init_from(folder: str, config: Any) -> None:
 
 
 def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
-    """Find the weights of a model of `config` in a Hugging Face folder, by the names of `weight_shapes`.
+    """Find all weights of a model in a Hugging Face folder. Reads only file headers and does not import torch.
 
-    Names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings the files may have lm_head in
-    addition to or instead of the embedding. Does not need torch.
+    Tensor names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings, the files may contain
+    lm_head in addition to or instead of the embedding.
 
     Args:
-        config: as returned by load_config or load_sizes.
+        config: the model configuration from `load_config` or `load_sizes`.
+
+    Returns: the stored tensors, keyed by the names from `weight_shapes`.
 
     Raises WeightsError: there are no safetensors files, they are damaged, the quantization is not supported, or tensors
     are missing, unknown, stored twice, or have another shape or dtype.
@@ -124,7 +130,7 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
         tensor, needed = found.get(name), shapes.get(name)
         if tensor is None or tensor.shape != needed:
             problems.append(
-                f"{name} has shape {tensor and tensor.shape}, but the model needs {needed} (None: no such tensor)"
+                f"{name} has shape {tensor and tensor.shape}, but the model needs {needed} (None means no such tensor)"
             )
         elif tensor.dtype not in COMPUTE and name not in quantized:
             problems.append(f"{name} has dtype {tensor.dtype}; allowed are {', '.join(COMPUTE)}")
@@ -139,15 +145,16 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
 def read_hf_folder(
     folder: str | Path, config: Any, dtype: torch.dtype
 ) -> dict[str, torch.Tensor | Quantized]:
-    """Read the weights of a model of `config` from a Hugging Face folder, by the names of `weight_shapes`.
+    """Read all weights of a model with configuration `config` from a Hugging Face folder.
 
     Args:
-        dtype: compute dtype. The weights are not converted to it, but their values must be finite in it.
+        dtype: compute dtype. Weights are not converted to this dtype, but must be finite in it.
 
-    Returns: tensors on the CPU, memory-mapped and in the dtype of the file; FP8 matrices as Quantized.
+    Returns: CPU tensors keyed by the names from `weight_shapes`, memory-mapped and in the dtype of the file. FP8
+    matrices are returned as Quantized.
 
-    Raises WeightsError: as find_weights; a weight is not finite in `dtype`; config.json ties embeddings, but lm_head
-    differs.
+    Raises WeightsError: for the same reasons as `find_weights`, if a weight is not finite in `dtype`, or if config.json
+    ties embeddings but lm_head differs.
     """
     import torch
     from safetensors import safe_open
@@ -190,13 +197,18 @@ def read_hf_folder(
 
 
 def stored_compute(weights: Mapping[str, StoredTensor]) -> str:
-    """Return the precision.compute that can hold all unquantized weights of a folder: bf16, fp16 or fp32."""
+    """Return the value of precision.compute (bf16, fp16 or fp32) that can represent all unquantized weights in
+    `weights`.
+    """
     kinds = {COMPUTE[tensor.dtype] for tensor in weights.values() if tensor.dtype != FP8}
     return kinds.pop() if len(kinds) == 1 else "fp32"
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return (dtype, shape) of each tensor in a safetensors file. Raises WeightsError: unreadable or truncated."""
+    """Return the dtype and shape of each tensor in a safetensors file, keyed by tensor name.
+
+    Raises WeightsError: the file is unreadable or truncated.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -213,13 +225,16 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def quantization_of(folder: str | Path) -> dict[str, Any]:
-    """Return the quantization_config of a Hugging Face folder, or {} if its weights are not quantized."""
+    """Return the quantization_config of a Hugging Face folder, or {} if the weights are not quantized."""
     text = (Path(folder) / "config.json").read_text(encoding="utf-8-sig")
     return json.loads(text).get("quantization_config") or {}
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold the weights. Raises WeightsError: there are none."""
+    """Return the paths of the safetensors files in a Hugging Face folder.
+
+    Raises WeightsError: the folder has no such files, or its index is damaged.
+    """
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -238,9 +253,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _scale_suffix(folder: Path) -> str | None:
-    """Return the suffix of scale names in `folder`, or None without FP8 weights.
+    """Return the suffix of scale names in a Hugging Face folder, or None if the weights are not quantized.
 
-    Raises WeightsError: the quantization is not supported.
+    Raises WeightsError: the quantization format is not supported.
     """
     config = quantization_of(folder)
     if not config:
@@ -264,8 +279,8 @@ def _scale_suffix(folder: Path) -> str | None:
         }:
             return ROW_SCALE
     raise WeightsError(
-        f"{folder}: the quantization {given} of the weights is not supported. Use the formats of train/export.py "
-        f"--format hf-fp8: compressed-tensors in FP8 with a scale per channel, or quant_method fp8 with blocks of "
+        f"{folder}: the weight quantization {given} is not supported. Use a format that train/export.py --format "
+        f"hf-fp8 writes: compressed-tensors in FP8 with one scale per channel, or quant_method fp8 with blocks of "
         f"{BLOCK} x {BLOCK}",
         code="quantized",
         key="quantization_config",
@@ -273,10 +288,10 @@ def _scale_suffix(folder: Path) -> str | None:
 
 
 def _refuse(folder: str | Path, problems: list[str]) -> None:
-    """Raise WeightsError with the first five problems, if there are any."""
+    """Raise WeightsError with the first five messages of `problems`, if there are any."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise WeightsError(
-            f"{folder}: unusable weights: {'; '.join(problems[:5])}{more}",
+            f"the weights in {folder} cannot be used: {'; '.join(problems[:5])}{more}",
             key=problems[0].partition(" ")[0],
         )

@@ -1,4 +1,4 @@
-"""Download a repository of the Hugging Face Hub that is given as org/name."""
+"""Download models and tokenizers from the Hugging Face Hub, given as org/name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class HubError(UserError, ValueError):
-    """A repository of the Hub cannot be downloaded."""
+    """Raised when a Hugging Face Hub repository cannot be downloaded."""
 
     code = "hub"
 
 
 def local_folder(name: str, weights: bool = True) -> str:
-    """Return `name`, or the folder of the downloaded repository if `name` is org/name and not a local path.
+    """Download a Hugging Face Hub repository and return its local folder. Local paths are returned unchanged.
 
-    Several processes of a node may call it: huggingface_hub locks each file during its download.
+    `name` is a repository if it has the form org/name and is not a local path. Several processes on a node may call
+    this function at the same time, because huggingface_hub locks each file while downloading.
 
     Args:
-        weights: also download *.safetensors.
+        weights: whether to also download *.safetensors.
 
     Raises HubError: the download fails.
     """
@@ -42,6 +43,6 @@ def local_folder(name: str, weights: bool = True) -> str:
         why = str(error).strip().partition("\n")[0]
         raise HubError(
             f"{name} is not a local folder and cannot be downloaded from the Hugging Face Hub ({why}). Check the "
-            f"name, or run `hf download {name} --local-dir DIR` on a machine with access to the Hub and pass DIR",
+            f"name, or run `hf download {name} --local-dir DIR` on a host with access to the Hub and pass DIR",
             key=name,
         ) from error

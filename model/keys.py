@@ -1,8 +1,8 @@
-"""Declare configuration keys, and argparse types for command lines.
+"""Helpers that declare configuration keys, and argparse types for command lines.
 
-`option` makes a pydantic field with every fact about a key. train/config generates messages, --help, the schema for
-editors and the resume rules from it. `between`, `unicode`, `given_path` and `json_file` are argparse types.
-`folder_problem` and `file_problem` check before any work whether its result can be written.
+`option` creates a pydantic field that describes a configuration key. train/config generates messages, --help, the JSON
+schema and the resume rules from these fields. `between`, `unicode`, `given_path` and `json_file` are argparse types.
+`folder_problem` and `file_problem` check whether a result can be written before a command starts its work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESUME = {
     "structural": "cannot change on a resume",
 }
 
-NOT_GIVEN = "empty (an unset shell variable?); pass a path, such as . for the current folder"
+NOT_GIVEN = "empty, perhaps because of an unset shell variable; pass a path, such as . for the current folder"
 
 
 def option(
@@ -39,13 +39,14 @@ def option(
     before: Any = None,
     **limits: Any,
 ) -> Any:
-    """Return a pydantic field with its description and unit. Without a default the key is required.
+    """Create a pydantic field for a configuration key. A key without a default is required.
 
     Args:
-        resume: a key of RESUME.
-        why: the reason, for a structural key.
-        example: an example for messages, for a key that takes an object or a list.
-        before: the value that versions without the key used, if it is not the default.
+        help: description of the key, with its unit.
+        resume: the resume rule, a key of RESUME.
+        why: the reason why a structural key cannot change on a resume.
+        example: an example for error messages, for a key that expects an object or a list.
+        before: the value that versions without the key used, if it differs from the default.
         limits: pydantic's limits, such as gt, ge, lt, le and min_length.
     """
     assert resume in RESUME and bool(why) == (resume == "structural")
@@ -61,14 +62,14 @@ def between(low: float, high: float = math.inf, kind: Callable[[str], float] = i
     def number(text: str) -> float:
         if not low <= (value := kind(text)) <= high:
             allowed = f"{low} to {high}" if high < math.inf else f"{low} or more"
-            raise argparse.ArgumentTypeError(f"{text} is out of range; allowed is {allowed}")
+            raise argparse.ArgumentTypeError(f"{text} is out of range; use {allowed}")
         return value
 
     return number
 
 
 def unicode(text: str) -> str:
-    """Argparse type for text that is valid UTF-8; paths may not be."""
+    """Argparse type for text that is valid UTF-8. Command-line arguments may contain other bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -77,7 +78,7 @@ def unicode(text: str) -> str:
 
 
 def given_path(text: str) -> Path:
-    """Argparse type for a path. Refuses "" (usually an unset shell variable), which would mean the current folder."""
+    """Argparse type for a path. Rejects "", usually an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)
@@ -93,12 +94,14 @@ def json_file(text: str) -> Path:
 
 
 def file_problem(path: Path) -> str:
-    """Return why the user cannot write the file `path`, whose folder may not exist yet, or ""."""
-    return "is a folder; name a file" if path.is_dir() else folder_problem(path.parent)
+    """Return why the user cannot write the file `path`, or "" if the file can be written. Its folder may not exist
+    yet.
+    """
+    return "is a folder; pass the path of a file" if path.is_dir() else folder_problem(path.parent)
 
 
 def folder_problem(folder: Path) -> str:
-    """Return why the user cannot create `folder` or write into it, or ""."""
+    """Return why the user cannot create `folder` or write into it, or "" if the folder is writable."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent

@@ -1,6 +1,6 @@
 """Shared parts of the two Transformer Engine variants: embedding, rotary frequencies, layer stack, head and loss.
 
-Shape suffixes: B batch, T tokens, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
+Shape suffixes: B batch, T tokens, H hidden size, N query heads, K key/value heads, D head dimension, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from model.variants import SpeedConfig
 
 
 def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = None) -> nn.Module:
-    """Return the attention module for `config`. Call it through `documents.attend`.
+    """Build the attention module for a model configuration. Call the module through `documents.attend`.
 
-    Its inputs are q [B, T, N, D] and k and v [B, T, K, D]; its output is [B, T, N * D].
+    Inputs are q [B, T, N, D] and k and v [B, T, K, D]; the output is [B, T, N * D] (B batch, T tokens, N query heads, K
+    key/value heads, D head dimension).
     """
     return te.DotProductAttention(
         config.num_attention_heads,
@@ -41,10 +42,14 @@ def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = 
 
 
 def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy in nats over the labels that are not -100, computed in float32.
+    """Return the mean cross entropy in nats over all labels except -100, computed in float32.
 
-    If all labels are -100 it is 0, as in fused/cross_entropy.py; torch's NaN would skip the step. `labels_BT` is
-    already shifted: labels[b, t] follows input_ids[b, t].
+    If all labels are -100, the loss is 0, as in fused/cross_entropy.py. torch would return NaN, which would skip the
+    step. Labels are already shifted: labels[b, t] is the token after input_ids[b, t].
+
+    Args:
+        logits_BTV: [B, T, V] (B batch, T tokens, V vocabulary size).
+        labels_BT: int64 [B, T].
     """
     labels_M = labels_BT.flatten()
     total = F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_M, ignore_index=-100, reduction="sum")
@@ -52,9 +57,9 @@ def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.T
 
 
 class Embedding(nn.Embedding):
-    """Token embedding that can use a fused kernel.
+    """Token embedding with an optional fused kernel.
 
-    If `fused` is set and gradients are enabled, it computes `fused(ids, weight)`.
+    If `fused` is set and gradients are enabled, the forward pass returns `fused(ids, weight)`.
     """
 
     fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -66,7 +71,7 @@ class Embedding(nn.Embedding):
 
 
 class MistralModel(nn.Module):
-    """Token embedding, `num_hidden_layers` layers, final RMSNorm."""
+    """Decoder without the head: token embedding, `num_hidden_layers` decoder layers and a final RMSNorm."""
 
     def __init__(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, layers: Iterable[nn.Module]
@@ -80,10 +85,11 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """Causal language model around the layers of a variant, with Hugging Face's parameter names outside the layers.
+    """Causal language model around the decoder layers of a variant. Other parameters have Hugging Face's names.
 
     Args:
-        document_mask: attention stays within documents, and positions start at 0 in each. The parameters are the same.
+        document_mask: whether attention stays within documents and positions restart at 0 in each document. The
+            parameters do not depend on this.
     """
 
     variant: ClassVar[str]
@@ -116,12 +122,12 @@ class MistralBase(nn.Module):
         _drop_extra_state(self)
 
     def recompute_layers(self) -> None:
-        """Recompute the activations of each layer in the backward (gradient checkpointing); only the layer inputs are
-        saved. The CPU reference does not recompute.
+        """Enable gradient checkpointing: save only the input of each layer and recompute activations in the backward
+        pass.
 
-        The layer's forward is wrapped instead of the call, because the recomputation must run inside the layer's hooks.
-        ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the forward; the
-        recomputation must not trigger these.
+        The CPU reference implementation does not recompute. The layer's forward is wrapped instead of the call, because
+        the recomputation must run inside the layer's hooks. ZeRO 3 gathers weights in a hook before the backward and
+        frees them in a hook after the forward; the recomputation must not trigger these.
         """
         for layer in self.model.layers:
             layer.forward = partial(self._recomputed, layer, layer.forward)
@@ -142,13 +148,13 @@ class MistralBase(nn.Module):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        """Build layer `index`. It is called as layer(hidden, is_first_microbatch=..., **arguments)."""
+        """Build decoder layer `index`, a module called as layer(hidden, is_first_microbatch=..., **arguments)."""
         raise NotImplementedError
 
     def enter_layers(
         self, hidden_BTH: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the hidden states and the keyword arguments in the form that each layer takes."""
+        """Prepare the hidden states and keyword arguments for the decoder layers."""
         freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
         if documents is None:
             return hidden_BTH, {"rotary_pos_emb": freqs}
@@ -157,9 +163,9 @@ class MistralBase(nn.Module):
         return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
+        """Return the rotary angles for positions 0 to `length` - 1: float32 [length, 1, 1, D], with head dimension D.
 
-        They are not a buffer or submodule, because `model.bfloat16()`, which DeepSpeed calls, would round them.
+        The angles are not a buffer or submodule, because `model.bfloat16()`, which DeepSpeed calls, would round them.
         """
         cached = self._rope_freqs
         if cached is None or cached.shape[0] < length or cached.device != device:
@@ -177,20 +183,21 @@ class MistralBase(nn.Module):
         is_first_microbatch: bool | None = None,
         documents: Documents | None = None,
     ) -> CausalLMOutput:
-        """Compute the logits, and the loss if `labels` are given.
+        """Compute the logits, and the loss if `labels` is given. Shapes: B batch, T tokens, V vocabulary size.
 
         Args:
             input_ids: int64 [B, T].
-            labels: int64 [B, T], already shifted: labels[b, t] follows input_ids[b, t]. -100 is ignored.
+            labels: int64 [B, T], already shifted: labels[b, t] is the token after input_ids[b, t]. -100 is ignored.
             is_first_microbatch: None quantizes the weights in this call. True also keeps the FP8 copies, and False
-                reuses them (later micro-batches of an optimizer step).
-            documents: for a model with a document mask, on the device of input_ids. None: each row is one document.
+                reuses them in later micro-batches of the same optimizer step.
+            documents: document boundaries for a model with a document mask, on the device of input_ids. None treats
+                each row as one document.
 
         Returns:
-            loss: float32 scalar, nats per token.
+            loss: float32 scalar in nats per token.
             logits: [B, T, V], or None if a fused loss overwrites them with their gradient.
 
-        Raises ValueError: there are `documents`, but the model has no document mask.
+        Raises ValueError: `documents` is given, but the model has no document mask.
         """
         documents = self._documents(documents, input_ids)
         with self.precision.autocast():
@@ -211,12 +218,15 @@ class MistralBase(nn.Module):
         return CausalLMOutput(loss=causal_lm_loss(logits_BTV, labels), logits=logits_BTV)
 
     def _head_computes_loss(self) -> bool:
-        """Return whether lm_head also computes the loss (head.py)."""
+        """Return whether lm_head also computes the loss (model/head.py)."""
         possible = getattr(self.lm_head, "fp8_gradients", False) and self.precision.te.fp8_cross_entropy
         return bool(possible and self.fused_cross_entropy and torch.is_grad_enabled())
 
     def _documents(self, documents: Documents | None, input_ids: torch.Tensor) -> Documents | None:
-        """Return the documents to attend within; None: plain causal attention. Raises ValueError: see `forward`."""
+        """Return the documents that attention is restricted to, or None for plain causal attention.
+
+        Raises ValueError: `documents` is given, but the model has no document mask.
+        """
         if documents is None:
             if not self.document_mask:
                 return None
@@ -230,9 +240,10 @@ class MistralBase(nn.Module):
 
 
 def _drop_extra_state(model: nn.Module) -> None:
-    """Remove TE's `_extra_state` from state dicts. It is a pickle that TE itself refuses to load.
+    """Remove Transformer Engine's `_extra_state` entries from state dicts.
 
-    `fp8_state` in model/fp8/state.py saves the FP8 state as plain tensors.
+    The entries are pickles that Transformer Engine itself refuses to load. `fp8_state` in model/fp8/state.py saves the
+    FP8 state as plain tensors.
     """
 
     def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:

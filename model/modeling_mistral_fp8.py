@@ -1,6 +1,8 @@
-"""The te_linear variant: Hugging Face's Mistral with each Linear replaced by te.Linear, and the same parameter names.
+"""The te_linear variant: Hugging Face's Mistral architecture built from te.Linear modules, with the same parameter
+names.
 
-This is the variant to read first. modeling_mistral_fp8_trans.py has the fused one. Shape suffixes: see mistral_base.py.
+Read this variant first. modeling_mistral_fp8_trans.py contains the fused variant. mistral_base.py explains the shape
+suffixes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class MistralAttention(nn.Module):
 
 
 class MistralMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """Feed-forward block with SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig):
         super().__init__()

@@ -1,11 +1,11 @@
-"""The te_layer variant: each layer has the modules of te.TransformerLayer (norm + fused qkv, attention, norm + fused
-SwiGLU MLP), with the same names, parameters and numbers.
+"""The te_layer variant: decoder layers with the fused modules of te.TransformerLayer.
 
-It computes the same model as modeling_mistral_fp8.py with fewer, larger kernels, so it is the variant to train with.
-conversion.py maps its parameters to Hugging Face's.
+The layers have the same modules (norm + QKV projection, attention, norm + SwiGLU MLP), parameter names and results as
+te.TransformerLayer. The variant computes the same model as modeling_mistral_fp8.py with fewer, larger kernels, so
+prefer it for training. conversion.py maps its parameters to Hugging Face names.
 
-te.TransformerLayer itself is not used, so that with `speed.fused_rope` one kernel replaces the copies and rotations
-between the qkv projection and attention.
+te.TransformerLayer itself is not used, because `speed.fused_rope` replaces the copies and rotations between the QKV
+projection and attention with one kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from model.variants import SpeedConfig
 def split_and_rotate(
     rotate: Callable[..., torch.Tensor], packed: torch.Tensor, freqs: torch.Tensor, N: int, K: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split and rotate as model/fused/qkv_rope.py, which needs one kernel.
+    """Split a packed QKV tensor into q, k and v, and apply rotary embeddings to q and k.
+
+    model/fused/qkv_rope.py does the same in one kernel. Shapes: B batch, T tokens, N query heads, K key/value heads, D
+    head dimension.
 
     Args:
         rotate: te.apply_rotary_pos_emb.
-        packed: [B, T, (N + 2 K) D], rows [q; k; v].
-        freqs: float32 [>= T, 1, 1, D].
+        packed: [B, T, (N + 2 K) D], ordered q, k, v.
+        freqs: rotary angles, float32 [>= T, 1, 1, D].
+
+    Returns: q [B, T, N, D], k and v [B, T, K, D].
     """
     q, k, v = packed.unflatten(-1, (N + 2 * K, -1)).split([N, K, K], dim=2)
     q, k = (rotate(x, freqs, tensor_format="bshd", fused=True) for x in (q, k))
@@ -40,7 +45,7 @@ def split_and_rotate(
 
 
 class FusedAttention(nn.Module):
-    """Norm and qkv projection, split and rotation, attention, output projection."""
+    """Attention block: fused norm and QKV projection, rotary embedding, attention and output projection."""
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
@@ -70,7 +75,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedTransformerLayer(nn.Module):
-    """A layer with te.TransformerLayer's modules and parameter names, around FusedAttention."""
+    """Decoder layer with the modules and parameter names of te.TransformerLayer."""
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()

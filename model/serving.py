@@ -1,8 +1,8 @@
 """Quantize the weights of a trained model to FP8 for serving.
 
-For a model that was trained in Transformer Engine's FP8, the result has the same codes and scales that training
-multiplies with. The modules of the CPU reference, which equal Transformer Engine's bit for bit, compute them from the
-tensors of a checkpoint. For other models, each row gets a scale.
+For a model trained in Transformer Engine's FP8, the exported codes and scales are the ones that training multiplies
+with. The CPU reference implementation, which matches Transformer Engine bit for bit, computes them from checkpoint
+tensors. Weights of other models are quantized with one scale per row.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of GEMM number `gemm` of the FP8 module `module`.
+    """A weight matrix of an FP8 module, and the Hugging Face tensors that it stacks.
 
     Attributes:
-        parts: the Hugging Face tensors it consists of, top to bottom, with their rows. They share a per-tensor scale.
+        module: name of the FP8 module.
+        gemm: index of the matrix among the module's GEMMs.
+        parts: (name, rows) of each Hugging Face tensor, top to bottom. With per-tensor scaling, these tensors share a
+            scale.
     """
 
     module: str
@@ -45,20 +48,20 @@ class Matrix:
 
 
 class TrainedFP8:
-    """The weights that a te_linear or te_layer run multiplies in FP8.
+    """Exporter for the weights that a te_linear or te_layer model multiplies in FP8 during training.
 
-    lm_head is excluded, because no server runs it in FP8. With a per-tensor recipe, modules that fell back to block
-    scaling are excluded as well, because a folder can hold only one kind of scales.
+    lm_head is excluded, because inference servers do not run lm_head in FP8. With a per-tensor recipe, modules that
+    fell back to block scaling are also excluded, because an exported folder can contain only one kind of scale.
 
     Args:
-        fallbacks: see Precision.
+        fallbacks: fallback recipe of each module, keyed by module name (see `Precision`).
 
     Attributes:
-        names: names of the Hugging Face tensors.
-        blocks: whether each block has a scale.
-        recipes: recipes of the modules.
+        names: names of the exported Hugging Face tensors.
+        blocks: whether each block has its own scale.
+        recipes: FP8 recipes of the exported modules.
 
-    Raises PrecisionError: there is no such weight, or blocks of 128 do not divide a size.
+    Raises PrecisionError: no weight can be exported, or the sizes are not multiples of the 128 x 128 blocks.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class TrainedFP8:
         ]
         if not self.names:
             raise PrecisionError(
-                f"no layer of this checkpoint has weights with scales of recipe {precision.recipe}: "
-                "precision.bf16_modules and precision.on_trouble exclude all of them. Export with --format hf",
+                f"no layer of this checkpoint uses FP8 weights with recipe {precision.recipe}, because "
+                "precision.bf16_modules and precision.on_trouble exclude all layers. Export with --format hf",
                 code="no_fp8_module",
             )
         if self.blocks:
@@ -105,23 +108,23 @@ class TrainedFP8:
         if uneven:
             more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
             raise PrecisionError(
-                f"block scaling has one scale per {BLOCK} x {BLOCK} weights, and servers need sizes divisible by "
-                f"{BLOCK}; this model has {', '.join(uneven[:3])}{more}. Export it with --format hf, or train with "
-                "precision.recipe current or delayed",
+                f"with block scaling, inference servers need sizes divisible by {BLOCK}, but this model has "
+                f"{', '.join(uneven[:3])}{more}. Export with --format hf, or train with precision.recipe current or "
+                "delayed",
                 code="block_dimensions",
                 key=uneven[0].partition(" ")[0],
             )
 
     @torch.no_grad()
     def quantize(self, weights: Weights, fp8_state: dict[str, torch.Tensor]) -> dict[str, Quantized]:
-        """Quantize the weights as the next training step would.
+        """Quantize the weights exactly as the next training step would.
 
-        The CPU reference's modules quantize them. The result equals the FP8 copies that a step keeps for its
-        micro-batches.
+        Runs the modules of the CPU reference implementation and returns the FP8 copies that a training step keeps for
+        its micro-batches.
 
         Args:
-            weights: by Hugging Face's names, in the dtype of training.
-            fp8_state: as returned by model/fp8/state.py; empty for recipes without state.
+            weights: tensors keyed by Hugging Face name, in the training dtype.
+            fp8_state: scales and amax histories as returned by model/fp8/state.py. Empty for recipes without state.
 
         Raises PrecisionError: a weight is not finite.
         """
@@ -153,7 +156,12 @@ class TrainedFP8:
 def differences(
     written: Mapping[str, torch.Tensor | Quantized], quantized: Mapping[str, Quantized]
 ) -> list[str]:
-    """Return the names of tensors of `quantized` that differ from `written` (read back from disk) in any bit."""
+    """Return the names of FP8 tensors whose codes or scales changed when they were written to disk.
+
+    Args:
+        written: tensors read back from disk.
+        quantized: tensors before writing.
+    """
     return [
         name
         for name, ours in quantized.items()
@@ -166,9 +174,9 @@ def differences(
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
-    """Return the names of the weights to serve in FP8 for a model that was not trained in Transformer Engine's FP8.
+    """Return the weights to serve in FP8 for a model that was not trained in Transformer Engine's FP8.
 
-    These are all Linears except lm_head and those that a torchao run kept in bf16.
+    These are the weights of all Linear modules except lm_head and the modules that a torchao run kept in bf16.
     """
     patterns = ["lm_head", *(precision.bf16_modules if precision.compute == "fp8" else [])]
     return [f"{name}.weight" for name in linears(hf_model) if not bf16_pattern(name, patterns)]
@@ -180,21 +188,25 @@ def linears(hf_model: nn.Module) -> list[str]:
 
 
 def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
-    """Quantize the matrices `names` with one scale per row. Raises PrecisionError: a weight is not finite."""
+    """Quantize the weights in `names` to FP8 with one scale per row.
+
+    Raises PrecisionError: a weight is not finite.
+    """
     for name in names:
         _check_finite(name, weights[name])
     return {name: quantize_rows(weights[name]) for name in names}
 
 
 def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the names and weights of a module's GEMMs, in order."""
+    """Return the name and weight of each GEMM in a module, in execution order."""
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if not tensor.isfinite().all():
         raise PrecisionError(
-            f"{name} has values that are not finite: training had failed before this checkpoint. Choose an earlier one",
+            f"{name} has values that are not finite, so training diverged before this checkpoint. Choose an earlier "
+            "checkpoint",
             code="not_finite",
             key=name,
         )

@@ -1,8 +1,9 @@
-"""Startup check: before the first step, check that FP8 and attention run as configured; refuse to start otherwise.
+"""Startup check: verify that FP8 and attention run as configured before training starts.
 
-A small batch runs forward and backward through the model, and its FP8 GEMMs are counted (gemms.py). Attention is
-compared with torch's SDPA in float32, forward and backward, at the sequence length of the run: FlashAttention-4 has
-been fast and wrong (it took a window of (-1, 0) literally), and Transformer Engine chooses a backend for each length.
+A small random batch runs forward and backward through the model, and its FP8 GEMMs are counted (model/fp8/gemms.py).
+Attention outputs and gradients are compared with torch's scaled_dot_product_attention (SDPA) in float32 at the training
+sequence length. Transformer Engine chooses a backend for each length, and FlashAttention-4 has returned wrong results
+at full speed because it interpreted a window of (-1, 0) literally.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
 class StartupCheckError(UserError, RuntimeError):
-    """The startup check found that the run does not compute as configured."""
+    """Raised when the startup check finds that the model does not compute as configured."""
 
     code = "startup_check"
 
@@ -49,16 +50,16 @@ def check_startup(
     seed: int = 0,
     seq_length: int = PROBE_TOKENS,
 ) -> list[str]:
-    """Run the startup check and return its lines for the log.
+    """Check that FP8 and attention run as configured, and return log lines that describe the result.
 
     Weights and gradients do not change. FP8 state is reset to its initial values.
 
     Args:
         attention_backend: the configured backend. On a GPU, unfused attention is allowed only if this is "unfused".
-        seq_length: tokens per sample of the run; attention is compared at this length.
+        seq_length: tokens per training sample. Attention is checked at this length.
 
     Raises StartupCheckError: a planned FP8 module did not run in FP8 (forward or backward), Transformer Engine and
-    torch loaded different cuDNNs, attention is unfused, or attention differs from SDPA.
+    torch loaded different cuDNN versions, attention is unfused, or attention differs from torch's SDPA.
     """
     te = VARIANTS[model.variant].te
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
@@ -94,11 +95,15 @@ def check_startup(
 
 @contextmanager
 def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iterator[None]:
-    """Context that checks that `passes` forward and backward passes of a model or module run FP8 as planned.
+    """Check that the forward and backward passes inside this context manager run the planned FP8 GEMMs.
 
-    transformers and torchao models are not checked: their layers may be compiled, and compiled GEMMs cannot be counted.
+    Models of the variants hf and torchao are not checked, because their layers may be compiled and compiled GEMMs
+    cannot be counted.
 
-    Raises StartupCheckError: the FP8 GEMMs that ran are not the planned ones.
+    Args:
+        passes: number of forward and backward passes inside the context.
+
+    Raises StartupCheckError: the FP8 GEMMs that ran differ from the planned ones.
     """
     if not uses_transformer_engine(model):
         yield
@@ -110,30 +115,35 @@ def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Itera
 
 
 def backend_in_use(model: nn.Module, precision: Precision) -> str:
-    """Return the package, with its version, that provides the modules of `model`."""
+    """Return the name and version of the package that provides the modules of `model`."""
     if not VARIANTS[model.variant].te:
         return torchao_fp8.version(precision.emulated) if precision.torchao else "transformers' own modules"
     return precision.te.version
 
 
 def attention_in_use(model: nn.Module, precision: Precision) -> str:
-    """Return the attention backend of the last forward."""
+    """Return the name of the attention backend that the last forward pass used."""
     if not VARIANTS[model.variant].te:
         return "torch SDPA"
     return te_backend.attention_backend_in_use(precision.te)
 
 
 def check_attention(model: nn.Module, precision: Precision, checked: str) -> None:
-    """Check after the first step that it ran the attention that the startup check covered; its batch has another shape.
+    """Check after the first training step that the step used the attention backend that the startup check verified.
 
-    Raises StartupCheckError: it ran another backend.
+    The training batch has another shape than the startup batch, so Transformer Engine may choose another backend.
+
+    Args:
+        checked: the attention backend that the startup check verified.
+
+    Raises StartupCheckError: the step used another backend.
     """
     ran = attention_in_use(model, precision)
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
     if ran.split(",")[0] != checked.split(",")[0]:
         raise StartupCheckError(
-            f"the startup check covered attention {checked}, but the first step ran {ran}: Transformer Engine also "
-            f"chooses by batch size. Set model.attention_backend to {ran.split()[0]}, or change "
+            f"the startup check verified attention {checked}, but the first step used {ran}, because Transformer "
+            f"Engine's choice depends on the batch size. Set model.attention_backend to {ran.split()[0]}, or change "
             "per_device_train_batch_size",
             code="attention_changed",
             key="model.attention_backend",
@@ -144,23 +154,24 @@ def _check_cudnn() -> str:
     theirs, torchs = te_backend.cudnn_versions()
     if theirs != torchs:
         raise StartupCheckError(
-            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Set "
-            "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn), and put its lib folder first in "
-            "LD_LIBRARY_PATH, or start with run_training.sh, which does this",
+            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Start training with run_training.sh, or set CUDNN_HOME to the folder of the package "
+            "nvidia.cudnn and put its lib folder first in LD_LIBRARY_PATH",
             code="two_cudnns",
             key="CUDNN_HOME",
         )
-    return f"cuDNN {theirs}, the same in Transformer Engine and torch"
+    return f"Transformer Engine and torch use the same cuDNN version, {theirs}"
 
 
 def probe_tokens(config: MistralConfig) -> int:
-    """Return the sequence length of the random batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs accept."""
+    """Return the sequence length of the random startup batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs
+    accept.
+    """
     unit = FP8_TRAIN_ROW_MULTIPLE
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 
 def _run_random_batch(model: nn.Module, seed: int) -> None:
-    """Run one forward and backward on random tokens and discard the gradients."""
+    """Run one forward and backward pass on random tokens and discard the gradients."""
     device = model.lm_head.weight.device
     tokens = probe_tokens(model.config)
     generator = torch.Generator().manual_seed(seed)
@@ -176,24 +187,26 @@ def _run_random_batch(model: nn.Module, seed: int) -> None:
 def verify_attention(
     config: MistralConfig, precision: Precision, asked_for: str, seq_length: int, document_mask: bool
 ) -> str:
-    """Compare the attention that Transformer Engine chooses with SDPA, and return a line for the log.
+    """Compare Transformer Engine's attention with torch's SDPA and return a log line with the relative errors.
 
     Args:
-        asked_for: the configured backend.
+        asked_for: the configured attention backend.
+        seq_length: number of tokens per sequence in the comparison.
 
-    Raises StartupCheckError: attention is unfused, which was not asked for, or differs from SDPA.
+    Raises StartupCheckError: attention is unfused although another backend is configured, or its results differ from
+    SDPA.
     """
     error_out, error_grad = attention_errors(config, precision, seq_length, document_mask=document_mask)
     backend = te_backend.attention_backend_in_use(precision.te)
     if backend == te_backend.NO_ATTENTION_YET:
         raise StartupCheckError(
-            "attention ran, but Transformer Engine reports no backend, so this version is not supported; run "
+            "Transformer Engine did not report its attention backend, so the installed version is not supported. Run "
             "pip install -r requirements-gpu.txt",
             code="no_attention",
         )
     if backend == "unfused" and asked_for != "unfused":
         raise StartupCheckError(
-            "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
+            "Transformer Engine chose unfused attention, which is about five times slower and needs quadratic memory. "
             "Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set model.attention_backend to unfused to allow it",
             code="unfused_attention",
             key="model.attention_backend",
@@ -201,14 +214,15 @@ def verify_attention(
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
         raise StartupCheckError(
-            f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} forward, "
-            f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend",
+            f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} in the forward "
+            f"pass and {error_grad:.1e} in the backward pass, but at most {tolerance:.0e} is allowed. Choose another "
+            "model.attention_backend",
             code="wrong_attention",
             key="model.attention_backend",
         )
     within = " within documents" if document_mask else ""
     return (
-        f"attention{within}: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
+        f"attention{within}: {backend}; relative error against SDPA in float32: {error_out:.1e} forward, "
         f"{error_grad:.1e} backward (allowed {tolerance:.0e})"
     )
 
@@ -220,10 +234,11 @@ def attention_errors(
     seed: int = 0,
     document_mask: bool = False,
 ) -> tuple[float, float]:
-    """Return the relative errors (forward, backward) of a model's attention against SDPA in float32.
+    """Measure the relative errors (forward, backward) of a model's attention against torch's SDPA in float32.
 
-    The inputs are two random samples of `tokens` tokens, with document_mask divided into random documents. The error is
-    |a - b| / |b| in the Frobenius norm. The backward error is the largest of q, k and v.
+    The inputs are two random sequences of `tokens` tokens. With `document_mask`, they are divided into random
+    documents. The error is |a - b| / |b| in the Frobenius norm. The backward error is the largest of the errors for q,
+    k and v.
     """
     generator = torch.Generator().manual_seed(seed)
     N, K, D = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
@@ -249,13 +264,15 @@ def attention_errors(
 def sdpa(
     qkv: list[torch.Tensor], upstream: torch.Tensor, window: tuple[int, int], documents: Documents | None
 ) -> list[torch.Tensor]:
-    """Compute torch's attention and its gradients.
+    """Compute torch's scaled dot-product attention and its gradients.
 
-    The queries are processed in parts, because the scores of all queries would not fit into memory.
+    The queries are processed in parts, because the scores of all queries would not fit into memory. Shapes: B batch, T
+    tokens, N query heads, K key/value heads, D head dimension.
 
     Args:
         qkv: q [B, T, N, D], k and v [B, T, K, D].
         upstream: gradient of the output, [B, T, N * D].
+        window: sliding window as returned by `window_size`.
 
     Returns: the output [B, T, N * D] and the gradients of q, k and v.
     """

@@ -1,4 +1,4 @@
-"""Make text of users and models safe to print."""
+"""Make untrusted text safe to print to a terminal."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with control characters escaped (such as `\\x1b`), because a terminal would obey them."""
+    """Escape control characters in `text` (for example as `\\x1b`), because a terminal would interpret them."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,6 +1,6 @@
 """Model variants, attention backends and the "speed" section of the training configuration.
 
-Does not import torch: commands check their arguments with it.
+This module does not import torch, so commands can check their arguments quickly.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from model.keys import STRICT, option
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A model variant.
+    """A model variant and the features it supports.
 
     Attributes:
-        te: whether the modules come from Transformer Engine; if not, they come from transformers.
+        te: whether the modules come from Transformer Engine instead of transformers.
         recipes: supported FP8 recipes.
         documents: whether attention can be restricted to the tokens of one document.
         graphs: whether CUDA graphs are supported.
@@ -62,45 +62,51 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 # Transformer Engine and torch.
 @dataclass(config=STRICT)
 class SpeedConfig:
-    """The "speed" section. Switches that need a GPU have no effect on a CPU."""
+    """The "speed" section of the training configuration. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
-        "te_layer: split q, k and v and rotate q and k in one kernel. te_linear: rotate q and k in one kernel "
-        "each.",
+        "Apply rotary embeddings in fused kernels. te_layer uses one kernel that also splits q, k and v. "
+        "te_linear uses one kernel each for q and k.",
         True,
     )
     fused_swiglu: bool = option(
-        "te_layer with delayed scaling: compute SwiGLU, its gradient and their casts to FP8 in kernels of "
-        "this project. te_linear: one kernel for SwiGLU, another for its gradients.",
+        "Compute SwiGLU and its gradient in fused kernels. For te_layer, these kernels need delayed scaling and "
+        "also cast to FP8.",
         True,
     )
     fused_embedding: bool = option(
-        "te_*: accumulate the embedding gradient in float32 and round it once.",
+        "Accumulate the embedding gradient in float32 and round it once (te_linear and te_layer).",
         True,
     )
     fused_cross_entropy: bool = option(
-        "te_*: compute the loss in one kernel that overwrites the bf16 logits with their gradient.", True
+        "Compute the loss in one kernel that overwrites the bf16 logits with their gradient (te_linear and "
+        "te_layer).",
+        True,
     )
     main_grad: bool = option(
-        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer. Needs ZeRO 1 with "
-        "data_types.grad_accum_dtype fp32; otherwise it has no effect.",
+        "Let weight-gradient GEMMs add directly into the float32 accumulation buffer (te_linear and te_layer). "
+        "This has an effect only for ZeRO 1 with data_types.grad_accum_dtype fp32.",
         True,
     )
     cuda_graphs: bool = option(
-        "te_*: capture forward and backward once and replay them (ZeRO 0 to 2).", False, resume="free"
+        "Capture the forward and backward pass as CUDA graphs and replay them (te_linear and te_layer with ZeRO 0 "
+        "to 2).",
+        False,
+        resume="free",
     )
 
     @classmethod
     def off(cls) -> SpeedConfig:
-        """Return the section with all switches off."""
+        """Return a SpeedConfig with all switches off."""
         return cls(**{f.name: False for f in dataclasses.fields(cls)})
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """Return a message for each setting that `variant`, a key of VARIANTS, does not support.
+    """Return an error message for each setting that a model variant does not support.
 
     Args:
-        compile: model.compile.
+        variant: a key of VARIANTS.
+        compile: the value of model.compile.
     """
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
@@ -123,16 +129,16 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
     if compile and not VARIANTS[variant].compiles:
         problems.append(
             f"model.compile: torch.compile does not support the Transformer Engine modules of {variant}; remove "
-            f"compile, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
+            f"model.compile, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
         )
     return problems
 
 
 def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> bool:
-    """Return whether to compile the layers of `variant` with torch.compile.
+    """Return whether torch.compile compiles the decoder layers of a model variant.
 
     Args:
-        compile: model.compile. None: only torchao on a GPU is compiled.
+        compile: the value of model.compile. None compiles only torchao on a GPU.
     """
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
 
@@ -140,10 +146,10 @@ def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> 
 def cuda_graphs_problem(
     variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
 ) -> str | None:
-    """Return why CUDA graphs are not possible and what to do instead, or None if they are.
+    """Return why CUDA graphs are not supported and what to do instead, or None if they are supported.
 
     Args:
-        emulated: PrecisionConfig.emulated.
+        emulated: the value of PrecisionConfig.emulated.
     """
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
@@ -158,4 +164,4 @@ def cuda_graphs_problem(
             "ZeRO 3 moves the weights in memory, but CUDA graphs need fixed addresses; use ZeRO stage 0, 1 or 2, or "
             "set speed.cuda_graphs to false"
         )
-    return "a CUDA graph needs a GPU" if emulated else None
+    return "CUDA graphs need a GPU" if emulated else None
