@@ -1,4 +1,4 @@
-"""Run the stages of a preparation with datatrove's executors: on this machine, as Slurm jobs or on a Ray cluster.
+"""Run the stages of a data preparation on this host, as Slurm jobs or on a Ray cluster.
 
 Each stage has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
 """
@@ -34,24 +34,25 @@ PROGRESS_S = 5.0
 
 
 class PreparationError(UserError, RuntimeError):
-    """An error for tasks that did not complete; running the same command again may complete them."""
+    """Error raised for preparation tasks that did not complete. Running the same command again may complete them."""
 
     code = "preparation"
     is_transient = True
 
 
-_job: tuple[Stage, Path]  # of this worker process
+_job: tuple[Stage, Path]  # set in each worker process when it starts
 
 
 def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the incomplete tasks of each stage in turn, with a progress bar per stage.
+    """Run the incomplete tasks of all stages on this host, one stage after another.
 
     Args:
-        workers: the number of processes; with 1, the tasks run in this process.
+        folder: the folder that contains a folder for each stage.
+        workers: number of worker processes. With 1, the tasks run in this process.
 
     Raises:
-        PreparationError: a worker died.
-        Exception: the exception of a failed task, after the tasks already running have completed.
+        PreparationError: a worker process died.
+        Exception: a task failed. Its exception is raised after the running tasks have completed.
     """
     for stage in stages:
         ranks = incomplete_tasks(stage, folder)
@@ -72,15 +73,15 @@ def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
                 pass
         except BrokenProcessPool as error:
             raise PreparationError(
-                f"a worker process died in stage {stage.name} (it was killed or ran out of memory). "
-                f"{len(incomplete_tasks(stage, folder))} of {stage.tasks} tasks are left. Run the same command again "
-                "to resume; if memory ran out, use fewer --workers",
+                f"a worker process was killed in stage {stage.name}, possibly because the memory ran out. "
+                f"{len(incomplete_tasks(stage, folder))} of {stage.tasks} tasks are incomplete. Run the same command "
+                "again to resume. If the memory ran out, pass a smaller --workers",
                 code="worker_died",
             ) from error
 
 
 def incomplete_tasks(stage: Stage, folder: Path) -> list[int]:
-    """Return the tasks without a completion marker, which all executors write to the same place."""
+    """Return the indices of the tasks that have no completion marker."""
     return [rank for rank in range(stage.tasks) if not _marker(stage, folder, rank).exists()]
 
 
@@ -89,7 +90,7 @@ def _marker(stage: Stage, folder: Path, rank: int) -> Path:
 
 
 def _run_task(stage: Stage, folder: Path, rank: int) -> None:
-    """Run a task and mark it as completed, like datatrove's executors, but without their messages on the terminal."""
+    """Run a task like datatrove's executors, but without their console output, and write its completion marker."""
     logger.remove()
     data = None
     for block in deepcopy(stage.pipeline):
@@ -101,14 +102,14 @@ def _run_task(stage: Stage, folder: Path, rank: int) -> None:
 
 
 def _in_pool(stage: Stage, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
-    """Run the tasks in a process pool and yield after each one.
+    """Run the tasks in a process pool and yield after each completed task.
 
-    datatrove's own pool would wait forever for a worker that died. Ctrl-C kills the workers at once; their incomplete
-    tasks start again on the next run.
+    datatrove's own pool is not used because it would wait forever for a worker that died. Ctrl-C kills the workers
+    immediately. Their incomplete tasks start again when the command is run again.
     """
-    spawn = multiprocessing.get_context("spawn")  # fork is unsafe with the threads of tokenizers
+    spawn = multiprocessing.get_context("spawn")  # fork is unsafe because tokenizers starts threads
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((stage, folder)),))
-    # the workers inherit this mask: the terminal sends Ctrl-C to them as well, and each would print a traceback
+    # The workers inherit this signal mask. Otherwise each worker would print a traceback on Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         tasks = [pool.submit(_run_rank, rank) for rank in ranks]
@@ -129,7 +130,8 @@ def _start_worker(pickled: bytes) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def exit_with_parent() -> None:  # or the workers of a killed parent would keep writing its files
+    # Without this thread, the workers would keep writing files after their parent process was killed.
+    def exit_with_parent() -> None:
         parent.join()
         os._exit(1)
 
@@ -141,16 +143,16 @@ def _run_rank(rank: int) -> None:
 
 
 def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the stages on the Ray cluster at RAY_ADDRESS, or start a local one if it is not set.
+    """Run the stages on the Ray cluster at RAY_ADDRESS, or on a new local cluster if RAY_ADDRESS is not set.
 
     Raises:
         SystemExit: ray is not installed.
-        PreparationError: tasks failed.
+        PreparationError: at least one task failed.
     """
     need("--executor ray", "ray", requirements="requirements-prep.txt")
     import ray
 
-    logger.remove()  # datatrove's lines about itself
+    logger.remove()  # silence datatrove's own log lines
     with ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False):
         for stage in stages:
             RayPipelineExecutor(
@@ -158,9 +160,9 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
             ).run()
             if left := incomplete_tasks(stage, folder):
                 raise PreparationError(
-                    f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first one is task "
-                    f"{left[0]}. See its log in {folder / stage.name / 'logs'}, or Ray's log. Run the same command "
-                    "again to resume",
+                    f"{len(left)} of {stage.tasks} tasks failed in stage {stage.name}, the first one is task "
+                    f"{left[0]}. See the log of the task in {folder / stage.name / 'logs'}, or Ray's log. Run the "
+                    "same command again to resume",
                     code="tasks_failed",
                     key=stage.name,
                 )
@@ -175,30 +177,31 @@ def submit_slurm(
     sbatch: dict[str, str],
     ids: Path,
 ) -> list[str]:
-    """Submit each stage as a job array that depends on the one before.
+    """Submit each stage as a Slurm job array that depends on the job array of the previous stage.
 
-    The script of a stage is launch_script.slurm in its folder; Slurm's output is in slurm_logs there.
+    The folder of each stage contains the job script launch_script.slurm, and Slurm's output in slurm_logs.
 
     Args:
-        folder: the folder with the folders of all stages.
-        workers: the number of tasks to run at a time, or -1 for all.
+        folder: the folder that contains a folder for each stage.
+        workers: maximum number of tasks that run at the same time, or -1 for no limit.
+        time: time limit per task, in Slurm's format.
         sbatch: additional sbatch options.
-        ids: a file to which each job id is appended at once, so that the jobs are known if a later one is refused.
+        ids: the file for the job ids. It is updated after each submission, because a later one may fail.
 
     Returns:
         The job ids.
 
     Raises:
-        DataError: the path of the folder has characters that the shell interprets, or sbatch refused a job.
+        DataError: the path of `folder` contains characters that the shell interprets, or sbatch refused a job.
     """
     if shlex.quote(str(folder)) != str(folder):
         raise DataError(
-            f"--executor slurm cannot use {folder}: datatrove's job scripts do not quote paths. Choose an --output "
-            "without spaces and characters that the shell interprets",
+            f"--executor slurm cannot use {folder}, because datatrove's job scripts do not quote paths. Choose an "
+            "--output without spaces or characters that the shell interprets",
             code="shell_characters",
             key="--output",
         )
-    logger.remove()  # datatrove's lines about itself
+    logger.remove()  # silence datatrove's own log lines
     python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
     environment = f"export PYTHONPATH={python_path}\nexport PATH={programs}:$PATH"
     jobs: list[str] = []
@@ -212,35 +215,37 @@ def submit_slurm(
             job_name=f"prepare_{stage.name}",
             qos=sbatch.get("qos", ""),
             env_command=environment,
-            # otherwise a job whose predecessor failed would stay in the queue forever
+            # Without this option, a job would stay in the queue forever after the job it depends on failed.
             sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
             depends_job_id=jobs[-1] if jobs else None,
             logging_dir=str(folder / stage.name),
-            with_srun=False,  # a task is one process
+            with_srun=False,  # each task has a single process
         )
         try:
             executor.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
-                f"sbatch refused stage {stage.name} ({error}). Its script is "
-                f"{folder / stage.name / 'launch_script.slurm'}. Check that this is a login node of the cluster, and "
-                f"--slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs already in the queue: cancel "
-                "them (scancel) or let them finish, then run the same command again",
+                f"sbatch refused the job of stage {stage.name} ({error}). The job script is "
+                f"{folder / stage.name / 'launch_script.slurm'}. Run the command on a login node of the cluster, and "
+                f"check --slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs that were submitted "
+                "before. Cancel them with scancel or let them finish, then run the same command again",
                 code="sbatch_refused",
                 key=stage.name,
             ) from error
-        finally:  # the array may be queued even if datatrove's statistics job after it was refused
-            if executor.job_id not in (None, -1):  # -1: all tasks are complete
+        finally:  # The job array may be queued even if datatrove's statistics job, submitted after it, was refused.
+            if executor.job_id not in (None, -1):  # -1 means that all tasks are complete
                 jobs.append(str(executor.job_id))
                 ids.write_text("\n".join(jobs), encoding="utf-8")
     return jobs
 
 
 def running_slurm(ids: Path) -> list[str]:
-    """Return the jobs in the file `ids` that are still pending or running. Jobs that Slurm forgot count as ended.
+    """Return the ids of the Slurm jobs listed in the file `ids` that are still pending or running.
+
+    Jobs that Slurm no longer knows are assumed to have finished.
 
     Raises:
-        PreparationError: squeue failed, so the state is unknown.
+        PreparationError: squeue failed, so the state of the jobs is unknown.
     """
     jobs = ids.read_text(encoding="utf-8").split() if ids.exists() else []
     if not jobs:
@@ -248,12 +253,12 @@ def running_slurm(ids: Path) -> list[str]:
     listed = subprocess.run(
         ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
     )
-    # squeue calls the id of a job that ended long ago invalid
+    # squeue reports "Invalid job id" for a job that finished long ago.
     if listed.returncode and "Invalid job id" not in listed.stderr:
         raise PreparationError(
-            f"squeue failed with status {listed.returncode}, so it is unknown whether the earlier jobs "
-            f"{', '.join(jobs)} are still running: {listed.stderr.strip()}. Nothing was changed or submitted; try "
-            "again when Slurm responds",
+            f"squeue failed with status {listed.returncode}: {listed.stderr.strip()}. The earlier jobs "
+            f"{', '.join(jobs)} may still be running, so nothing was changed or submitted. Try again when Slurm "
+            "responds",
             code="squeue_failed",
         )
     return sorted(set(listed.stdout.split()) & set(jobs))

@@ -1,4 +1,4 @@
-"""Build datatrove's language and quality filters, check that they can run offline, and count what they remove."""
+"""Build the document filters of a data preparation, check that they can run offline, and count removed documents."""
 
 import argparse
 from pathlib import Path
@@ -37,10 +37,13 @@ QUALITY_FILTERS = {
 
 
 def find_step_options(args: argparse.Namespace) -> StepOptions:
-    """Build the step options from the command line, and find or download the files that the steps need.
+    """Build the options of the optional preparation steps, and find or download the files that the steps need.
+
+    Args:
+        args: the parsed command line of prepare_data.py.
 
     Raises:
-        DataError: a file is missing, a package is not installed, or the language model is not available.
+        DataError: a file is missing, a package is not installed, or the language model cannot be downloaded.
     """
     model = language_model(args.languages, args.language_model) if args.languages else None
     if args.quality:
@@ -60,15 +63,16 @@ def find_step_options(args: argparse.Namespace) -> StepOptions:
 
 
 def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[PipelineStep]:
-    """Return the blocks that judge each document on its own, and count in `tally`.
+    """Return the enabled filters, in the order in which they run.
 
     Args:
-        index: the folder with the index of the evaluation texts.
+        index: the folder that contains the n-gram index of the evaluation texts.
+        tally: the counts to which the filters add their removed documents.
     """
     found: dict[str, Any] = {}
     if options.language_model:
         languages = list(options.languages)
-        # keeps a document if any of them scores above the threshold, even if it is not the highest
+        # LanguageFilter keeps a document if any of these languages scores above the threshold.
         found["language"] = LanguageFilter(languages, options.language_threshold)
         found["language"].model = FileLanguages(languages, options.language_model)
     for name in options.quality:
@@ -79,7 +83,7 @@ def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[Pipeli
 
 
 class Counted(BaseFilter):
-    """Wrapper of a datatrove filter that counts the removed documents by step and reason."""
+    """Wrapper around a datatrove filter that counts the removed documents by step and reason."""
 
     def __init__(self, block: BaseFilter, step: str, tally: Tally) -> None:
         self.name = block.name
@@ -97,7 +101,7 @@ class Counted(BaseFilter):
 
 
 class FileLanguages(FT176LID):
-    """Language scores of a fastText model file, which each task loads."""
+    """Language detection with a local fastText model file, which is loaded on first use in each task."""
 
     def __init__(self, languages: list[str], file: str) -> None:
         super().__init__(languages)
@@ -114,10 +118,14 @@ class FileLanguages(FT176LID):
 
 
 def language_model(languages: list[str], given: str | None) -> str:
-    """Return the absolute path of a fastText model that supports `languages`; download it if no file is given.
+    """Return the absolute path of a fastText model that supports `languages`.
+
+    Args:
+        given: path of the model file, or None to download lid.176 to datatrove's cache.
 
     Raises:
-        DataError: a package is missing, the download failed, the file is missing or invalid, or a language is unknown.
+        DataError: a package is not installed, the download failed, the file is missing or invalid, or the model does
+            not support a language.
     """
     url = FT176LID.MODEL_URL
     try:
@@ -130,8 +138,8 @@ def language_model(languages: list[str], given: str | None) -> str:
         raise DataError(message, code="package_missing", key="--languages") from error
     except Exception as error:  # fsspec raises many types
         raise DataError(
-            f"--languages: cannot download {url} ({error}). Download it on a machine with internet access and pass it "
-            "as --language_model FILE",
+            f"--languages: cannot download {url} ({error}). Download this file on a host with internet access, and "
+            "pass its path as --language_model",
             code="download_failed",
             key="--language_model",
         ) from error
@@ -139,7 +147,8 @@ def language_model(languages: list[str], given: str | None) -> str:
         model = FileLanguages([], str(file)).model
     except ValueError as error:
         raise DataError(
-            f"--language_model {file} is missing or not a fastText model: {error}; you can download {url}",
+            f"--language_model {file} does not exist or is not a fastText model: {error}. Pass another file, such as "
+            f"the one at {url}",
             code="not_a_language_model",
             key="--language_model",
         ) from error
@@ -147,7 +156,7 @@ def language_model(languages: list[str], given: str | None) -> str:
     if unknown := [language for language in languages if language not in known]:
         some = ", ".join(sorted(known)[:200])
         raise DataError(
-            f"--languages {' '.join(unknown)}: {file} does not support them; it supports {some or 'no language'}",
+            f"--languages {' '.join(unknown)} not supported by {file}. Its languages are: {some or 'none'}",
             code="unknown_language",
             key="--languages",
         )
@@ -164,9 +173,10 @@ def quality_filter(name: str, language: str) -> BaseFilter:
 
 
 def check_splitter(language: str) -> None:
-    """Check that texts in `language` can be split into words and sentences.
+    """Check that datatrove can split texts in `language` into words and sentences.
 
-    Without this check, a missing package would fail in the tasks, where datatrove loads it on first use.
+    datatrove loads the package for a language on first use. Without this check, a missing package would make every
+    task fail.
 
     Raises:
         DataError: a package or its data are missing, or the language is unknown.
@@ -178,8 +188,8 @@ def check_splitter(language: str) -> None:
     except (ImportError, ValueError, LookupError, OSError) as error:
         raise DataError(
             f"--quality_language {language} cannot be used: {str(error).rstrip('.')}. For en, de, fr and most other "
-            f"European languages, install spacy with {install_command('spacy', requirements='requirements-prep.txt')}; "
-            "datatrove's tokenizer_assignment.csv lists what each language needs",
+            f"European languages, install spacy with {install_command('spacy', requirements='requirements-prep.txt')}. "
+            "For other languages, see datatrove's tokenizer_assignment.csv",
             code="no_word_splitter",
             key="--quality_language",
         ) from error

@@ -1,4 +1,4 @@
-"""Import Megatron-LM's indexed datasets into prepared data: check the ids, and add BOS and EOS to each document.
+"""Convert Megatron-LM's indexed datasets to token shards: check the ids, and add BOS and EOS to each document.
 
 PREFIX.idx locates the sequences and documents in PREFIX.bin. All fields are little-endian, without padding:
 
@@ -13,7 +13,7 @@ PREFIX.idx locates the sequences and documents in PREFIX.bin. All fields are lit
       int8 [S]       in multimodal datasets only: the mode of each sequence, 0 for text
     PREFIX.bin       the token ids and nothing else
 
-Two equal document indices mean an empty document, which Megatron-LM's preprocess_data.py writes for an empty text.
+Two equal document indices mark an empty document. Megatron-LM's preprocess_data.py writes one for an empty text.
 Source of the format: Megatron-LM at d98e8a6 (2026-08-22), megatron/core/datasets/indexed_dataset.py.
 """
 
@@ -40,8 +40,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-BLOCK_TOKENS = 1 << 21  # tokens that are read at a time, unless a document is longer
-REMEDY = "the file is damaged or not a Megatron index; copy both files again, or recreate the dataset"
+BLOCK_TOKENS = 1 << 21  # number of tokens read at a time; a longer document is read as a whole
+REMEDY = "the file is damaged or not a Megatron index. Copy both files again, or recreate the dataset"
 EMPTY = "empty document"
 PROGRESS_S = 5.0
 
@@ -51,12 +51,12 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True)
 class IndexedDataset:
-    """A dataset with a checked index.
+    """A memory-mapped Megatron dataset whose index was checked.
 
     Attributes:
         bin: path of the .bin file.
-        tokens: [tokens], the ids with their type on disk, memory-mapped.
-        ends: int64 [documents], the end of each document in `tokens`.
+        tokens: all token ids, [number of tokens], with the data type of the file.
+        ends: int64 [number of documents], the position in `tokens` after the last token of each document.
     """
 
     bin: Path
@@ -65,16 +65,17 @@ class IndexedDataset:
 
 
 def open_dataset(prefix: str) -> IndexedDataset:
-    """Check every field of PREFIX.idx and the size of PREFIX.bin.
+    """Open the Megatron dataset PREFIX.idx and PREFIX.bin after checking the whole index and the size of the data.
 
     Raises:
-        DataError: a file is missing, is invalid, or does not match the other one; or the dataset is empty or not text.
+        DataError: a file is missing or invalid, the two files do not match, or the dataset is empty or multimodal.
     """
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
         if not path.is_file():
             raise DataError(
-                f"{path} does not exist; a dataset consists of PREFIX.idx and PREFIX.bin; pass PREFIX as --input",
+                f"{path} does not exist. A Megatron dataset consists of PREFIX.idx and PREFIX.bin. Pass PREFIX as "
+                "--input",
                 code="file_missing",
                 key=str(path),
             )
@@ -83,8 +84,8 @@ def open_dataset(prefix: str) -> IndexedDataset:
     ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
     if (size := idx.stat().st_size) not in ends[3:]:
         raise DataError(
-            f"{idx} has {size} bytes, but the {sequences} sequences and {documents} documents in its header need "
-            f"{ends[3]} ({ends[4]} if multimodal): {REMEDY}",
+            f"{idx} has {size} bytes, but its header lists {sequences} sequences and {documents} documents, which need "
+            f"{ends[3]} bytes ({ends[4]} if multimodal): {REMEDY}",
             code="wrong_size",
             key=str(idx),
         )
@@ -98,39 +99,40 @@ def open_dataset(prefix: str) -> IndexedDataset:
     is_contiguous = (lengths >= 0).all() and (pointers == starts * dtype.itemsize).all()
     is_increasing = bounds[0] == 0 and bounds[-1] == sequences and (bounds[1:] >= bounds[:-1]).all()
     _require(idx, is_contiguous, "bad_sequences", f"the sequences are not contiguous: {REMEDY}")
-    what = f"the document indices do not increase from 0 to {sequences}, the number of sequences: {REMEDY}"
+    what = f"the document indices must increase from 0 to {sequences}, the number of sequences: {REMEDY}"
     _require(idx, is_increasing, "bad_document_indices", what)
     _require(idx, not modes.any(), "multimodal", "multimodal data cannot be imported; remove it from --input")
     _require(idx, tokens and documents, "empty_dataset", "the dataset is empty; remove it from --input")
     size, expected = bin_path.stat().st_size, tokens * dtype.itemsize
-    what = f"it has {size} bytes, but its index says {expected} ({tokens} tokens of {dtype.name}): {REMEDY}"
+    what = f"the file has {size} bytes, but the {tokens} {dtype.name} tokens in its index need {expected} bytes: {REMEDY}"
     _require(bin_path, size == expected, "wrong_size", what)
-    logger.info(
-        f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} tokens of {dtype.name}"
-    )
+    logger.info(f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} {dtype.name} tokens")
     return IndexedDataset(
         bin_path, np.memmap(bin_path, dtype, mode="r"), np.append(starts, tokens)[bounds[1:]]
     )
 
 
 def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
-    """Return the type of the ids, the number of sequences and the number of documents."""
+    """Read and check the header of an index file.
+
+    Returns:
+        The data type of the token ids, the number of sequences, and the number of documents.
+    """
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
     is_index = len(content) == HEADER.size and content.startswith(MAGIC)
-    what = (
-        f"it begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset"
-    )
+    what = f"the file begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset"
     _require(idx, is_index, "not_an_index", what)
     _, version, code, sequences, indices = HEADER.unpack(content)
-    what = f"version {version} is not supported; recreate the dataset with a Megatron-LM that writes version {VERSION}"
+    what = (
+        f"index version {version} is not supported; recreate the dataset with a Megatron-LM release that writes "
+        f"version {VERSION}"
+    )
     _require(idx, version == VERSION, "unknown_version", what)
     allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
-    what = f"the ids have type {code}, but token ids must be integers ({allowed}): {REMEDY}"
+    what = f"the ids have the type code {code}, but token ids must be integers ({allowed}): {REMEDY}"
     _require(idx, code in INTEGER_TYPES, "not_token_ids", what)
-    _require(
-        idx, indices, "bad_document_indices", f"there is no document index, but there must be one: {REMEDY}"
-    )
+    _require(idx, indices, "bad_document_indices", f"the file contains no document index: {REMEDY}")
     return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
 
 
@@ -140,10 +142,12 @@ def _require(path: Path, condition: object, code: str, problem: str) -> None:
 
 
 def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield all documents in order, in blocks of whole documents. Memory is bounded by a block or the longest document.
+    """Yield the documents of a dataset in order, in blocks of whole documents.
+
+    A block has about BLOCK_TOKENS tokens, or a single longer document.
 
     Yields:
-        (tokens [n] with the dtype on disk, end of each document in these tokens).
+        (token ids of the block, [n] with the data type of the file; position in the block after each document).
     """
     begin = done = 0
     while done < len(dataset.ends):
@@ -158,10 +162,12 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
 
 @dataclass
 class Framing:
-    """The addition of missing BOS and EOS to documents, with counts of the changes.
+    """Adds missing BOS and EOS tokens to imported documents and counts the changes.
 
     Attributes:
-        eod_id: end-of-document id of the dataset, which is replaced by EOS.
+        eod_id: end-of-document id in the dataset, which is replaced with EOS.
+        found: number of documents read.
+        empty: number of documents skipped because they contain no tokens except BOS and EOS.
     """
 
     encoder: TextEncoder
@@ -173,10 +179,14 @@ class Framing:
     eod_replaced: int = 0
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
-        """Return the documents of a block of `read_documents` with BOS and EOS. Skip documents without other tokens.
+        """Split a block into documents with BOS and EOS. Skip documents without other tokens.
+
+        Args:
+            tokens, ends: a block from `read_documents`.
+            bin_path: the file named in error messages.
 
         Raises:
-            DataError: an id other than `eod_id` is negative or beyond the vocabulary.
+            DataError: a token id, other than `eod_id`, is not in the vocabulary.
         """
         bos_id, eos_id, dtype = self.encoder.bos_id, self.encoder.eos_id, token_dtype(self.encoder.vocab_size)
         ids = self._checked(tokens, bin_path).astype(dtype, copy=False)
@@ -184,7 +194,7 @@ class Framing:
         for end in ends.tolist():
             document, start = ids[start:end], end
             has_bos = len(document) > 0 and bool(document[0] == bos_id)
-            # a single token cannot be both
+            # a single token cannot be both BOS and EOS
             has_eos = len(document) > has_bos and bool(document[-1] == eos_id)
             if len(document) > has_bos + has_eos:
                 framed = np.empty(len(document) + 2 - has_bos - has_eos, dtype)
@@ -198,30 +208,34 @@ class Framing:
         return documents
 
     def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
-        """Return the tokens with `eod_id` replaced by EOS, after checking that all are in the vocabulary."""
+        """Replace `eod_id` with EOS, and check that all ids are in the vocabulary."""
         vocab_size, eos_id = self.encoder.vocab_size, self.encoder.eos_id
         if self.eod_id != eos_id and (is_eod := tokens == self.eod_id).any():
             tokens = np.where(is_eod, np.array(eos_id, dtype=np.int64), tokens)
             self.eod_replaced += int(np.count_nonzero(is_eod))
         for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
             if not 0 <= found < vocab_size:
-                remedy = f" (or with --eod_id {found}, if this id ends its documents)" if found > 0 else ""
+                remedy = (
+                    f", pass --eod_id {found} if this id marks the end of a document" if found > 0 else ""
+                )
                 raise DataError(
-                    f"{bin_path} has the id {found}, but the vocabulary of {self.encoder.folder} is 0 to "
-                    f"{vocab_size - 1}; import the dataset with the tokenizer that produced it{remedy}, or recreate it",
+                    f"{bin_path} contains the id {found}, but the ids of the tokenizer {self.encoder.folder} are 0 to "
+                    f"{vocab_size - 1}. Pass the tokenizer that produced the dataset{remedy}, or recreate the dataset",
                     code="token_beyond_vocabulary",
                     key=str(bin_path),
                 )
         return tokens
 
     def documents(self, counts: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the manifest's field "documents".
+        """Return the value of the manifest's field "documents".
 
         Args:
-            counts: the number of each written token by split, [V] each.
+            counts: for each split, how often each token id was written, [vocabulary size].
         """
         total, kept = counts["train"] + counts["eval"], self.found - self.empty
-        same = self.encoder.bos_id == self.encoder.eos_id  # then it is both first and last
+        same = (
+            self.encoder.bos_id == self.encoder.eos_id
+        )  # each document then begins and ends with the same id
         return {
             "in": self.found,
             "out": kept,
@@ -236,22 +250,22 @@ class Framing:
 
 
 def import_datasets(args: argparse.Namespace) -> Manifest:
-    """Import datasets into a folder and return its manifest.
+    """Convert Megatron datasets to token shards and return their manifest.
 
     Args:
-        args: the options of import_megatron.py.
+        args: the parsed command line of import_megatron.py.
 
     Raises:
-        DataError: a dataset, the tokenizer or the output folder is invalid, or a split has no document.
+        DataError: a dataset, the tokenizer or the output folder is invalid, or a split has no documents.
         OSError: a file cannot be read or written.
     """
     encoder = TextEncoder(local_folder(str(args.tokenizer), weights=False))
     check_tokenizer(encoder, [])
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
-    datasets = [open_dataset(prefix) for prefix in args.input]  # before anything is written
+    datasets = [open_dataset(prefix) for prefix in args.input]  # check all datasets before writing
     if len({os.path.realpath(dataset.bin) for dataset in datasets}) < len(datasets):
         raise DataError(
-            "--input names a dataset twice (directly or by a link); name each one once",
+            "--input contains the same dataset twice, directly or through a link; pass each dataset once",
             code="given_twice",
             key="--input",
         )

@@ -1,4 +1,4 @@
-"""Write token shards, and replace the data in an output folder only when the new data are complete."""
+"""Write token shards to an output folder. Existing data are replaced only when the new data are complete."""
 
 import hashlib
 import os
@@ -33,16 +33,20 @@ from train.prepare.corpus import WORK_NAME
 from train.prepare.tokenizer import copy_tokenizer
 
 LOCK_NAME = "prepare_data.lock"  # locked while the writing process is alive
-IDENTITY_NAME = "job.json"  # in the work folder: inputs and options; without it the work cannot be resumed
+IDENTITY_NAME = "job.json"  # in the work folder: the inputs and options, which are needed to resume
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
 class ShardWriter:
-    """Writer of one split's documents to shards of at most `shard_tokens` tokens. A longer document gets its own shard.
+    """Writes the documents of one split to shard files.
 
     Args:
-        prefix: the part of the shards' names after the split.
-        shuffle: if given, permutes the documents of each shard. A shard is then held in memory until it is full.
+        folder: the folder for the shards.
+        split: "train" or "eval".
+        shard_tokens: maximum number of tokens per shard. A longer document gets a shard of its own.
+        prefix: the part of the shard names after the split.
+        shuffle: generator that permutes the documents of each shard, or None to keep their order. With a generator,
+            each shard is kept in memory until it is full.
     """
 
     def __init__(
@@ -62,12 +66,16 @@ class ShardWriter:
         self._held: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append one document, whose tokens [n] have the dtype of the shards."""
+        """Append one document.
+
+        Args:
+            tokens: [number of tokens], with the data type of the shards.
+        """
         if self._file is not None and self._tokens + len(tokens) > self.shard_tokens:
             self.close()
         if self._file is None:
             self._name = f"{self.split}_{self.prefix}{len(self.shards):05d}.ds"
-            self._file = open(self.folder / self._name, "wb")  # open across calls
+            self._file = open(self.folder / self._name, "wb")  # stays open until `close`
             self._hash = hashlib.sha256()
         self._tokens += len(tokens)
         if self.shuffle is None:
@@ -82,7 +90,7 @@ class ShardWriter:
         self._ends.append(file.tell() // tokens.itemsize)
 
     def close(self) -> None:
-        """Finish the current shard, if any, and flush it to the disk."""
+        """Write the current shard, if there is one, to the disk."""
         if self._file is None:
             return
         if self.shuffle is not None:
@@ -110,11 +118,14 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """Writer of documents to the shards of both splits. `counts[split]`, int64 [V], counts the tokens.
+    """Assigns documents to the train and the eval split, and writes the shards of both.
+
+    The attribute `counts` contains for each split how often each token id was written, int64 [vocab_size].
 
     Args:
-        prefix: see ShardWriter.
-        shuffle_seed: a list of numbers that is unique to this writer, or None for no shuffling.
+        eval_fraction: fraction of the documents that are assigned to the eval split by a hash of their content.
+        shard_tokens, prefix: see ShardWriter.
+        shuffle_seed: seed numbers for the shuffling, unique to this writer, or None for no shuffling.
     """
 
     def __init__(
@@ -138,9 +149,9 @@ class SplitWriter:
         """Append documents to their splits.
 
         Args:
-            documents: tokens [n] of each document, with the dtype of the shards.
-            contents: for each document, the bytes (or a buffer) whose hash chooses the split.
-            splits: for each document, the split, or None to choose it by the hash.
+            documents: the tokens of each document, [number of tokens], with the data type of the shards.
+            contents: for each document, the bytes or buffer whose hash determines the split.
+            splits: for each document, its split, or None to use the hash. Default: None for all documents.
         """
         written: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for document, content, given in zip(
@@ -155,7 +166,7 @@ class SplitWriter:
                 self.counts[split] += np.bincount(np.concatenate(some), minlength=len(self.counts[split]))
 
     def close(self) -> list[Shard]:
-        """Finish the last shards. Return all shards, ordered by split."""
+        """Write the last shards to the disk, and return all shards, ordered by split."""
         for writer in self._writers.values():
             writer.close()
         return [shard for writer in self._writers.values() for shard in writer.shards]
@@ -169,10 +180,10 @@ def _flush_and_close(file: BinaryIO) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create and lock `folder` in the block.
+    """Create the output folder, and keep it locked within a `with` block.
 
     Raises:
-        DataError: another process holds the lock, or the folder cannot be written.
+        DataError: another process has locked the folder, or the folder cannot be written.
     """
     if why := folder_problem(folder):
         raise DataError(f"--output {folder} {why}", code="cannot_write", key=str(folder))
@@ -181,7 +192,9 @@ def locked(folder: Path) -> Iterator[None]:
     with open(path, "a") as lock:
         if not try_lock(lock):
             raise DataError(
-                f"another process is writing to {folder}; wait until it ends", code="locked", key=str(folder)
+                f"another process is writing to {folder}; wait until it has finished, or choose another --output",
+                code="locked",
+                key=str(folder),
             )
         try:
             yield
@@ -190,9 +203,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class OutputFolder:
-    """The output folder of one preparation; `commit` replaces the existing data.
+    """The output folder of a data preparation. Existing data stay unchanged until `commit` replaces them.
 
-    Until `commit`, the new files are in the subfolder `work` (the shards in `new`), and existing data stay untouched.
+    Attributes:
+        work: subfolder for all files of the unfinished preparation.
+        new: subfolder of `work` for the new shards.
     """
 
     def __init__(self, folder: str | Path, encoder: TextEncoder, overwrite: bool) -> None:
@@ -202,16 +217,16 @@ class OutputFolder:
 
     @contextmanager
     def open(self, resumable: bool = False) -> Iterator[None]:
-        """Lock the folder and create `work` in the block.
+        """Lock the output folder and create the work folder within a `with` block.
 
-        After the block `work` is deleted, unless it holds job.json, with which the same command can resume there.
+        After the block, the work folder is deleted, unless it contains job.json. The same command can then resume.
 
         Args:
             resumable: whether to resume unfinished work.
 
         Raises:
-            DataError: the folder holds prepared data and `overwrite` is not set, it holds a foreign manifest, or
-                shards or a tokenizer of unknown origin, or another process is writing to it.
+            DataError: the folder contains prepared data and `overwrite` is not set, it contains files of unknown
+                origin, or another process is writing to it.
         """
         with locked(self.folder):
             self._check(resumable)
@@ -224,7 +239,7 @@ class OutputFolder:
                     self._clear()
 
     def begin_anew(self) -> None:
-        """Delete the unfinished work and start with an empty work folder."""
+        """Replace the work folder with an empty one."""
         self._clear()
         self.new.mkdir(parents=True)
 
@@ -232,44 +247,46 @@ class OutputFolder:
         return (self.work / IDENTITY_NAME).exists()
 
     def _clear(self) -> None:
-        # first, so that a partly deleted work folder is never resumed
+        # Delete the identity first. Otherwise a partly deleted work folder could be resumed.
         (self.work / IDENTITY_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _check(self, resumable: bool) -> None:
-        """Raise an error if new data must not be written to the folder."""
+        """Raise a DataError if new data must not be written to the output folder."""
         manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
         if is_foreign_manifest(manifest):
             raise DataError(
-                f"{manifest} is not of prepared data, or of a newer version; choose another --output",
+                f"{manifest} was not written by this project, or by a newer version of it; choose another --output",
                 code="foreign_manifest",
                 key=str(manifest),
             )
         if self._is_begun():
             if not (resumable or self.overwrite):
                 raise DataError(
-                    f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be deleted; "
-                    f"{remedy}",
+                    f"{self.folder} contains unfinished work of prepare_data.py, which would be deleted; {remedy}",
                     code="unfinished_preparation",
                     key=str(self.folder),
                 )
         elif manifest.exists():
             if not self.overwrite:
                 raise DataError(
-                    f"{self.folder} already holds prepared data; {remedy}",
+                    f"{self.folder} already contains prepared data; {remedy}",
                     code="already_there",
                     key=str(self.folder),
                 )
         elif foreign := self._foreign_files():
             raise DataError(
-                f"{foreign[0]} may belong to something else, because no manifest lists it; move it or choose another "
+                f"{foreign[0]} is not listed in a manifest and would be replaced; move the file, or choose another "
                 "--output",
                 code="foreign_file",
                 key=str(foreign[0]),
             )
 
     def _foreign_files(self) -> list[Path]:
-        """Return the shards, and the files of a tokenizer other than --tokenizer, in a folder without a manifest."""
+        """Return the shard and tokenizer files in an output folder without a manifest.
+
+        The files of the tokenizer that is used for this preparation are not included.
+        """
         tokenizer = self.folder / TOKENIZER_FOLDER
         if tokenizer.resolve() == self.encoder.folder.resolve():
             return self._shard_files()
@@ -279,23 +296,22 @@ class OutputFolder:
         ]
 
     def commit(self, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any) -> Manifest:
-        """Copy the tokenizer, move the new files into place, and write the manifest.
+        """Copy the tokenizer, move the new files to the output folder, and write the manifest.
 
         Args:
-            counts: the number of each token by split, [V] each.
-            source: the manifest's fields about the inputs and options.
+            counts: for each split, how often each token id occurs, [vocabulary size].
+            source: the manifest fields that describe the inputs and options.
 
         Raises:
-            DataError: a split is empty, which training would refuse. An empty train split is allowed if all data are
-                for evaluation.
+            DataError: a split is empty. An empty train split is allowed if all data are for evaluation.
         """
         encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
             if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
                 raise DataError(
-                    f"the {split} split has no document, but training needs one. Prepare the data again with "
-                    f"--overwrite and a {remedy} --eval_fraction, or with more documents (--split_on divides a .txt), "
-                    "or with --eval_by position, which needs only one document",
+                    f"the {split} split is empty, but training needs at least one document in each split. Run the "
+                    f"command again with --overwrite and a {remedy} --eval_fraction, with more documents (--split_on "
+                    "divides .txt files), or with --eval_by position, which needs only one document",
                     code="empty_split",
                     key=split,
                 )
@@ -318,9 +334,10 @@ class OutputFolder:
         return manifest
 
     def _exchange(self, manifest: Manifest) -> None:
-        """Replace the old files by the new ones.
+        """Replace the old shards and tokenizer files in the output folder with the new ones.
 
-        If this is interrupted, the folder has no manifest. A resumed preparation moves the rest.
+        After an interruption, the folder has no manifest. When the preparation is resumed, it moves the remaining
+        files.
         """
         names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
         names |= {f"{TOKENIZER_FOLDER}/{name}" for name in manifest.tokenizer_files}
@@ -332,7 +349,7 @@ class OutputFolder:
         for name in old - names:
             (self.folder / name).unlink(missing_ok=True)
         for name in names:
-            # a file that is only in the folder was moved before an interruption
+            # A file that exists only in the output folder was moved before an interruption.
             if (self.new / name).exists() or not (self.folder / name).exists():
                 os.replace(self.new / name, self.folder / name)
         sync_folder(self.folder / TOKENIZER_FOLDER)

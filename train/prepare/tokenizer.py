@@ -1,4 +1,7 @@
-"""Train a sentencepiece model, write a tokenizer.json with the same ids for transformers, and check tokenizers."""
+"""Train and check tokenizers.
+
+A trained tokenizer is a sentencepiece model and a tokenizer.json that gives the same ids in transformers.
+"""
 
 import argparse
 import hashlib
@@ -36,13 +39,13 @@ from train.prepare.tally import Tally
 logger = logging.getLogger(__name__)
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
-# Twice sentencepiece's default. It skips longer sentences, so documents are cut at line ends to fit.
+# Twice sentencepiece's default. sentencepiece skips longer sentences, so documents are cut at line ends.
 MAX_SENTENCE_BYTES = 8192
-# Fixed, because sentencepiece writes the number into the model file.
+# A fixed number of threads, because sentencepiece writes it into the model file.
 NUM_THREADS = 16
-# The sample of the user's text on which a tokenizer is checked before the preparation: under a second of encoding.
+# Size of the text sample on which a tokenizer is checked. Encoding the sample takes less than a second.
 SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
-# sentencepiece skips sentences with these characters, its own markers for boundaries and unknown characters.
+# sentencepiece uses these characters as markers and skips sentences that contain them.
 RESERVED = re.compile("[\x00\t\u2585]")
 HARD_STRINGS = (
     "", " ", "  ", "\n", "\t", "a  b   c    d", " leading", "   leading", "trailing ", "trailing   ",
@@ -61,16 +64,16 @@ def sample_texts(
     max_dropped: int = 0,
     max_damaged_files: int = 0,
 ) -> list[str]:
-    """Return a sample of the texts of at most `max_bytes`, but at least one text.
+    """Return a sample of the texts, with a total size of at most `max_bytes` but at least one text.
 
-    The sample consists of the texts with the smallest hashes, in their original order. It is spread over the whole
-    corpus, is the same in every run, and needs no more memory than its own size.
+    The sample contains the texts with the smallest hashes, in their original order. This spreads the sample over the
+    whole corpus and makes it reproducible. Only the sample is kept in memory.
 
     Raises:
         DataError: more than `max_dropped` documents or `max_damaged_files` files cannot be read, or there is no text.
     """
     tally = Tally()
-    kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
+    kept: list[tuple[int, int, int, str]] = []  # a heap whose first entry has the largest hash
     kept_bytes = 0
     for number, item in enumerate(items):
         if isinstance(item, Text):
@@ -87,13 +90,18 @@ def sample_texts(
             tally.drop(item)
     tally.check(max_dropped, max_damaged_files)
     if not kept:
-        raise DataError("the inputs contain no text; add some to train a tokenizer", code="no_text")
+        raise DataError(
+            "the inputs contain no text; add inputs with text to train a tokenizer", code="no_text"
+        )
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
 
 
 def training_sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces that sentencepiece accepts: bounded length, no reserved characters, line ends kept."""
-    limit = MAX_SENTENCE_BYTES // 4  # in characters, of at most four bytes
+    """Split texts into sentences that sentencepiece does not skip.
+
+    The sentences have a bounded length, keep their line ends and contain no reserved characters.
+    """
+    limit = MAX_SENTENCE_BYTES // 4  # in characters; a character has at most four bytes
     for text in texts:
         for part in RESERVED.split(text):
             piece: list[str] = []
@@ -111,13 +119,15 @@ def training_sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_model(texts: Collection[str], vocab_size: int, character_coverage: float, **required: Any) -> bytes:
-    """Train a sentencepiece model and return its bytes.
+    """Train a sentencepiece BPE model and return the content of its model file.
 
     Args:
-        required: additional options of sentencepiece's trainer, for internal use.
+        character_coverage: fraction of all characters in the texts that get a piece of their own.
+        required: additional sentencepiece trainer options. Only the recursive call passes them.
 
     Raises:
-        DataError: the text does not yield `vocab_size` pieces, or it has too many characters for `vocab_size`.
+        DataError: the texts yield fewer than `vocab_size` pieces, or contain too many different characters for
+            `vocab_size`.
     """
     model = io.BytesIO()
     try:
@@ -145,14 +155,14 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
         )
     except RuntimeError as error:
         raise DataError(
-            f"--vocab_size {vocab_size} does not fit this corpus: {str(error).rpartition('] ')[2]} A larger "
-            "--max_bytes may help",
+            f"--vocab_size {vocab_size} does not fit this corpus: {str(error).rpartition('] ')[2]} Change "
+            "--vocab_size, or try a larger --max_bytes",
             code="training_failed",
             key="--vocab_size",
         ) from error
     data = model.getvalue()
-    # In text without spaces, such as DNA, the added leading space is too rare for character_coverage and gets no piece.
-    # Then every text would begin with three byte pieces that do not decode to the space.
+    # sentencepiece adds a space before each text. In text without spaces, such as DNA, the space is too rare for
+    # character_coverage and gets no piece. Every text would then begin with three byte pieces instead of the space.
     trained = sentencepiece.SentencePieceProcessor(model_proto=data)
     if not required and trained.piece_to_id(SPACE) == trained.unk_id():
         return train_model(texts, vocab_size, character_coverage, required_chars=SPACE)
@@ -160,11 +170,11 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
 
 
 def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
-    """Write a tokenizer.json and a tokenizer_config.json that give the ids of `model` in transformers.
+    """Write a tokenizer.json and a tokenizer_config.json with which transformers gives the same ids as `model`.
 
-    The merges are all splits of a piece into two pieces, ordered by the rank of the result, as in sentencepiece. Only
-    normal pieces are merged, because sentencepiece never builds a special or byte piece from its letters. transformers'
-    own converter does, and so turns a literal "</s>" in text into the end of the document.
+    As in sentencepiece, any two adjacent pieces that form another piece can merge, and pieces with a higher score are
+    formed first. Only normal pieces are formed: sentencepiece never builds a special piece or a byte piece from its
+    letters. The converter in transformers does, which turns a literal "</s>" in text into the end of the document.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
@@ -190,8 +200,10 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
     tokenizer.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
     )
-    has_prefix = model.encode("a", out_type=str)[0].startswith(SPACE)  # a space before each text
-    # Not the Metaspace pre-tokenizer of LlamaTokenizer: it adds no space before text that begins with one.
+    has_prefix = model.encode("a", out_type=str)[0].startswith(
+        SPACE
+    )  # whether `model` adds a space before each text
+    # LlamaTokenizer's Metaspace pre-tokenizer cannot be used: it adds no space before text that begins with a space.
     prepend = [normalizers.Prepend("▁")] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -201,17 +213,17 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, vocab[bos])]
     )
-    # not with tokenizer.save, which raises a plain Exception if the disk is full
+    # tokenizer.save would raise a plain Exception instead of OSError if the disk is full
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
-        # Not LlamaTokenizer, which in transformers 5 replaces the normalizer of tokenizer.json by Metaspace.
+        # In transformers 5, LlamaTokenizer would replace the normalizer in tokenizer.json with Metaspace.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": unk,
         "bos_token": bos,
         "eos_token": eos,
         "add_bos_token": True,
         "add_eos_token": False,
-        "split_special_tokens": True,  # a literal "</s>" in text is text
+        "split_special_tokens": True,  # encode a literal "</s>" as text, not as EOS
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
@@ -220,10 +232,11 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
 
 
 def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
-    """Copy the tokenizer's files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
+    """Copy the tokenizer files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
 
-    transformers' own conversion of a tokenizer.model does not add the leading space. Entries of tokenizer_config.json
-    that do not affect ids are kept. Special tokens in text are encoded as text, unless a chat template needs them.
+    Without a tokenizer.json, transformers would convert tokenizer.model without its leading space. Entries in
+    tokenizer_config.json that do not affect ids are kept. Special tokens in text are encoded as text, unless a chat
+    template needs them.
     """
     folder.mkdir(exist_ok=True)
     for name in encoder.files:
@@ -239,20 +252,21 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
 
 
 def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Check that `encoder` and transformers (as in an export) give the same ids, and warn of text that is lost.
+    """Check that `encoder` and transformers give the same ids, and log a warning if the tokenizer loses text.
 
-    The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces.
+    The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces. transformers loads the tokenizer
+    from the same files as in an exported model.
 
     Returns:
-        The manifest's report about `texts`: the number of texts, the number that do not decode to the same text with
-        the first difference, the number of tokens, and the number of unknown tokens.
+        A report on `texts` for the manifest: the number of texts, of texts that decode to a different text (with the
+        first difference), of tokens, and of unknown tokens.
 
     Raises:
-        DataError: ids differ, or text yields a special id.
+        DataError: the ids differ, or a text is encoded to a special id.
     """
     import transformers
 
-    # as in an export: transformers chooses the class of the tokenizer by it
+    # transformers chooses the tokenizer class from these entries, which an exported model also has
     config = {"model_type": "mistral", "transformers_version": transformers.__version__}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -268,30 +282,33 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         if (decoded := encoder.decode(own)) not in (text, f" {text}")
     ]
     report: dict[str, Any] = {"texts": len(texts), "texts_changed": len(changed)}
-    remedy = "To keep it, train a tokenizer with train/train_tokenizer.py"
+    remedy = "To keep the text, train a tokenizer with train/train_tokenizer.py"
     for text, decoded in changed[:1]:
         at = len(os.path.commonprefix([text, decoded]))
         part = slice(max(at - 20, 0), at + 20)
         report["first_change"] = [text[part], decoded[part]]
         logger.warning(
-            f"{len(changed)} of {len(texts)} sampled texts lose text in the tokenizer: {text[part]!r} becomes "
-            f"{decoded[part]!r}. {remedy}"
+            f"the tokenizer loses text in {len(changed)} of {len(texts)} sampled texts: for example, {text[part]!r} "
+            f"is decoded as {decoded[part]!r}. {remedy}"
         )
     report["tokens"] = sum(map(len, ids))
     unk_id = encoder.markers().unk_id
     report["unknown_tokens"] = unknown = sum(own.count(unk_id) for own in ids)
     if unknown:
         logger.warning(
-            f"{unknown} of {report['tokens']} tokens of the sampled texts are unknown, so their text is lost. {remedy}"
+            f"{unknown} of {report['tokens']} tokens in the sampled texts are unknown, and their text is lost. {remedy}"
         )
     return report
 
 
 def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
-    """Return up to SAMPLE_TEXTS texts of up to SAMPLE_LENGTH characters, from SAMPLE_PLACES places across all files."""
+    """Return a sample of short texts from places spread over all input files.
+
+    SAMPLE_TEXTS limits the number of texts, SAMPLE_LENGTH the characters per text and SAMPLE_PLACES the places.
+    """
     texts: list[str] = []
     chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
-    # From the last place: a file that cannot be split is read at its first place, which then gets the remaining number.
+    # Last place first: a file that cannot be split is read only at its first place, which then yields all its texts.
     for place in reversed(range(SAMPLE_PLACES)):
         most = len(texts) + (SAMPLE_TEXTS - len(texts)) // (place + 1)
         first, parts = chosen.index(chosen[place]), chosen.count(chosen[place])
@@ -305,22 +322,22 @@ def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | Non
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Train a tokenizer, check it and write its folder.
+    """Train a tokenizer, check it and write it to the output folder.
 
     Args:
-        args: the options of train_tokenizer.py.
+        args: the parsed command line of train_tokenizer.py.
 
     Raises:
-        DataError: the inputs are invalid, the vocabulary size is impossible, the output folder already holds a
-            tokenizer, or transformers gives other ids. Nothing is written in these cases.
+        DataError: the inputs are invalid, the corpus does not fit the vocabulary size, the output folder already
+            contains a tokenizer, or transformers gives different ids. No tokenizer is written in these cases.
     """
     output = Path(args.output)
     if why := folder_problem(output):
         raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
     if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
         raise DataError(
-            f"{output} already holds a tokenizer; choose another --output, or pass --overwrite (data prepared with "
-            "the old tokenizer will not fit the new one)",
+            f"{output} already contains a tokenizer; choose another --output, or pass --overwrite to replace it. "
+            "Data prepared with the old tokenizer must then be prepared again",
             code="already_there",
             key=str(output),
         )
@@ -328,7 +345,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
-    print(f"training on {len(texts):,} of {documents.n:,} documents (--max_bytes)", flush=True)
+    print(f"training on {len(texts):,} of {documents.n:,} documents (limited by --max_bytes)", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
         work = Path(name)
@@ -339,11 +356,11 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         report = check_tokenizer(TextEncoder(work), some)
         for old in TOKENIZER_FILES:
             (output / old).unlink(missing_ok=True)
-        # the model last, so that an interruption leaves no tokenizer rather than a mix of two
+        # Move the model last: after an interruption, the folder then contains no model rather than mixed files.
         for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
             path.replace(output / path.name)
     print(
-        f"{output}: {args.vocab_size:,} pieces; transformers and sentencepiece "
-        f"give the same ids for {report['texts']} texts",
+        f"wrote {output} with {args.vocab_size:,} pieces; transformers and sentencepiece "
+        f"give the same ids for {report['texts']} sampled texts",
         flush=True,
     )
