@@ -32,8 +32,8 @@ class Request:
 class Completion:
     """The answer to a request, which may still be growing.
 
-    finish_reason: "stop" at EOS or a stop string; "length" if max_new_tokens, the context or the callback `grown` ended
-    it; None while it grows.
+    finish_reason: "stop" at EOS or a stop string; "length" if max_new_tokens, the context or the callback `on_text`
+    ended it; None while it grows.
     tokens: the number of new tokens, including EOS.
     text: updated after each token if `looked_at` is set or there are stop strings, otherwise only at the end. Decoding
     text token by token takes the host longer than the GPU needs for the tokens.
@@ -72,11 +72,11 @@ def complete(
     tokenizer: Any,
     requests: Sequence[Request],
     options: Options,
-    grown: Callable[[Sequence[Completion]], bool] | None = None,
+    on_text: Callable[[Sequence[Completion]], bool] | None = None,
 ) -> tuple[list[Completion], Generation]:
     """Complete up to `engine.batch_size` requests. Return the completions and the engine's run with its timing.
 
-    `grown` is called with the completions after each token and at the end. If it returns True, all completions end.
+    `on_text` is called with the completions after each token and at the end. If it returns True, all completions end.
 
     Raises EngineError if the logits are not finite or the engine refuses a prompt.
     """
@@ -87,7 +87,7 @@ def complete(
         [request.seed for request in requests],
         options.max_new_tokens,
     )
-    looked_at = grown is not None
+    looked_at = on_text is not None
     completions = [Completion(tokenizer, request, options, eos, looked_at) for request in requests]
     for step in run:
         for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
@@ -96,12 +96,12 @@ def complete(
             completion.push(token)
             if completion.finish_reason:
                 run.stop(row)
-        if grown is not None and grown(completions):
+        if on_text is not None and on_text(completions):
             for row in range(len(completions)):
                 run.stop(row)
     for completion in completions:
         if not completion.finish_reason:
             completion.finish("length")
-    if grown is not None:
-        grown(completions)
+    if on_text is not None:
+        on_text(completions)
     return completions, run

@@ -29,7 +29,7 @@ from model.fp8.precision import DTYPES, check_fp8_gpu
 from model.hf_folder import read_hf_folder
 
 # Number of steps that the device runs ahead of the host. They are wasted when a row ends.
-AHEAD = 8
+STEPS_AHEAD = 8
 
 
 @dataclass
@@ -184,10 +184,10 @@ class Generation:
         while True:
             while (
                 launched < end
-                and len(pending) * AHEAD < (2 * AHEAD if cuda else 1)
+                and len(pending) * STEPS_AHEAD < (2 * STEPS_AHEAD if cuda else 1)
                 and not self._all_done(launched)
             ):
-                count = min(AHEAD if cuda else 1, end - launched)
+                count = min(STEPS_AHEAD if cuda else 1, end - launched)
                 for _ in range(count):
                     self.step.run()
                 block = self.step.history[launched : launched + count]

@@ -31,9 +31,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("decoding", "pydantic", "torch", "transformers")
+require_packages("decoding", "pydantic", "torch", "transformers")
 
 from fp8_inference_demo.errors import InferenceError
 from model.errors import UserError
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = find_model_folder(Path(local_folder(str(arguments.model))))
     import torch
 
-    from fp8_inference_demo.interactive import answer_lines, converse
+    from fp8_inference_demo.interactive import answer_lines, hold_conversation
     from fp8_inference_demo.prompts import complete_file
     from fp8_inference_demo.session import Session
 
@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif prompt is not None:
             session.answer_one(name, prompt)
         elif arguments.interactive:
-            converse(session)
+            hold_conversation(session)
         else:
             return 1 if answer_lines(session) else 0
     except torch.OutOfMemoryError as error:

@@ -15,20 +15,20 @@ from fp8_inference_demo.session import Session
 PROMPT = "> "
 
 
-def piped_prompts() -> Iterator[str]:
+def read_piped_prompts() -> Iterator[str]:
     """Yield the non-blank lines of standard input, which is UTF-8. Raises UnicodeDecodeError, a ValueError."""
     for line in io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig"):
         if line.strip():
             yield line.rstrip("\n")
 
 
-def typed_prompts() -> Iterator[str]:
+def read_typed_prompts() -> Iterator[str]:
     """Yield typed lines, with line editing and history, until Ctrl-D or an empty line. Ctrl-C drops a line.
 
-    If standard input is not a terminal, yield `piped_prompts`.
+    If standard input is not a terminal, yield `read_piped_prompts`.
     """
     if not sys.stdin.isatty():
-        yield from piped_prompts()
+        yield from read_piped_prompts()
         return
     import readline  # noqa: F401  input() edits lines with it
 
@@ -48,7 +48,7 @@ def typed_prompts() -> Iterator[str]:
 
 
 @contextmanager
-def first_ctrl_c_recorded() -> Iterator[Callable[[], bool]]:
+def record_first_ctrl_c() -> Iterator[Callable[[], bool]]:
     """Record the first Ctrl-C in the block, so that an answer ends after a whole token.
 
     Yields a function that returns whether it was pressed. A second Ctrl-C raises KeyboardInterrupt.
@@ -78,7 +78,7 @@ def answer_lines(session: Session) -> int:
     """Answer each line of standard input independently. Return how many could not be answered."""
     session.load(None, session.arguments.num_samples)
     failed = 0
-    for number, line in enumerate(piped_prompts()):
+    for number, line in enumerate(read_piped_prompts()):
         name = f"prompt {number + 1}"
         try:
             ids = session.encode(line, name)
@@ -91,7 +91,7 @@ def answer_lines(session: Session) -> int:
     return failed
 
 
-def converse(session: Session) -> None:
+def hold_conversation(session: Session) -> None:
     """Continue a conversation.
 
     The model continues one text: all prompts and answers so far. Each prompt starts a new line. If the text is too long
@@ -101,13 +101,13 @@ def converse(session: Session) -> None:
     length = session.engine.max_length
     most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
     text = ""
-    for number, line in enumerate(typed_prompts()):
+    for number, line in enumerate(read_typed_prompts()):
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
         ids = truncate_left(whole, most, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
             print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
-        with first_ctrl_c_recorded() as interrupted:
+        with record_first_ctrl_c() as interrupted:
             answers = session.answer(number, ids, interrupted=interrupted)
         text += answers[0].text
     session.log_operations()

@@ -96,10 +96,10 @@ class Session:
     def complete(
         self,
         requests: Sequence[Request],
-        grown: Callable[[Sequence[Completion]], bool] | None = None,
+        on_text: Callable[[Sequence[Completion]], bool] | None = None,
     ) -> tuple[list[Completion], Generation]:
         """Complete one batch."""
-        completions, run = complete(self.engine, self.tokenizer, requests, self.options, grown)
+        completions, run = complete(self.engine, self.tokenizer, requests, self.options, on_text)
         self.timing.add(run.timing)
         return completions, run
 
@@ -126,7 +126,7 @@ class Session:
         timing, printer = Timing(), Printer(self.arguments.num_samples, interrupted)
         while batch := list(islice(requests, self.engine.batch_size)):
             printer.before = len(answers)
-            completions, run = self.complete(batch, printer.grown)
+            completions, run = self.complete(batch, printer.on_text)
             answers += completions
             timing.add(run.timing)
             if run.full:
@@ -154,7 +154,7 @@ class Printer:
         self.printed = 0  # complete completions
         self.shown: int | None = None  # characters printed of the next completion; None: none yet
 
-    def grown(self, completions: Sequence[Completion]) -> bool:
+    def on_text(self, completions: Sequence[Completion]) -> bool:
         for completion in completions[self.printed - self.before :]:
             if self.shown is None:
                 if self.samples > 1:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def need(what: str, *packages: str, requirements: str = "requirements.txt") -> None:
+def require_packages(what: str, *packages: str, requirements: str = "requirements.txt") -> None:
     """Exit with status 2 if one of `packages` is not installed, usually because the environment is not activated.
 
     Args:

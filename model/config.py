@@ -184,7 +184,7 @@ def load_sizes(name_or_path: str) -> Any:
     return config
 
 
-def numbers_of(config: MistralConfig) -> dict[str, Any]:
+def numeric_settings(config: MistralConfig) -> dict[str, Any]:
     """Return the configuration values that can affect training results. The path and library version are excluded."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}

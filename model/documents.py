@@ -34,7 +34,7 @@ class Documents:
     cu_seqlens: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor) -> Documents:
+    def from_positions(cls, positions: Tensor) -> Documents:
         """Create Documents from token positions, int64 [B, T] (B rows of T tokens), where each 0 starts a piece of a
         document.
 
@@ -56,7 +56,7 @@ class Documents:
     @classmethod
     def whole_rows(cls, B: int, T: int, device: Any) -> Documents:
         """Create Documents that treat each of the B rows of T tokens as one document."""
-        return cls.of(torch.arange(T).expand(B, T)).to(device)
+        return cls.from_positions(torch.arange(T).expand(B, T)).to(device)
 
     @property
     def longest(self) -> int:
@@ -142,4 +142,4 @@ def random_documents(B: int, T: int, mean_length: float, generator: torch.Genera
     begins[: B * T : T] = True
     starts = begins[:-1].nonzero().flatten()
     positions = torch.arange(B * T) - starts[begins[:-1].cumsum(0) - 1]
-    return Documents.of(positions.view(B, T))
+    return Documents.from_positions(positions.view(B, T))

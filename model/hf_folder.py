@@ -82,7 +82,7 @@ def check_init_from(folder: str, config: Any) -> None:
             code="architecture",
             key=next(iter(differences)),
         )
-    if method := quantization_of(folder).get("quant_method"):
+    if method := read_quantization_config(folder).get("quant_method"):
         raise WeightsError(
             f"model.init_from: the weights of {folder!r} are quantized for serving ({method}). Pass a folder with "
             "unquantized weights: a run's hf/, or an export with --format hf",
@@ -224,7 +224,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         ) from error
 
 
-def quantization_of(folder: str | Path) -> dict[str, Any]:
+def read_quantization_config(folder: str | Path) -> dict[str, Any]:
     """Return the quantization_config of a Hugging Face folder, or {} if the weights are not quantized."""
     text = (Path(folder) / "config.json").read_text(encoding="utf-8-sig")
     return json.loads(text).get("quantization_config") or {}
@@ -257,7 +257,7 @@ def _scale_suffix(folder: Path) -> str | None:
 
     Raises WeightsError: the quantization format is not supported.
     """
-    config = quantization_of(folder)
+    config = read_quantization_config(folder)
     if not config:
         return None
     method = config.get("quant_method")

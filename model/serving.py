@@ -83,7 +83,7 @@ class TrainedFP8:
             if name != "lm_head"
             and (recipe_name := self.precision.module_recipe(name)) != "bf16"
             and (forward_recipe(recipe_name) == "block") == self.blocks
-            for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
+            for gemm, (parameter, weight) in enumerate(_module_matrices(self.model.get_submodule(name)))
         ]
         self.names = [name for matrix in self.matrices for name, _ in matrix.parts]
         self.recipes = [
@@ -101,7 +101,7 @@ class TrainedFP8:
     def _check_sizes(self) -> None:
         uneven = []
         for matrix in self.matrices:
-            columns = _matrices_of(self.model.get_submodule(matrix.module))[matrix.gemm][1].shape[1]
+            columns = _module_matrices(self.model.get_submodule(matrix.module))[matrix.gemm][1].shape[1]
             uneven += [
                 f"{name} {(rows, columns)}" for name, rows in matrix.parts if rows % BLOCK or columns % BLOCK
             ]
@@ -138,7 +138,7 @@ class TrainedFP8:
         for matrix in self.matrices:
             module = self.model.get_submodule(matrix.module)
             if matrix.gemm == 0:
-                inputs = _matrices_of(module)[0][1].shape[1]
+                inputs = _module_matrices(module)[0][1].shape[1]
                 with self.precision.autocast():
                     module(torch.zeros(16, inputs, dtype=self.precision.dtype), is_first_microbatch=True)
             kept, first = module._fp8_workspaces[matrix.gemm], 0
@@ -179,15 +179,15 @@ def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
     These are the weights of all Linear modules except lm_head and the modules that a torchao run kept in bf16.
     """
     patterns = ["lm_head", *(precision.bf16_modules if precision.compute == "fp8" else [])]
-    return [f"{name}.weight" for name in linears(hf_model) if not bf16_pattern(name, patterns)]
+    return [f"{name}.weight" for name in linear_names(hf_model) if not bf16_pattern(name, patterns)]
 
 
-def linears(hf_model: nn.Module) -> list[str]:
+def linear_names(hf_model: nn.Module) -> list[str]:
     """Return the names of the torch.nn.Linear modules of a Hugging Face model."""
     return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
+def quantize_by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
     """Quantize the weights in `names` to FP8 with one scale per row.
 
     Raises PrecisionError: a weight is not finite.
@@ -197,7 +197,7 @@ def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
     return {name: quantize_rows(weights[name]) for name in names}
 
 
-def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _module_matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the name and weight of each GEMM in a module, in execution order."""
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 

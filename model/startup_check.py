@@ -154,7 +154,8 @@ def _check_cudnn() -> str:
     theirs, torchs = te_backend.cudnn_versions()
     if theirs != torchs:
         raise StartupCheckError(
-            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Start training with run_training.sh, or set CUDNN_HOME to the folder of the package "
+            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Start "
+            "training with run_training.sh, or set CUDNN_HOME to the folder of the package "
             "nvidia.cudnn and put its lib folder first in LD_LIBRARY_PATH",
             code="two_cudnns",
             key="CUDNN_HOME",

@@ -16,18 +16,22 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, option, positive, shared
+from test_fp8.common.options import DeviceDefault, option, positive, shared
 
 OPTIONS = [
-    *shared(config=ByMachine("hare_1.1b", "tiny"), rounds=3),
-    option("--batches", ByMachine([1, 4, 16, 64], [1, 2]), "batch sizes to decode", type=positive, nargs="+"),
-    option("--prompt", ByMachine(128, 8), "tokens per prompt", type=positive),
-    option("--cache", ByMachine(512, 24), "cache length: tokens of a prompt plus its answer", type=positive),
-    option("--prefill_batch", ByMachine(64, 2), "number of prompts of the prefill", type=positive),
-    option("--prefill_length", ByMachine(2048, 32), "tokens per prompt of the prefill", type=positive),
+    *shared(config=DeviceDefault("hare_1.1b", "tiny"), rounds=3),
+    option(
+        "--batches", DeviceDefault([1, 4, 16, 64], [1, 2]), "batch sizes to decode", type=positive, nargs="+"
+    ),
+    option("--prompt", DeviceDefault(128, 8), "tokens per prompt", type=positive),
+    option(
+        "--cache", DeviceDefault(512, 24), "cache length: tokens of a prompt plus its answer", type=positive
+    ),
+    option("--prefill_batch", DeviceDefault(64, 2), "number of prompts of the prefill", type=positive),
+    option("--prefill_length", DeviceDefault(2048, 32), "tokens per prompt of the prefill", type=positive),
     option(
         "--transformers_batches",
-        ByMachine([1, 64], [1]),
+        DeviceDefault([1, 64], [1]),
         "batch sizes that transformers decodes too; each takes a minute to compile",
         type=positive,
         nargs="*",

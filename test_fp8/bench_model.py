@@ -43,16 +43,16 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common import report
-from test_fp8.common.options import STEP_OPTIONS, ByMachine, option, positive, shared
+from test_fp8.common.options import STEP_OPTIONS, DeviceDefault, option, positive, shared
 from test_fp8.model import cases
 
-ROWS = ByMachine(cases.DEFAULT_ROWS, cases.CPU_ROWS)
-STEP_ROWS = ByMachine(cases.DEFAULT_STEP_ROWS, cases.CPU_ROWS)
-SDPA = ByMachine(["cudnn", "flash"], ["auto"])
-LOSSES = ByMachine(["compiled", "liger"], ["torch"])
+ROWS = DeviceDefault(cases.DEFAULT_ROWS, cases.CPU_ROWS)
+STEP_ROWS = DeviceDefault(cases.DEFAULT_STEP_ROWS, cases.CPU_ROWS)
+SDPA = DeviceDefault(["cudnn", "flash"], ["auto"])
+LOSSES = DeviceDefault(["compiled", "liger"], ["torch"])
 OPTIONS = [
     *STEP_OPTIONS,
-    *shared(rounds=ByMachine(3, 2)),
+    *shared(rounds=DeviceDefault(3, 2)),
     option("--rows", ROWS, "cases to measure: names or patterns", nargs="*"),
     option("--step_rows", STEP_ROWS, "cases among --rows to measure in steps too", nargs="*"),
     option(
@@ -63,7 +63,11 @@ OPTIONS = [
         choices=cases.MEASURES,
     ),
     option(
-        "--micro_batch", ByMachine([8, 16], [2]), "samples per micro-batch to try", nargs="+", type=positive
+        "--micro_batch",
+        DeviceDefault([8, 16], [2]),
+        "samples per micro-batch to try",
+        nargs="+",
+        type=positive,
     ),
     option(
         "--attention",

@@ -17,14 +17,14 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, option, positive, shared
+from test_fp8.common.options import DeviceDefault, option, positive, shared
 
 OPTIONS = [
     *shared(
-        config=ByMachine("hare_1.1b", "tiny"),
-        micro_batch=ByMachine(8, 2),
-        seq_length=ByMachine(2048, 64),
-        accumulation=ByMachine(4, 2),
+        config=DeviceDefault("hare_1.1b", "tiny"),
+        micro_batch=DeviceDefault(8, 2),
+        seq_length=DeviceDefault(2048, 64),
+        accumulation=DeviceDefault(4, 2),
         deterministic=False,
     ),
     option("--rounds", 3, "saves of each kind, not counting the first", type=positive),

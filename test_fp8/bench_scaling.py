@@ -29,13 +29,13 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from test_fp8.common import report
 from test_fp8.common.cases import Case, parse_cases
 from test_fp8.common.launch import Program, run_together
-from test_fp8.common.options import STEP_OPTIONS, ByMachine, option, positive, shared
+from test_fp8.common.options import STEP_OPTIONS, DeviceDefault, option, positive, shared
 from test_fp8.common.report import Result
 from test_fp8.model.cases import CASE_KEYS, training_arguments
 from train.config.ds_config import resolve_ds_config
 from train.preflight.machine import cuda_devices
 
-PASSED_ON = (
+FORWARDED_OPTIONS = (
     "config",
     "micro_batch",
     "seq_length",
@@ -48,10 +48,12 @@ PRECISIONS = ("bf16", "fp8")
 
 OPTIONS = [
     option("--gpus", None, "numbers of GPUs; default: 1, 2, 4, ... up to all", type=positive, nargs="+"),
-    option("--stages", ByMachine([0, 1, 2, 3], [1]), "ZeRO stages", type=int, nargs="*", choices=range(4)),
+    option(
+        "--stages", DeviceDefault([0, 1, 2, 3], [1]), "ZeRO stages", type=int, nargs="*", choices=range(4)
+    ),
     option("--precisions", list(PRECISIONS), "precisions to measure", nargs="+", choices=PRECISIONS),
     *STEP_OPTIONS,
-    *shared(micro_batch=ByMachine(16, 2), rounds=ByMachine(2, 1)),
+    *shared(micro_batch=DeviceDefault(16, 2), rounds=DeviceDefault(2, 1)),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -99,7 +101,7 @@ def make_programs(
         places = [[gpu] for gpu in range(max(options.gpus))]
     words = ["--measure", "step", "--rows", "--step_rows", "--rounds", 1]
     words += ["--deterministic"] * options.deterministic
-    words += [word for key in PASSED_ON for word in (f"--{key}", getattr(options, key))]
+    words += [word for key in FORWARDED_OPTIONS for word in (f"--{key}", getattr(options, key))]
     words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]
     stems = [folder / str(number) for number in range(len(places))]
     return [

@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     **{f"muon_{recipe}": {**overrides, "optim": "muon"} for recipe, overrides in FP8.items()},
 }
 # Keep one checkpoint, written when the run stops or ends.
-KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
+SAVE_OPTIONS = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
@@ -97,17 +97,17 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 
-def training_words(case: Case, options: argparse.Namespace) -> list[str]:
+def training_command(case: Case, options: argparse.Namespace) -> list[str]:
     """Return the arguments of train.py for a case. If its run has a checkpoint, it resumes from that."""
     folder = options.work_dir.resolve() / case.name
     has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
     return [
         options.config,
         *([f"--max_steps={options.max_steps}"] if options.max_steps else []),
-        *options.behind,
+        *options.extra_arguments,
         *(f"--{key}={text}" for key, text in case.texts().items()),
         f"--output_dir={folder}",
-        *KEPT,
+        *SAVE_OPTIONS,
         *["--resume_from_checkpoint=auto"] * has_checkpoint,
     ]
 
@@ -117,7 +117,7 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = options.nproc if options.nproc > 1 else 0
-    program = Program("train/train.py", training_words(case, options), folder.with_suffix(".log"), ranks)
+    program = Program("train/train.py", training_command(case, options), folder.with_suffix(".log"), ranks)
     print(f"{case.name}: see {program.log}", flush=True)
     run(program)
     return read_records(folder)
@@ -254,7 +254,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     """
     cases = chosen_cases(options)
     configs = [
-        resolve_arguments(load_arguments(training_words(case, options)), options.nproc) for case in cases
+        resolve_arguments(load_arguments(training_command(case, options)), options.nproc) for case in cases
     ]
     trained = [train(case, options) for case in cases]
     results, misses, base = [], [], configs[0]

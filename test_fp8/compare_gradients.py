@@ -22,16 +22,16 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, model_config, option, positive, shared
+from test_fp8.common.options import DeviceDefault, model_config, option, positive, shared
 from test_fp8.model.cases import PRECISIONS
 
 OPTIONS = [
-    option("--config", ByMachine("mistral_0.4b", "tiny"), "model with random weights", type=model_config),
+    option("--config", DeviceDefault("mistral_0.4b", "tiny"), "model with random weights", type=model_config),
     option("--init_from", None, "Hugging Face folder with weights, instead of --config", type=model_config),
     option("--data", None, "prepared data; default: random tokens", type=Path, metavar="FOLDER"),
     option("--rows", list(PRECISIONS), "cases to compute", nargs="+", choices=list(PRECISIONS)),
     option("--batches", 8, "number of micro-batches", type=positive),
-    *shared(micro_batch=2, seq_length=ByMachine(2048, 64)),
+    *shared(micro_batch=2, seq_length=DeviceDefault(2048, 64)),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),

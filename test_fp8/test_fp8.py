@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import VARIANTS
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, option, positive
+from test_fp8.common.options import DeviceDefault, option, positive
 from test_fp8.linear.shapes import CPU_SHAPES, HARE_SHAPES, parse_shape
 
 RECIPES = list(VARIANTS["te_linear"].recipes)
@@ -30,14 +30,14 @@ RECIPES = list(VARIANTS["te_linear"].recipes)
 OPTIONS = [
     option(
         "--shapes",
-        ByMachine(HARE_SHAPES, CPU_SHAPES),
+        DeviceDefault(HARE_SHAPES, CPU_SHAPES),
         "shapes to measure",
         nargs="+",
         type=parse_shape,
         metavar="BATCHxROWSxIN:OUT",
     ),
     option("--recipes", RECIPES, "FP8 recipes to measure", nargs="+", choices=RECIPES),
-    option("--iterations", ByMachine(20, 3), "maximum number of timed samples", type=positive),
+    option("--iterations", DeviceDefault(20, 3), "maximum number of timed samples", type=positive),
 ]
 COLUMNS: report.Columns = {
     "shape": ("shape", "<"),

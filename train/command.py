@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from model.errors import UserError
-from train.files import reason
+from train.files import describe_error
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED
 from train.record.log import configure_logging
 
@@ -33,7 +33,7 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
         try:
             return main(argv) or 0
         except (UserError, ValueError, OSError) as error:
-            print(f"error: {reason(error)}", file=sys.stderr)
+            print(f"error: {describe_error(error)}", file=sys.stderr)
             if os.environ.get("FP8_TRACEBACK") == "1":
                 traceback.print_exc()
             is_users = isinstance(error, UserError | ValueError) and not getattr(error, "is_transient", False)

@@ -31,9 +31,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("evaluation", "pydantic", "psutil", "torch", "transformers")
+require_packages("evaluation", "pydantic", "psutil", "torch", "transformers")
 
 from model.hub import local_folder
 from model.keys import between, json_file, unicode

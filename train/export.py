@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
+require_packages("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
 
 from safetensors import SafetensorError
 
@@ -39,11 +39,11 @@ from train.data.encoder import (
     TOKENIZER_FILES,
     TextEncoder,
     chat_template_problem,
+    find_tokenizer,
     load_exported,
-    tokenizer_of,
 )
 from train.data.format import DataError
-from train.files import discarded_name
+from train.files import unused_backup_path
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, export_folder_problem
 
@@ -101,7 +101,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         (new / EXPORTED_FROM).write_text(
             json.dumps({"checkpoint": path.name, "manifest_sha256": identity(path)}) + "\n"
         )
-        former = discarded_name(out)
+        former = unused_backup_path(out)
         if out.exists():
             out.rename(former)
         new.rename(out)
@@ -195,8 +195,8 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         quantized = trained.quantize(weights, load_shard(path / rank_file(0))["fp8"])
         how = f"equal to those of training ({' and '.join(trained.recipes)} scaling), bit for bit"
     else:
-        quantized = serving.by_row(weights, serving.untrained_fp8(model, precision))
-    kept = [name for name in serving.linears(model) if f"{name}.weight" not in quantized]
+        quantized = serving.quantize_by_row(weights, serving.untrained_fp8(model, precision))
+    kept = [name for name in serving.linear_names(model) if f"{name}.weight" not in quantized]
     if model.config.dtype == torch.float32:  # FP8 servers compute in 16 bits
         model.config.dtype = torch.bfloat16
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -204,7 +204,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     model.config.quantization_config = hf_fp8.quantization_config(bool(trained and trained.blocks), kept)
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
-    save_torch_state_dict(hf_fp8.flat(weights | quantized), out)
+    save_torch_state_dict(hf_fp8.to_stored_tensors(weights | quantized), out)
     written = read_hf_folder(out, model.config, model.config.dtype)
     assert not serving.differences(written, quantized), f"the FP8 weights in {out} differ from those written"
     return [
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         "run's hf/ folder)",
     )
     arguments = parser.parse_args(argv)
-    path = checkpoint_of(arguments.checkpoint)
+    path = select_checkpoint(arguments.checkpoint)
     import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
 
     tokenizer = arguments.tokenizer or trained_tokenizer(path, read_state(path))
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join([*lines, f"wrote {arguments.out} from {path}"]))
 
 
-def checkpoint_of(given: Path) -> Path:
+def select_checkpoint(given: Path) -> Path:
     """Return `given` if it is a checkpoint, or the newest undamaged checkpoint if `given` is a run folder.
 
     Raises:
@@ -267,7 +267,7 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
     Raises:
         DataError: The tokenizer is not the one used in training.
     """
-    folder = tokenizer_of(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
+    folder = find_tokenizer(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
     if TextEncoder(folder).sha256() not in _trained_with(state):
         raise DataError(
             f"the tokenizer in {folder} is not the one used in training, because the data was prepared again. Pass the "

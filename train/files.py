@@ -26,7 +26,7 @@ NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirector
 FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
 
 
-def discarded_name(path: Path) -> Path:
+def unused_backup_path(path: Path) -> Path:
     """Return the new path of a file or folder that a run discards. The name contains the time in microseconds."""
     return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
@@ -45,7 +45,7 @@ def write_durably(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+def to_json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     """Return `value` as JSON text for messages, with non-ASCII letters unescaped.
 
     Args:
@@ -54,7 +54,7 @@ def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     return json.dumps(value, default=default, ensure_ascii=False)
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message of an error. If the disk is full or not writable, add what the user can do."""
     if not is_persistent(error):
         return str(error)
@@ -87,7 +87,7 @@ def format_size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
-def bytes_of(*places: Path) -> int:
+def total_bytes(*places: Path) -> int:
     """Return the total size in bytes of all files in the given folders. Missing files and folders are ignored."""
     paths = (
         os.path.join(folder, name)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("importing data", "pydantic", "numpy", "sentencepiece", "transformers")
+require_packages("importing data", "pydantic", "numpy", "sentencepiece", "transformers")
 
 from model.keys import between, given_path, unicode
 from train.command import command

@@ -36,7 +36,7 @@ from train.checkpoint.files import (
     step_folders,
 )
 from train.command import command
-from train.files import format_size, shown
+from train.files import format_size, to_json_text
 
 
 def find_damage(path: Path, verify: bool) -> list[str] | None:
@@ -73,7 +73,7 @@ def describe(path: Path) -> list[str]:
         f"{written:%Y-%m-%d %H:%M}",
         *([f"began at {state.began_at['path']}"] if state.began_at else []),
         *(
-            f"changed at step {c['step']}: {c['key']}: {shown(c['old'])} -> {shown(c['new'])}"
+            f"changed at step {c['step']}: {c['key']}: {to_json_text(c['old'])} -> {to_json_text(c['new'])}"
             for c in state.changes
         ),
     ]

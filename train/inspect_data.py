@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("inspecting data", "pydantic", "numpy")
+require_packages("inspecting data", "pydantic", "numpy")
 
 from model.keys import between
 from train.command import command

@@ -48,17 +48,17 @@ sys.path[0] = str(ROOT)
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # avoids a traceback during the imports below
 
-from model import need
+from model import require_packages
 
-need("starting ranks", "pydantic")
+require_packages("starting ranks", "pydantic")
 
 from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
-from train.files import is_transient, reason, remove_dead_buffers
-from train.launchers import first_host, port_of
+from train.files import describe_error, is_transient, remove_dead_buffers
+from train.launchers import first_hostname, step_port
 from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
             return Supervisor(argv[1:], Children()).run()
         return run_ranks(parse(argv), Children())
     except (UserError, ValueError, OSError) as error:
-        logger.error(reason(error))
+        logger.error(describe_error(error))
         return CRASHED if is_transient(error) else DO_NOT_RESTART
 
 
@@ -521,8 +521,8 @@ def rank_options(most: float, by_srun: bool) -> list[str]:
     if by_srun:
         found = {
             "--nnodes": setting("SLURM_NNODES", "1"),
-            "--master_addr": first_host(setting("SLURM_JOB_NODELIST")),
-            "--master_port": port_of(setting("SLURM_JOB_ID")),
+            "--master_addr": first_hostname(setting("SLURM_JOB_NODELIST")),
+            "--master_port": step_port(setting("SLURM_JOB_ID")),
         }
     elif setting("NNODES"):
         names |= {"NNODES": "--nnodes", "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}

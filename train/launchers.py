@@ -1,8 +1,8 @@
 """Read the rank and the world size from the environment variables of any launcher.
 
-torchrun, deepspeed, accelerate and train/launch.py set the environment variables of torch (`DESCRIBED`). srun and
-mpirun set their own variables (`LAUNCHERS`). `adopt` translates these to torch's variables, which all other modules
-read. Only this module uses the variables of Slurm and MPI. It does not import torch.
+torchrun, deepspeed, accelerate and train/launch.py set the environment variables of torch (`TORCH_VARIABLES`). srun and
+mpirun set their own variables (`LAUNCHERS`). `export_torch_variables` translates these to torch's variables, which all
+other modules read. Only this module uses the variables of Slurm and MPI. It does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from model.errors import UserError
 
-DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-HOW = (
+TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_HINT = (
     "Start the ranks with train/launch.py, torchrun, deepspeed, srun, or the mpirun of Open MPI, MPICH or Intel MPI. "
     "To train with one process, unset "
 )
@@ -65,7 +65,7 @@ LAUNCHERS = (
 )
 # A variable with at least this value shows that there are several processes. Without RANK, each of them would train a
 # separate model.
-ONE_OF_SEVERAL = {
+OTHER_LAUNCHERS = {
     "WORLD_SIZE": 2,
     "LOCAL_RANK": 1,
     "SLURM_PROCID": 1,
@@ -76,7 +76,7 @@ ONE_OF_SEVERAL = {
 }
 
 
-def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
+def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torch's environment variables if srun or mpirun started this process as one of several ranks.
 
     Variables that are already set are kept. Without any launcher variables, this process is the only rank.
@@ -85,13 +85,13 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         LauncherError: Variables are missing or contradict each other, or the host of rank 0 is unknown.
     """
     if environment.get("RANK"):
-        _check_described(environment)
+        _check_torch_variables(environment)
         return
     launcher = next((known for known in LAUNCHERS if environment.get(known.sign)), None)
     if launcher is None:
-        _check_alone(environment)
+        _check_no_launcher(environment)
         return
-    found = _described_by(launcher, environment)
+    found = _torch_variables(launcher, environment)
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
             raise LauncherError(
@@ -104,10 +104,10 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         return
     environment.update(found)
     if not environment.get("MASTER_ADDR"):
-        environment["MASTER_ADDR"] = _first_of(launcher, environment)
+        environment["MASTER_ADDR"] = _rank_0_host(launcher, environment)
     if not environment.get("MASTER_PORT"):
         environment["MASTER_PORT"] = (
-            port_of(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])
+            step_port(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])
             if launcher.name == "srun"
             else PORT
         )
@@ -129,19 +129,19 @@ def local_world_size(environment: Mapping[str, str] = os.environ) -> int:
     return _number(text, 1) or 1
 
 
-def several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
+def is_multi_node(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the environment variables describe ranks on more than one node."""
     is_known = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
     return bool(is_known) and local_world_size(environment) < world_size(environment)
 
 
-def first_host(nodes: str) -> str:
+def first_hostname(nodes: str) -> str:
     """Return the first host of a Slurm node list such as "gpu[007-012,20],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def port_of(job: str, step: str = "0") -> str:
+def step_port(job: str, step: str = "0") -> str:
     """Return the TCP port of rank 0 for a Slurm job step.
 
     The port is the same on all nodes and differs between concurrent jobs and steps. It is below the range of ephemeral
@@ -154,34 +154,35 @@ def _number(text: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def _check_described(environment: Mapping[str, str]) -> None:
-    given = {name: environment.get(name, "") for name in DESCRIBED}
+def _check_torch_variables(environment: Mapping[str, str]) -> None:
+    given = {name: environment.get(name, "") for name in TORCH_VARIABLES}
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
         raise LauncherError(
-            f"RANK is set, but {', '.join(wrong)} is not set or not a number. {HOW}RANK",
+            f"RANK is set, but {', '.join(wrong)} is not set or not a number. {LAUNCH_HINT}RANK",
             code="rank_described_in_part",
             key=wrong[0],
         )
 
 
-def _check_alone(environment: Mapping[str, str]) -> None:
-    for name, least in ONE_OF_SEVERAL.items():
+def _check_no_launcher(environment: Mapping[str, str]) -> None:
+    for name, least in OTHER_LAUNCHERS.items():
         if _number(environment.get(name, ""), 0) >= least:
             raise LauncherError(
-                f"{name}={environment[name]} belongs to one of several processes, but RANK is not set. {HOW}{name}",
+                f"{name}={environment[name]} belongs to one of several processes, but RANK is not set. "
+                f"{LAUNCH_HINT}{name}",
                 code="task_not_described",
                 key=name,
             )
 
 
-def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+def _torch_variables(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
     names = (launcher.rank, launcher.local_rank, launcher.size, launcher.local_size)
     values = {name: environment.get(name, "") for name in names}
     if values[launcher.size] == "1":
         return {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if launcher.name == "srun":
-        values[launcher.local_size] = _tasks_here(
+        values[launcher.local_size] = _tasks_on_node(
             values[launcher.local_size], environment.get("SLURM_NODEID", "")
         )
     if wrong := [name for name, text in values.items() if not text.isdecimal()]:
@@ -198,7 +199,7 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
     return described | {"LOCAL_SIZE": described["LOCAL_WORLD_SIZE"]}
 
 
-def _tasks_here(tasks: str, node: str) -> str:
+def _tasks_on_node(tasks: str, node: str) -> str:
     """Return the number of tasks on a node from a Slurm task list such as "8(x3),4".
 
     Args:
@@ -214,7 +215,7 @@ def _tasks_here(tasks: str, node: str) -> str:
     return counts[index] if index < len(counts) else ""
 
 
-def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
+def _rank_0_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
     """Return the host of rank 0.
 
     Raises:
@@ -224,7 +225,7 @@ def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
         return "127.0.0.1"
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if launcher.name == "srun" and nodes:
-        return first_host(nodes)
+        return first_hostname(nodes)
     raise LauncherError(
         f"{launcher.name} started ranks on several hosts, but the host of rank 0 is unknown. Set MASTER_ADDR to it "
         "(srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: -genv MASTER_ADDR HOST)",

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("planning", "pydantic")
+require_packages("planning", "pydantic")
 
 from model.config import CONFIGS, load_sizes
 from model.keys import between
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     step_tokens = resolved.train_batch_size_tokens or 1
     tokens = options.tokens or arguments.max_steps * step_tokens
     ds_config, steps = resolve_ds_config(resolved, gpus), max(1, round(tokens / step_tokens))
-    setting = Setting.of(resolved, ds_config, load_sizes(arguments.model.config), gpus, steps)
+    setting = Setting.from_run(resolved, ds_config, load_sizes(arguments.model.config), gpus, steps)
     planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
     print("\n".join(lines(planned)))
     if options.output:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("drawing", "matplotlib")
+require_packages("drawing", "matplotlib")
 
 from train.command import command
 from train.record import plots

@@ -28,10 +28,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("preparing data", "sentencepiece", "transformers")
-need("preparing data", "datatrove", requirements="requirements-prep.txt")
+require_packages("preparing data", "sentencepiece", "transformers")
+require_packages("preparing data", "datatrove", requirements="requirements-prep.txt")
 
 from model.keys import between, given_path, unicode
 from train.command import command

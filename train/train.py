@@ -26,9 +26,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("training", "pydantic", "psutil", "torch", "deepspeed", "transformers")
+require_packages("training", "pydantic", "psutil", "torch", "deepspeed", "transformers")
 
 from train.monitor import signals
 
@@ -39,7 +39,7 @@ from model.errors import UserError
 from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
-from train.files import is_persistent, reason
+from train.files import describe_error, is_persistent
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     configure_logging()
     try:
         arguments = load_arguments(argv)  # `--help` works without a rank
-        launchers.adopt()
+        launchers.export_torch_variables()
         configure_logging(arguments.log_level, launchers.rank())
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             for remark in check(
@@ -82,12 +82,12 @@ def main(argv: list[str]) -> int:
         gc.enable()
         return trainer.run(arguments)
     except signals.Interrupted:
-        return leave(signals.INTERRUPTED)
+        return exit_rank(signals.INTERRUPTED)
     except Exception as error:
-        return fail(error, arguments)
+        return end_after_error(error, arguments)
 
 
-def fail(error: Exception, arguments: TrainingArguments | None) -> int:
+def end_after_error(error: Exception, arguments: TrainingArguments | None) -> int:
     """Log an error and exit this rank without waiting for the other ranks, which may hang in a collective.
 
     The launcher then terminates the other ranks. Rank 0 logs first, so that an error on all ranks is shown only once.
@@ -96,7 +96,7 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
         The exit status. The function returns only in a single-process run.
     """
     with contextlib.suppress(UserError):
-        launchers.adopt()  # not called yet if the arguments are invalid
+        launchers.export_torch_variables()  # not called yet if the arguments are invalid
     is_expected = isinstance(error, ValueError | OSError | UserError)
     is_transient = (
         not is_persistent(error)
@@ -112,13 +112,17 @@ def fail(error: Exception, arguments: TrainingArguments | None) -> int:
         # SIGTERM ends this rank immediately with the status of the error, because no step follows
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    text = f"{reason(error)}\n(set FP8_TRACEBACK=1 for a traceback)" if is_expected else memory or str(error)
+    text = (
+        f"{describe_error(error)}\n(set FP8_TRACEBACK=1 for a traceback)"
+        if is_expected
+        else memory or str(error)
+    )
     where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""
     logger.error(f"{where}{text}", exc_info=shows_traceback)
-    return leave(status)
+    return exit_rank(status)
 
 
-def leave(status: int) -> int:
+def exit_rank(status: int) -> int:
     """Return `status` in a single-process run. With several ranks, exit the process immediately with this status.
 
     A normal exit would wait for the other ranks.

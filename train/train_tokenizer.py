@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import need
+from model import require_packages
 
-need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
+require_packages("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 
 from model.keys import between, given_path
 from train.command import command

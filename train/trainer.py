@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.build import build_model, choose_attention
-from model.config import GIB, flops_per_token, load_config, load_sizes, num_parameters, numbers_of
+from model.config import GIB, flops_per_token, load_config, load_sizes, num_parameters, numeric_settings
 from model.errors import UserError
 from model.fp8.calibration import calibrate
 from model.fp8.gemms import Gemms, count_gemms
@@ -38,7 +38,7 @@ from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
 from model.fp8.precision import Precision
 from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
-from train.checkpoint.files import RunState, belongs_to, identity, name_of, read_state
+from train.checkpoint.files import RunState, checkpoint_name, identity, is_in_folder, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
     fits_fp8_state,
@@ -58,32 +58,32 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import msamp_settings, resolve_ds_config
 from train.config.load import find_changed_arguments, resolve_arguments
 from train.config.schedule import (
-    arguments_of_phase,
     describe_phase,
+    phase_arguments,
     phase_at,
     phase_end_problems,
-    precisions_of,
+    phase_precisions,
 )
-from train.data.encoder import tokenizer_of
+from train.data.encoder import find_tokenizer
 from train.data.order import next_position
 from train.data.source import check_fit
-from train.data.stream import MicroBatches, SampleStream, open_held_out, open_stream, unigram_loss_of
+from train.data.stream import MicroBatches, SampleStream, compute_unigram_loss, open_held_out, open_stream
 from train.engine import distributed
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep, SkipDecision, build_engine, free_memory, release
 from train.export import export
-from train.files import bytes_of, discarded_name
+from train.files import total_bytes, unused_backup_path
 from train.monitor.fp8_alarms import find_fallbacks
 from train.monitor.health import Health, ranks_without_finite_loss, samples_record, samples_text
-from train.monitor.lock import held
+from train.monitor.lock import hold_lock
 from train.monitor.replicas import check_replicas
 from train.monitor.signals import (
     STOPPED,
     Interrupted,
     Stopped,
     StopVote,
-    taking_steps,
+    defer_first_interrupt,
     write_stopped,
 )
 from train.monitor.slow_ranks import SlowRanks
@@ -92,7 +92,7 @@ from train.planning.autotune import resolve_auto
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.gradients import check_gradients
-from train.preflight.ranks import check_alike, check_configured_alike, is_on
+from train.preflight.ranks import check_alike, check_configured_alike, is_enabled
 from train.preflight.sizes import disk_plan
 from train.record.fp8_health import FP8_HEALTH, health_record
 from train.record.history import typical_speed
@@ -104,7 +104,7 @@ from train.record.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 
-ADVICE = (
+FP8_ADVICE = (
     "Resume from an earlier checkpoint (--resume_from_checkpoint) with a lower learning_rate or another "
     "precision.recipe, and allow the change (--allow_changes_on_resume)"
 )
@@ -125,12 +125,12 @@ def run(args: TrainingArguments) -> int:
     status = 0
     with contextlib.ExitStack() as folder:
         with Watchdog(args.hang_timeout_s) as watchdog:
-            watchdog.at("comparing the configurations of the ranks")
+            watchdog.set_position("comparing the configurations of the ranks")
             args = resolve_arguments(args, dist.get_world_size())
             check_configured_alike(args)
             watchdog.phase("waiting for run.lock")
             if not args.dry_run:
-                folder.enter_context(held(RunFolder(args.output_dir)))
+                folder.enter_context(hold_lock(RunFolder(args.output_dir)))
         try:
             run_training(args)
         except Stopped:
@@ -167,7 +167,7 @@ def run_training(args: TrainingArguments) -> None:
         stop_vote = StopVote()
     try:
         with contextlib.closing(metrics), record:
-            with taking_steps():
+            with defer_first_interrupt():
                 checkpoint = trainer.fit(metrics, stop_vote)
                 while state.step < args.max_steps:
                     trainer, change = build_next_trainer(trainer)
@@ -179,11 +179,11 @@ def run_training(args: TrainingArguments) -> None:
                 if is_main:
                     export_last(args, folder, checkpoint)
                     metrics.draw_last()
-                watchdog.at("waiting for all ranks to end")
+                watchdog.set_position("waiting for all ranks to end")
                 dist.barrier()
     except Stopped as stopped:
         with Watchdog(args.hang_timeout_s) as watchdog:
-            watchdog.at("waiting for all ranks to stop")
+            watchdog.set_position("waiting for all ranks to stop")
             # a full disk does not matter: the checkpoint exists, and the exit status reports the stop
             if is_main:
                 with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
         PreflightError: The ranks differ, or the gradients of the first step are wrong.
         Other errors of the functions below.
     """
-    if is_on(args):
+    if is_enabled(args):
         watchdog.phase("comparing the ranks and measuring their links")
         check_alike(args)
     seed_generators(args)
@@ -208,10 +208,10 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
     args = resolve_auto(args, dist.get_world_size())
     watchdog.phase("opening the data")
     data = open_data(args, watchdog)
-    state, checkpoint = find_start(args, data.train, watchdog)
+    state, checkpoint = load_start_position(args, data.train, watchdog)
     describe_run(args, data, state)
     trainer = Trainer(args, data, state, checkpoint, watchdog)
-    if is_on(args) and state.step < args.max_steps:
+    if is_enabled(args) and state.step < args.max_steps:
         watchdog.phase("checking the gradients of a step")
         check_gradients(args, trainer.engine, trainer.micro_step, trainer.precision, data.train, state)
     return trainer
@@ -224,7 +224,7 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
             f"training is complete; exporting {checkpoint}. If this fails, the same command{resume_option(args)} "
             "exports it without training"
         )
-        log_lines(*export(checkpoint, folder.hf, tokenizer_of(args.data.sources)))
+        log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
         logger.info(f"wrote {folder.hf}, a Hugging Face folder")
 
 
@@ -243,7 +243,7 @@ def seed_generators(args: TrainingArguments) -> None:
         distributed.make_deterministic()
 
 
-def ds_config_of(args: TrainingArguments) -> dict[str, Any]:
+def build_ds_config(args: TrainingArguments) -> dict[str, Any]:
     """Return the DeepSpeed configuration. It is the same in every phase."""
     return resolve_ds_config(args, dist.get_world_size())
 
@@ -253,7 +253,7 @@ def bytes_to_read(*places: Path | str | None) -> int:
 
     Only rank 0 reads the sizes, to keep the load on a shared file system low.
     """
-    return distributed.call_on_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
+    return distributed.call_on_rank_0(lambda: total_bytes(*(Path(place) for place in places if place)))
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
@@ -287,7 +287,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
     )
     held_out = open_held_out(train, data.sources, data.eval_sources or {}, args.max_eval_samples)
     check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
-    unigram_loss = unigram_loss_of(train, held_out["eval_loss"])
+    unigram_loss = compute_unigram_loss(train, held_out["eval_loss"])
     if data.verify:
         streams, share = [train, *held_out.values()], (dist.get_rank(), dist.get_world_size())
         watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
@@ -299,7 +299,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
 # ---------------------------------------------------------------- where the run starts
 
 
-def find_start(
+def load_start_position(
     args: TrainingArguments, stream: SampleStream, watchdog: Watchdog
 ) -> tuple[RunState, Path | None]:
     """Return the position at which the run starts, and the checkpoint to resume from (None: a new run).
@@ -313,9 +313,9 @@ def find_start(
         consumed_samples=0,
         consumed_tokens=0,
         world_size=dist.get_world_size(),
-        zero_stage=ds_config_of(args).get("zero_optimization", {}).get("stage", 0),
+        zero_stage=build_ds_config(args).get("zero_optimization", {}).get("stage", 0),
         train_config=args.to_dict(),
-        model_config=numbers_of(load_config(args.model.config)),
+        model_config=numeric_settings(load_config(args.model.config)),
         data_fingerprint=stream.fingerprint(),
     )
     checkpoints, given = RunFolder(args.output_dir).checkpoints, args.resume_from_checkpoint
@@ -382,7 +382,7 @@ def check_later_phases(
     Raises:
         PrecisionError: A phase or a fallback is not supported.
     """
-    for section in precisions_of(args.precision):
+    for section in phase_precisions(args.precision):
         precision = Precision(section, device, fallbacks)
         if precision.fp8:
             check_precision(model, precision)
@@ -437,9 +437,9 @@ def build_engine_and_resume(
         first = state.consumed_samples + dist.get_rank() * size
         ids, labels, documents = stream.batch(first, size).to(precision.device)
         log_lines(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
-    engine = build_engine(model, args, ds_config_of(args))
+    engine = build_engine(model, args, build_ds_config(args))
     if checkpoint is not None and saved is not None:
-        with distributed.without_prints():
+        with distributed.suppress_prints():
             load_checkpoint(engine, checkpoint, precision, is_partitioned_differently(saved, state))
     micro_step = MicroStep(engine, precision, args)
     log_lines(
@@ -476,13 +476,13 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
 
 def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
     """Log and return the predicted memory and speed of the first phase. None if they cannot be predicted."""
-    phase_args = arguments_of_phase(args, phase_at(args, state.step, state.consumed_tokens))
-    setting = Setting.of(
-        phase_args, ds_config_of(args), load_config(args.model.config), dist.get_world_size()
+    phase_args = phase_arguments(args, phase_at(args, state.step, state.consumed_tokens))
+    setting = Setting.from_run(
+        phase_args, build_ds_config(args), load_config(args.model.config), dist.get_world_size()
     )
     if not (torch.cuda.is_available() and setting.is_planned):
         return None
-    prediction = Prediction.of(setting, torch.cuda.get_device_name())
+    prediction = Prediction.make(setting, torch.cuda.get_device_name())
     logger.info(prediction.line())
     return prediction.to_json()
 
@@ -503,17 +503,20 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
     if is_main:
         if aside := move_later_checkpoints(folder.checkpoints, state.step):
             logger.info(f"checkpoints of later steps were moved to {aside}")
-        if folder.exported()[0] > name_of(state.step):
-            aside = folder.hf.rename(discarded_name(folder.hf))
+        if folder.exported()[0] > checkpoint_name(state.step):
+            aside = folder.hf.rename(unused_backup_path(folder.hf))
             logger.info(f"the export of a later step was moved to {aside}")
     metrics = MetricsLogger(folder, args.to_dict(), is_main, state.step, state.evaluation_due)
     if is_main:
         folder.stopped.unlink(missing_ok=True)
-        for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config_of(args))):
+        for path, content in (
+            (folder.train_config, args.to_dict()),
+            (folder.ds_config, build_ds_config(args)),
+        ):
             path.write_text(json.dumps(content, indent=2) + "\n")
     changed = [change for change in state.changes if change["step"] == state.step]
     notes: dict[str, Any] = {"changes": changed} if changed else {}
-    if checkpoint is not None and not belongs_to(checkpoint, folder.checkpoints):
+    if checkpoint is not None and not is_in_folder(checkpoint, folder.checkpoints):
         notes["began_at"] = state.began_at
     if notes:
         metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
@@ -589,7 +592,7 @@ class Trainer:
         self.first_checkpoint, self.first_step = checkpoint, state.step
         self.folder = RunFolder(args.output_dir)
         self.phase, fallbacks = starting_precision(args, state)
-        phase_args = arguments_of_phase(args, self.phase)
+        phase_args = phase_arguments(args, self.phase)
         read = bytes_to_read(checkpoint or args.model.init_from)
         watchdog.phase("building the model", read)
         self.model, self.precision = build_model_and_precision(phase_args, checkpoint, fallbacks)
@@ -659,7 +662,11 @@ class Trainer:
         """The checkpoint of the current step, or None with save_strategy no."""
         if self.state.step == self.first_step:
             return self.first_checkpoint
-        return None if self.args.save_strategy == "no" else self.folder.checkpoints / name_of(self.state.step)
+        return (
+            None
+            if self.args.save_strategy == "no"
+            else self.folder.checkpoints / checkpoint_name(self.state.step)
+        )
 
     # ---------------------------------------------------------------- a step
 
@@ -715,7 +722,9 @@ class Trainer:
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else contextlib.nullcontext() as gemms:
             for index in range(self.accumulation):
-                self.watchdog.at(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
+                self.watchdog.set_position(
+                    f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}"
+                )
                 self.slow_ranks.begin()
                 batch = self.batches.get(first_sample, index).to(engine.device)
                 with check.watching() if check and index == 0 else contextlib.nullcontext():
@@ -764,7 +773,7 @@ class Trainer:
             self._write_metrics(record)
             raise TrainingError(
                 f"the gradients of the last {most} steps, to step {number}, were not finite and no weight changed. "
-                f"{ADVICE}"
+                f"{FP8_ADVICE}"
             )
 
     def _vote(self) -> tuple[bool, bool]:
@@ -823,7 +832,7 @@ class Trainer:
             loss /= _mean_over_ranks(step.share)
         if not (step.skipped or math.isfinite(loss)):
             raise TrainingError(
-                f"the loss of step {self.state.step} is {loss} and the step was not skipped. {ADVICE}"
+                f"the loss of step {self.state.step} is {loss} and the step was not skipped. {FP8_ADVICE}"
             )
         if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
             raise TrainingError(f"step {self.state.step}: {problem}")
@@ -941,7 +950,7 @@ class Trainer:
         """
         if not self.saver.pending:
             return
-        self.watchdog.at("waiting for the background save")
+        self.watchdog.set_position("waiting for the background save")
         try:
             saved = self.saver.finish()
             assert saved is not None
@@ -974,7 +983,7 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     began, phase = time.monotonic(), trainer.phase
     args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
     with Watchdog(args.hang_timeout_s) as watchdog:
-        watchdog.at("freeing model and engine")
+        watchdog.set_position("freeing model and engine")
         release(trainer.engine)
         vars(trainer).clear()
         free_memory()

@@ -30,7 +30,7 @@ def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
     """Context that restores torch's random generators, TE's FP8 state and the attention backend, and frees memory."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices), te_backend.own_fp8_state(te):
+        with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(te):
             yield
     finally:
         te_backend.choose_attention_backend(attention_backend)

@@ -60,7 +60,7 @@ def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
     }
 
 
-def flat(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
+def to_stored_tensors(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
     """Return the tensors to store for `weights` by name. All FP8 weights must have the same format."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():

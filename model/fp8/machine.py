@@ -55,7 +55,7 @@ def describe() -> tuple[dict[str, Any], dict[str, Any]]:
         if te is not None:
             versions["transformer_engine_cudnn"] = _cudnn(te_backend.cudnn_versions()[0])
     for package in PACKAGES:
-        if version := te_backend.version_of(package):
+        if version := te_backend.package_version(package):
             versions[package.replace("-", "_")] = version
     return machine, versions
 

@@ -17,13 +17,13 @@ from model.fp8.recipes import FP8_FEATURE_MULTIPLE, fits_fp8
 from model.variants import VARIANTS
 
 # Descriptions of the fallbacks for the log.
-WORDS = {
+RECIPE_WORDS = {
     "current": "current scaling",
     "block": "block scaling",
     "bf16_backward": "block scaling, gradients computed in bf16",
     "bf16": "bf16",
 }
-TAKEN_OUT = "precision.on_trouble moved it to bf16"
+MOVED_TO_BF16 = "precision.on_trouble moved it to bf16"
 
 
 @dataclass
@@ -45,14 +45,14 @@ class FP8Report:
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
-        for recipe_name, names in by_value(self.fallbacks).items():
-            out.append(f"  {WORDS[recipe_name]}, by precision.on_trouble: {shown(names)}")
-        for reason, names in by_value(self.kept).items():
-            out.append(f"  not FP8: {shown(names)}: {reason}")
+        for recipe_name, names in group_by_value(self.fallbacks).items():
+            out.append(f"  {RECIPE_WORDS[recipe_name]}, by precision.on_trouble: {format_names(names)}")
+        for reason, names in group_by_value(self.kept).items():
+            out.append(f"  not FP8: {format_names(names)}: {reason}")
         return out
 
 
-def by_value(items: dict[str, str]) -> dict[str, list[str]]:
+def group_by_value(items: dict[str, str]) -> dict[str, list[str]]:
     """Group the keys of `items` by their value."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
@@ -60,11 +60,11 @@ def by_value(items: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def shown(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
 
 
-def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
+def run_with_recipe(module: nn.Module, te: Any, recipe: Any) -> None:
     """Run `module` and all its submodules under an autocast of their own: with `recipe`, or None for no FP8."""
     stack: list[Any] = []
 
@@ -72,7 +72,7 @@ def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
         contexts = ExitStack()
         contexts.enter_context(te.autocast(enabled=recipe is not None, recipe=recipe))
         if getattr(recipe, "backward_override", None) is not None:
-            contexts.enter_context(te_backend.one_forward(te))
+            contexts.enter_context(te_backend.single_forward(te))
         stack.append(contexts)
 
     def leave(*_: Any) -> None:
@@ -119,7 +119,7 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             pattern = bf16_pattern(name, precision.config.bf16_modules)
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
             if reason is None and precision.module_recipe(name) == "bf16":
-                reason = TAKEN_OUT
+                reason = MOVED_TO_BF16
             if name == "lm_head" and precision.config.head_gradients:
                 how = "run FP8" if getattr(module, "fp8_gradients", False) else "do not run FP8"
                 reason = f"{reason}; its two gradient GEMMs {how}"
@@ -147,7 +147,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     names = [name for name, _ in model.named_modules() if name]
     for pattern in precision.config.bf16_modules:
         for name in fnmatch.filter(names, pattern):
-            run_under(model.get_submodule(name), precision.te, None)
+            run_with_recipe(model.get_submodule(name), precision.te, None)
     for name, module in gemm_modules(model, precision).items():
         if bf16_pattern(name, precision.config.bf16_modules):
             continue
@@ -159,7 +159,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
         if own_scales:  # te_reference/gemm.py explains why
             recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
         if own_scales or recipe_name != precision.config.recipe:
-            run_under(module, precision.te, recipe)
+            run_with_recipe(module, precision.te, recipe)
 
 
 def check_precision(model: nn.Module, precision: Precision) -> list[str]:
@@ -179,7 +179,7 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
                 key="precision.bf16_modules",
             )
     report = fp8_modules(model, precision)
-    if not report.planned and TAKEN_OUT not in report.kept.values():
+    if not report.planned and MOVED_TO_BF16 not in report.kept.values():
         raise PrecisionError(
             f"precision.bf16_modules {patterns} leaves no module to run FP8; remove patterns, or set "
             "precision.compute to bf16",

@@ -67,7 +67,7 @@ RECIPES = {
 }
 
 # Runs of earlier versions have these values. Recipes that do not read the key accept them in addition to the default.
-NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
+FORMER_DEFAULTS = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
 
 # The fallbacks of a module in order (precision.on_trouble). bf16_backward: block scaling in the forward pass and bf16
 # gradients. bf16: no FP8.
@@ -102,7 +102,7 @@ STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 
 
-def bytes_of_states(states: str, moments: str) -> float:
+def optimizer_state_bytes(states: str, moments: str) -> float:
     """Return the bytes per parameter of the optimizer's states.
 
     Args:
@@ -177,7 +177,7 @@ class PrecisionSettings:
 
 
 # The end of a phase. The next phase starts there. The last phase lasts until the end of the run.
-ENDS = {
+PHASE_ENDS = {
     "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the phase ends")],
     "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which the phase ends")],
     "until_share": Annotated[
@@ -189,7 +189,7 @@ if TYPE_CHECKING:
 else:
     PrecisionPhase = TypedDict(
         "PrecisionPhase",
-        ENDS
+        PHASE_ENDS
         | {
             name: Annotated[(field.annotation, *field.metadata, Field(description=field.description))]
             for name, field in PrecisionSettings.__pydantic_fields__.items()
@@ -276,7 +276,7 @@ class PrecisionConfig(PrecisionSettings):
         """Return the bytes per parameter of optimizer states, excluding the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
-        return bytes_of_states(self.optimizer_states, self.moment_type)
+        return optimizer_state_bytes(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
         """Return a copy with another recipe. Keys that only the old recipe reads get their default."""
@@ -301,7 +301,7 @@ class PrecisionConfig(PrecisionSettings):
             defaults = PrecisionConfig()
             for knob in dict.fromkeys(knob for r in RECIPES.values() for knob in r.knobs):
                 value, default = getattr(self, knob), getattr(defaults, knob)
-                if knob not in recipe.knobs and value not in (default, NOT_ASKED_FOR.get(knob, default)):
+                if knob not in recipe.knobs and value not in (default, FORMER_DEFAULTS.get(knob, default)):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
                         f"precision.{knob} is for recipe {readers} only, but the recipe is {self.recipe}; remove it"

@@ -136,7 +136,7 @@ def _register_fused_swiglu() -> str:
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
         _warn_about_swiglu(
-            f"Transformer Engine {version_of('transformer_engine')} has no table of activations"
+            f"Transformer Engine {package_version('transformer_engine')} has no table of activations"
         )
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
@@ -165,10 +165,12 @@ def _swiglu_in_fp8_works() -> bool:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     scale, amax = torch.full((1,), 16.0, device="cuda"), torch.zeros(1, device="cuda")
     formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
-    works = all(kernels.works(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats)
-    if not works:
-        _warn_about_swiglu(f"Triton {version_of('triton')} compiles model/fused/swiglu_fp8.py wrongly")
-    return works
+    matches_reference = all(
+        kernels.matches_reference(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats
+    )
+    if not matches_reference:
+        _warn_about_swiglu(f"Triton {package_version('triton')} compiles model/fused/swiglu_fp8.py wrongly")
+    return matches_reference
 
 
 def _warn_about_swiglu(why: str) -> None:
@@ -263,7 +265,7 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
 
 
 @contextmanager
-def own_fp8_state(te: SimpleNamespace) -> Iterator[None]:
+def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
     """Context whose models register in a separate process-wide FP8 state (see `forget_models`); restores the former
     state.
 
@@ -317,7 +319,7 @@ def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[N
 
 
 @contextmanager
-def one_forward(te: SimpleNamespace) -> Iterator[None]:
+def single_forward(te: SimpleNamespace) -> Iterator[None]:
     """Context for a forward whose backward is not FP8, for modules that may be recomputed.
 
     With recomputation, Transformer Engine 2.20.2's Linear also quantizes its weight by columns in the first forward but
@@ -384,7 +386,7 @@ def document_backends() -> tuple[str, ...]:
     return (*(("flash",) if flash else ()), *(() if deterministic else ("fused",)))
 
 
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
@@ -393,7 +395,7 @@ def version_of(package: str) -> str | None:
 
 
 def is_installed(package: str) -> bool:
-    return version_of(package) is not None
+    return package_version(package) is not None
 
 
 # The version that interprets windows as Transformer Engine 2.20.2 does.
@@ -414,7 +416,7 @@ def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_d
     # not measured on other GPUs, where Transformer Engine may choose FlashAttention kernels that cannot be launched
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return name
-    return "flash" if version_of("flash-attn-4") == FLASH_ATTENTION_4 else name
+    return "flash" if package_version("flash-attn-4") == FLASH_ATTENTION_4 else name
 
 
 def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> str:

@@ -135,7 +135,7 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
     return out
 
 
-def works(quantizer: Any) -> bool:
+def matches_reference(quantizer: Any) -> bool:
     """Return whether `dswiglu`, as compiled on this machine, writes the same bytes by rows and transposed.
 
     Checks the format of `quantizer`. CUDA only; waits for the GPU.

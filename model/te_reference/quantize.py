@@ -43,10 +43,10 @@ def _is_transposed(data: Tensor) -> bool:
     return data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous()
 
 
-def values_of(data: Tensor) -> Tensor:
+def fp8_values(data: Tensor) -> Tensor:
     """Convert FP8 to float32 with the same memory layout."""
     if _is_transposed(data):
-        return values_of(data.t()).t()
+        return fp8_values(data.t()).t()
     if not (data.is_cpu and data.is_contiguous()):
         return data.float()
     return VALUES[data.dtype].index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
@@ -210,13 +210,13 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     scale_inv: inverse scales, one for the tensor or one per tile in any of the three layouts of QuantizedMatrix.
     """
     if scale_inv.dim() == 0:
-        return values_of(data).mul_(scale_inv).to(dtype)
+        return fp8_values(data).mul_(scale_inv).to(dtype)
     if _is_transposed(data):
         return dequantize(data.t(), scale_inv.t(), dtype).t()
     block = tuple(
         BLOCK if tiles != side else 1 for tiles, side in zip(scale_inv.shape, data.shape, strict=True)
     )
-    tiles = _tiles(values_of(data), (block[0], block[1]))
+    tiles = _tiles(fp8_values(data), (block[0], block[1]))
     return _untile(tiles.mul_(scale_inv[:, None, :, None]), data.shape).to(dtype)
 
 
@@ -239,7 +239,7 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the values, [R, C], multiplied in float32 and rounded once to `dtype`."""
         if self.by_row:
-            return (values_of(self.codes) * self.scale).to(dtype)
+            return (fp8_values(self.codes) * self.scale).to(dtype)
         return dequantize(self.codes, self.scale, dtype)
 
 
@@ -277,5 +277,5 @@ def accumulate(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *
     it.
     """
     if a_scale_inv.dim() == 0:
-        return (values_of(a) @ values_of(b).t()).mul_(a_scale_inv * b_scale_inv)
+        return (fp8_values(a) @ fp8_values(b).t()).mul_(a_scale_inv * b_scale_inv)
     return dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()

@@ -19,7 +19,7 @@ ABSOLUTE_FOLDER = re.compile(r"(?<![\w./])/(?:[^/\s\"']+/)*")
 positive = between(1)
 
 
-class ByMachine(NamedTuple):
+class DeviceDefault(NamedTuple):
     """A default with one value for machines with a GPU and one for machines without."""
 
     gpu: Any
@@ -36,7 +36,7 @@ class Option(NamedTuple):
 
     def described(self) -> str:
         """Return the help text with the default."""
-        values = self.default if isinstance(self.default, ByMachine) else (self.default,)
+        values = self.default if isinstance(self.default, DeviceDefault) else (self.default,)
         shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
         default = "" if self.default in (None, False, []) else f"; default: {', without a GPU '.join(shown)}"
         return (self.help + default).replace("%", "%%")
@@ -83,12 +83,12 @@ def shared(**defaults: Any) -> list[Option]:
 
 # Options of bench_model.py and bench_scaling.py for measuring whole steps.
 STEP_OPTIONS = shared(
-    config=ByMachine("hare_1.1b", "tiny"),
+    config=DeviceDefault("hare_1.1b", "tiny"),
     row=[],
-    seq_length=ByMachine(2048, 64),
-    accumulation=ByMachine(8, 2),
-    steps=ByMachine(5, 1),
-    seconds=ByMachine(1.0, 0.0),
+    seq_length=DeviceDefault(2048, 64),
+    accumulation=DeviceDefault(8, 2),
+    steps=DeviceDefault(5, 1),
+    seconds=DeviceDefault(1.0, 0.0),
     deterministic=False,
 )
 
@@ -103,10 +103,10 @@ class Options(argparse.ArgumentParser):
             self.add_argument(one.name, default=one.default, help=one.described(), **one.keywords)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Parse a command line. The arguments after -- become `behind`."""
+        """Parse a command line. The arguments after -- become `extra_arguments`."""
         split = argv.index("--") if "--" in argv else len(argv)
         options = self.parse_args(argv[:split])
-        options.behind = argv[split + 1 :]
+        options.extra_arguments = argv[split + 1 :]
         return options
 
     def command(self, argv: list[str]) -> str:
@@ -117,11 +117,11 @@ class Options(argparse.ArgumentParser):
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
-    """Replace each `ByMachine` by its value for this machine."""
+    """Replace each `DeviceDefault` by its value for this machine."""
     import torch
 
     for key, value in vars(options).items():
-        if isinstance(value, ByMachine):
+        if isinstance(value, DeviceDefault):
             setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
 
 

@@ -22,7 +22,7 @@ from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common.options import Option, Options, choose_defaults
 from train import launchers
-from train.files import open_figure, reason, write_durably
+from train.files import describe_error, open_figure, write_durably
 from train.record.provenance import commit
 
 Result = dict[str, Any]
@@ -75,7 +75,7 @@ class Benchmark:
         """
         options = self.options.parse(argv)
         try:
-            launchers.adopt()
+            launchers.export_torch_variables()
             if launchers.rank():
                 options.output, sys.stdout = None, open(os.devnull, "w", encoding="utf-8")
             choose_defaults(options)
@@ -88,7 +88,7 @@ class Benchmark:
             if not outcome.results:
                 raise ValueError("no case is selected; select at least one")
         except (ValueError, OSError, UserError) as error:
-            print(f"error: {reason(error)}", file=sys.stderr)
+            print(f"error: {describe_error(error)}", file=sys.stderr)
             return 2
         print_outcome(outcome, self.columns)
         if options.output:

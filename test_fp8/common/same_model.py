@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model.config import num_parameters
 from model.conversion import to_hf_state_dict
 from model.errors import UserError
-from test_fp8.common.timing import times_in
+from test_fp8.common.timing import count_calls
 from train.data.stream import Batch
 
 PROBE_TOKENS = 64
@@ -50,7 +50,7 @@ class Reference:
     fp8_error: float = 0.0
 
     @classmethod
-    def of(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
+    def compute(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
         """Compute the reference with transformers' model. input_ids, labels: int64 [B, T], on the model's device."""
         weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
         if input_ids.is_cuda:  # pinned, because each case copies them back to the GPU
@@ -81,7 +81,7 @@ class Conditions:
 
     def count_steps(self, ms: float) -> int:
         """Return how many steps of `ms` milliseconds are timed."""
-        return times_in(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
+        return count_calls(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

@@ -24,7 +24,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def mark() -> Any:
+def record_time() -> Any:
     """Record a point in time on the GPU's clock, or on the host's clock without a GPU."""
     if not torch.cuda.is_available():
         return time.perf_counter()
@@ -35,10 +35,10 @@ def mark() -> Any:
 
 def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """Return the milliseconds of each call, without waiting for the GPU between calls."""
-    marks = [mark()]
+    marks = [record_time()]
     for call in calls:
         call()
-        marks.append(mark())
+        marks.append(record_time())
     synchronize()
     gpu = torch.cuda.is_available()
     return [start.elapsed_time(end) if gpu else (end - start) * 1e3 for start, end in pairwise(marks)]
@@ -53,7 +53,7 @@ def timed_ms(step: Callable[[], Any]) -> float:
     return laps_ms([step])[0]
 
 
-def take_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
+def time_alternately(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
     """Return the milliseconds of each step in each round.
 
     All steps run in every round. Every second round runs in reverse order, so that a drifting GPU clock affects all
@@ -69,7 +69,7 @@ def take_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key,
 def median_ms(step: Callable[[], Any], rounds: int) -> float:
     """Return the median milliseconds of `rounds` calls, after one warm-up call."""
     step()
-    return statistics.median(take_turns({"step": step}, rounds)["step"])
+    return statistics.median(time_alternately({"step": step}, rounds)["step"])
 
 
 def enqueue_ms(step: Callable[[], Any]) -> float:
@@ -83,7 +83,7 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def times_in(seconds: float, ms: float, least: int, most: int) -> int:
+def count_calls(seconds: float, ms: float, least: int, most: int) -> int:
     """Return how often a call of `ms` milliseconds fits into `seconds`, within limits."""
     return max(least, min(most, round(seconds * 1e3 / ms)))
 

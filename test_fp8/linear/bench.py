@@ -23,7 +23,7 @@ from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig, fp8_gpu_problem
 from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
-from test_fp8.common.timing import median_ms, take_turns
+from test_fp8.common.timing import median_ms, time_alternately
 from test_fp8.linear.shapes import Shape
 
 GEMMS = {"step": 3, "forward": 1}
@@ -113,7 +113,7 @@ class Linear:
         return dict(zip(("output", "dgrad", "wgrad"), (output.detach(), *gradients), strict=False))
 
 
-def as_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+def capture_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
     """Capture `run`, which must have run before, on the current stream (not the default one)."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -138,7 +138,7 @@ def checked(
         raise PrecisionError("a CUDA graph needs a GPU")
     counted = part == "step" and linear.precision
     with verify_fp8(linear.module, counted, calls) if counted else nullcontext():
-        run = as_graph(run) if launch == "graph" else run
+        run = capture_graph(run) if launch == "graph" else run
         results = run()
     errors = {
         k: float((t.float() - inputs.exact[k]).norm() / inputs.exact[k].norm()) for k, t in results.items()
@@ -182,8 +182,8 @@ def measure_shape(
                 for launch in LAUNCHES:
                     if "errors" not in results[precision, launch]:
                         results[precision, launch]["reason"] = one_line(error)
-        take_turns(parts, 1)
-        times = take_turns(parts, iterations)
+        time_alternately(parts, 1)
+        times = time_alternately(parts, iterations)
     except RuntimeError as error:  # out of memory, which affects all precisions
         return [{"reason": one_line(error), **result} for result in results.values()]
     ms = {key: statistics.median(each) / calls[key[0]] for key, each in times.items()}
@@ -223,5 +223,5 @@ def measure_ceilings(rounds: int) -> dict[str, Result]:
     products = {kind: matrix_product(kind) for kind in kinds}
     for product in products.values():
         median_ms(product, rounds)
-    ms = {kind: statistics.median(times) for kind, times in take_turns(products, rounds).items()}
+    ms = {kind: statistics.median(times) for kind, times in time_alternately(products, rounds).items()}
     return {kind: {"tflops": 2 * CEILING_SIZE**3 / ms[kind] / 1e9, "size": CEILING_SIZE} for kind in kinds}

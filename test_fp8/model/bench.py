@@ -52,7 +52,7 @@ from test_fp8.common.same_model import (
     check_same_model,
     loss_error,
 )
-from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms, times_in
+from test_fp8.common.timing import count_calls, enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms
 from test_fp8.model import megatron
 from test_fp8.model.cases import BASELINE, MEASURES, SEED, Setting, chosen_cases
 from train.config.arguments import TrainingArguments
@@ -226,7 +226,7 @@ def make_conditions(options: argparse.Namespace, config: Any) -> Conditions:
     ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     model = build_model(config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=SEED)
-    reference = Reference.of(model, batch.input_ids, batch.labels)
+    reference = Reference.compute(model, batch.input_ids, batch.labels)
     return Conditions(config, reference, batch, options.seconds, options.steps)
 
 
@@ -411,7 +411,7 @@ def time_passes(
     capture_s = time.perf_counter() - start
     facts = first_loss(lambda: one_pass(0), model, precision, samples, conditions.reference)
     one_pass()
-    count = times_in(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
+    count = count_calls(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
     launch_ms = enqueue_ms(one_pass)  # its work keeps the GPU busy until the first lap starts
     laps = laps_ms([partial(one_pass, number % accumulation) for number in range(count)])
     ms = mean_pass_ms(laps, accumulation) if cache_weights else statistics.median(laps)

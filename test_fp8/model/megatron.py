@@ -53,7 +53,7 @@ core = partial(importlib.import_module, package="megatron.core")
 
 def require_megatron() -> None:
     """Raise Unavailable if the supported version of Megatron-Core, or a GPU, is missing."""
-    if (found := te_backend.version_of(PACKAGE)) != VERSION:
+    if (found := te_backend.package_version(PACKAGE)) != VERSION:
         raise Unavailable(
             f"{PACKAGE} {VERSION} is needed (installed: {found}). Run pip install --no-deps {PACKAGE}=={VERSION} with "
             "Python 3.12."

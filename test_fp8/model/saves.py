@@ -80,7 +80,7 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
     }
 
 
-def share_lost(results: Sequence[Result]) -> float:
+def lost_time_share(results: Sequence[Result]) -> float:
     """Return the median time lost by a background save relative to a blocking save, without the first saves."""
     lost = [
         statistics.median(r["lost_s"] for r in results if r["background"] == background and not r["first"])
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     for save in results:
         slower_s = sum(t - step_s for t in save["steps_during_s"])
         save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
-    lost, ranks = share_lost(results), dist.get_world_size()
+    lost, ranks = lost_time_share(results), dist.get_world_size()
     dist.destroy_process_group()
     more = {"ranks": ranks, "parameters": num_parameters(training.engine.module.config), "lost": lost}
     return Outcome(results, more, [f"a background save costs {lost:.1%} of the time of a blocking save"])

@@ -59,7 +59,7 @@ def test_samples_are_shown_one_after_the_other_as_they_grow(
         (second, "xy", "length"),
     ):
         one.text, one.finish_reason = text, finished
-        assert printer.grown([first, second]) == bool(second.text), "whether it was interrupted"
+        assert printer.on_text([first, second]) == bool(second.text), "whether it was interrupted"
         shown.append(output())
     assert shown == ["=== 2/3 ===\nab", "", "c\n=== 3/3 ===\nx", "y\n"]
 

@@ -47,7 +47,7 @@ def documents_of(lengths: list[int], rows: int = B, tokens: int = T) -> Document
     for index in range(rows * tokens):
         new = index % tokens == 0 or in_document[index] == 0
         positions.append(0 if new else positions[-1] + 1)
-    return Documents.of(torch.tensor(positions).view(rows, tokens))
+    return Documents.from_positions(torch.tensor(positions).view(rows, tokens))
 
 
 def pieces(documents: Documents) -> list[slice]:

@@ -18,13 +18,13 @@ from transformers import MistralForCausalLM
 from model.build import build_model
 from model.config import load_config, load_sizes, weight_shapes
 from model.conversion import hf_parts, to_hf_state_dict
-from model.fp8.hf_fp8 import Quantized, flat, quantization_config, quantize_rows
+from model.fp8.hf_fp8 import Quantized, quantization_config, quantize_rows, to_stored_tensors
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.hf_folder import BLOCK, WeightsError, read_header, read_hf_folder
 from model.hub import local_folder
-from model.serving import TrainedFP8, by_row, differences, untrained_fp8
+from model.serving import TrainedFP8, differences, quantize_by_row, untrained_fp8
 from tests.conftest import numbers, random_ids, refused, small_config
 from train.evaluation.models import plan_model
 from train.preflight.check import check_weights
@@ -188,7 +188,7 @@ def in_fp8(path: Path, blocks: bool) -> Folder:
         else:
             weights[name] = quantize_rows(weights[name])
     folder.config["quantization_config"] = quantization_config(blocks, ["lm_head"])
-    folder.tensors, folder.expected = flat(weights), weights
+    folder.tensors, folder.expected = to_stored_tensors(weights), weights
     return folder
 
 
@@ -440,7 +440,7 @@ def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
     assert len(untrained_fp8(hf, torchao)) == 14 - 3 - 2
     weight = torch.randn(48, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
-    (row,) = by_row({"a": weight}, ["a"]).values()
+    (row,) = quantize_by_row({"a": weight}, ["a"]).values()
     assert row.by_row and row.scale[3] == 1
     error = (row.dequantize(torch.float32) - weight.float()).abs()
     assert (error <= weight.float().abs() / 16 + row.scale * 2**-10).all()
@@ -451,7 +451,7 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = torch.ones(4, 16)
     weight[1, 1] = value
     with refused(PrecisionError, code="not_finite", key="up"):
-        by_row({"up": weight}, ["up"])
+        quantize_by_row({"up": weight}, ["up"])
     config, precision, weights, state, _ = train("te_linear", steps=0, recipe="current")
     weights[name := "model.layers.1.mlp.up_proj.weight"][0, 0] = value
     with refused(PrecisionError, code="not_finite", key=name):

@@ -82,7 +82,7 @@ def main() -> int:
     forward_s = FORWARD_S * (1.5 if fault == "slow" and rank == 1 else 1)
     with Watchdog(600.0) as watchdog:
         for step in range(1, STEPS + 1):
-            watchdog.at(f"step {step}, micro-batch 1 of 1")
+            watchdog.set_position(f"step {step}, micro-batch 1 of 1")
             slow_ranks.begin()
             time.sleep(FORWARD_S)
             clock.now_s += forward_s * chance.uniform(1 - JITTER, 1 + JITTER)

@@ -74,7 +74,7 @@ def _full(engine: Any) -> Tensors:
     if engine.zero_optimization_stage():
         found = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     else:
-        found = {zero.name_of(engine, m.parameters[0]): m.tensor for m in zero.masters(engine)}
+        found = {zero.parameter_name(engine, m.parameters[0]): m.tensor for m in zero.masters(engine)}
     return to_hf({n: t.float() for n, t in found.items()}, engine.module.config)
 
 

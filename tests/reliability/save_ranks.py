@@ -45,7 +45,7 @@ from train.checkpoint.save import SaveError
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import without_prints
+from train.engine.distributed import suppress_prints
 from train.engine.step import MicroStep, build_engine
 
 RANKS = 2
@@ -82,7 +82,7 @@ class Trainer:
         with log_messages() as self.why:
             self.loaded = choose_checkpoint(self.root, "auto")
         if self.loaded is not None:
-            with without_prints():
+            with suppress_prints():
                 load_checkpoint(self.engine, self.loaded, self.precision)
             self.state.step = read_state(self.loaded).step
             self.compare({"step": self.state.step, "digest": self.digest()})

@@ -15,7 +15,7 @@ from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
 from train import trainer
 from train.checkpoint import save, staging
-from train.checkpoint.files import RUN_STATE, committed, name_of, problems, read_manifest
+from train.checkpoint.files import RUN_STATE, checkpoint_name, committed, problems, read_manifest
 from train.checkpoint.save import SaveError
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.monitor import signals
@@ -78,7 +78,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
     assert len(slow_writes) == 2 * (3 if stage else 2)
     assert curve(one) == curve(other)
     for step in (4, 8, 12):
-        paths = [folder / "checkpoints" / name_of(step) for folder in (one, other)]
+        paths = [folder / "checkpoints" / checkpoint_name(step) for folder in (one, other)]
         files, expected = map(read_manifest, paths)
         assert files.keys() == expected.keys()
         # the run's state has output_dir and save_async

@@ -18,7 +18,7 @@ import torch
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics, run
-from train.checkpoint.files import committed, newest_good
+from train.checkpoint.files import committed, newest_intact
 from train.checkpoint.save import SaveError
 
 FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
@@ -73,10 +73,10 @@ def test_a_bit_flipped_in_any_file_is_found_and_the_file_named(
             bit = chance.randrange(8 * file.stat().st_size)
             flip(file, bit)
             logged.clear()
-            assert newest_good(root) == previous, (file.name, bit)
+            assert newest_intact(root) == previous, (file.name, bit)
             assert len(logged) == 1 and str(file) in logged[0], (logged, bit)
             flip(file, bit)
-    assert newest_good(root) == newest and len(logged) == 1
+    assert newest_intact(root) == newest and len(logged) == 1
 
 
 @pytest.mark.process

@@ -19,9 +19,9 @@ from torch import nn
 from tests.reliability.launching import launch
 from tests.train.runs import ROOT, run
 from train.data.stream import SampleStream
-from train.files import bytes_of
+from train.files import total_bytes
 from train.monitor.slow_ranks import SlowRanks, count_slow_windows
-from train.monitor.watchdog import FIRST_STEP_S, SLOWEST, Watchdog, blame
+from train.monitor.watchdog import FIRST_STEP_S, SLOWEST, Watchdog, find_ranks_at_fault
 
 RANKS = "tests/reliability/meeting_ranks.py"
 SLOW = pytest.mark.slow
@@ -145,7 +145,7 @@ WAITS, RUNS = (lambda progress: {"progress": progress, "waits": True}), {"progre
     ],
 )
 def test_who_is_to_blame(found: dict, world: int, blamed: list[int]) -> None:
-    assert blame(found, world) == blamed
+    assert find_ranks_at_fault(found, world) == blamed
 
 
 def test_time_counts_since_the_last_step(process_group: None) -> None:
@@ -212,7 +212,7 @@ def test_a_phase_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pyt
     monkeypatch.setattr(SampleStream, "num_bytes", 5 * 10**12)
     settings["data"]["verify"] = True
     last = run(settings, max_steps=2) / "checkpoints/step-00000002"
-    assert read == [10**13, bytes_of(last)]
+    assert read == [10**13, total_bytes(last)]
     read.clear()
     run(settings, max_steps=2)
-    assert read[:4] == [10**13, bytes_of(last.parent), bytes_of(last), bytes_of(last)]
+    assert read[:4] == [10**13, total_bytes(last.parent), total_bytes(last), total_bytes(last)]

@@ -32,7 +32,7 @@ def no_exit(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_is_a_request_to_stop_and_the_second_an_end(no_exit: None) -> None:
-    with signals.taking_steps():
+    with signals.defer_first_interrupt():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)  # of a launcher
         assert signals.received[0] == "SIGINT"
@@ -42,7 +42,7 @@ def test_the_first_is_a_request_to_stop_and_the_second_an_end(no_exit: None) -> 
 
 def test_torchrun_passes_each_on_so_that_two_are_one(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with signals.taking_steps():
+    with signals.defer_first_interrupt():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(signals.Interrupted):
@@ -79,7 +79,7 @@ if steps == "before handlers":
     mark("ready")
     time.sleep(1e6)
 signals.install()
-with nullcontext() if steps == "none" else signals.taking_steps():
+with nullcontext() if steps == "none" else signals.defer_first_interrupt():
     mark("ready")
     # the terminal's Ctrl-C, and the launcher's request, which shows that it had the Ctrl-C too
     while not {"SIGINT", "SIGUSR1"} <= set(signals.received):

@@ -217,11 +217,11 @@ def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(writ
     name = next(key for key in content["fp8"] if key.endswith("scaling_fwd.amax_history"))
     content["fp8"][name][0, 0] = 1e6  # not yet reduced
     torch.save(content, file)
-    assert reshard.fp8_of_all_ranks(written, 2)[name][0, 0] == 1e6
+    assert reshard.merge_fp8_states(written, 2)[name][0, 0] == 1e6
     content["fp8"][name.replace("amax_history", "scale")][0] *= 2
     torch.save(content, file)
     with pytest.raises(CheckpointError):
-        reshard.fp8_of_all_ranks(written, 2)
+        reshard.merge_fp8_states(written, 2)
 
 
 # ---------------------------------------------------------------- the full form

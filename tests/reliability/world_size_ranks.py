@@ -20,10 +20,10 @@ from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import without_prints
+from train.engine.distributed import suppress_prints
 from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep
-from train.engine.zero import base_optimizer, masters, name_of
+from train.engine.zero import base_optimizer, masters, parameter_name
 
 
 @torch.no_grad()
@@ -37,12 +37,12 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
         for master in masters(engine):
             (weight,), state = master.parameters, base_optimizer(engine).state.get(master.tensor, {})
             found |= {
-                f"optimizer {name_of(engine, weight)} {moment}": state[moment].clone()
+                f"optimizer {parameter_name(engine, weight)} {moment}": state[moment].clone()
                 for moment in master.moments
                 if moment in state
             }
             if master.tensor is not weight:
-                found[f"optimizer {name_of(engine, weight)}"] = master.tensor.data.clone()
+                found[f"optimizer {parameter_name(engine, weight)}"] = master.tensor.data.clone()
     else:
         if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
             optimizer._hp_optimizer_states_linked = False
@@ -129,7 +129,7 @@ class Watched:
         try:
             trainer.run_training(self.args)
             if self.loaded_from is not None:
-                with without_prints():
+                with suppress_prints():
                     load_checkpoint(self.engine, self.loaded_from, self.precision)
                 self.dump("again", self.precision)
         finally:

@@ -46,7 +46,7 @@ def ids() -> Tensor:
 
 @pytest.fixture(scope="module")
 def reference(ids: Tensor) -> Reference:
-    return Reference.of(small_model("hf"), ids[:, :-1], ids[:, 1:])
+    return Reference.compute(small_model("hf"), ids[:, :-1], ids[:, 1:])
 
 
 def check(model: nn.Module, compute: str, reference: Reference, ids: Tensor) -> float:

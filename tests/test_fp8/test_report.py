@@ -44,7 +44,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes(name: str, seconds: float) -> Callable[[], None]:
         return lambda: (order.append(name), now_s.append(now_s[-1] + seconds)) and None
 
-    found = timing.take_turns({"a": takes("a", 0.25), "b": takes("b", 0.5)}, 3)
+    found = timing.time_alternately({"a": takes("a", 0.25), "b": takes("b", 0.5)}, 3)
     assert found == {"a": [250.0] * 3, "b": [500.0] * 3} and "".join(order) == "abbaab"
     assert timing.laps_ms([takes("c", 1.0), takes("d", 2.0)]) == [1000.0, 2000.0]
 
@@ -77,7 +77,7 @@ def test_the_command_of_a_report(words: list[str], command: str, monkeypatch: py
 def test_options_have_their_defaults_and_what_follows() -> None:
     options = Options("x.py", "What it does.", [option("--count", 5, "100 %"), *shared(row=[])])
     found = options.parse(["--row", "a", "x=1", "--row", "b", "--", "--seed", "1"])
-    assert (found.count, found.row, found.behind) == (5, [["a", "x=1"], ["b"]], ["--seed", "1"])
+    assert (found.count, found.row, found.extra_arguments) == (5, [["a", "x=1"], ["b"]], ["--seed", "1"])
     assert "100 %; default: 5\n" in options.format_help()
 
 

@@ -31,7 +31,7 @@ from model.fp8.hf_fp8 import Quantized
 from model.hf_folder import read_hf_folder
 from tests.conftest import random_ids
 from tests.train.runs import run
-from train.data.encoder import tokenizer_of
+from train.data.encoder import find_tokenizer
 from train.export import export
 
 pytestmark = [pytest.mark.downstream, pytest.mark.interpreter]
@@ -72,7 +72,7 @@ def folders(
 ) -> dict[str, Path]:
     """Of a model trained with delayed scaling hf and rows, of one with block scaling blocks: exported folders."""
     root = tmp_path_factory.mktemp("downstream")
-    tokenizer = shutil.copytree(tokenizer_of({"text": str(data)}), root / "tokenizer")
+    tokenizer = shutil.copytree(find_tokenizer({"text": str(data)}), root / "tokenizer")
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
     out = {name: root / name for name in ("hf", "rows", "blocks")}
     for recipe, heads in ("delayed", 2), ("block", 4):

@@ -44,7 +44,7 @@ def test_a_plan(full: Path) -> None:
 def test_an_export(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = RunState(0, 0, 0, 1, 0, {"data": {"sources": {}}}, {})
     for name, value in (
-        ("checkpoint_of", lambda given: given),
+        ("select_checkpoint", lambda given: given),
         ("read_state", lambda path: state),
         ("_write_model", fail(error)),
     ):

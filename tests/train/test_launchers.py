@@ -7,11 +7,11 @@ import pytest
 from tests.conftest import refused
 from train import launchers, train
 from train.launchers import (
-    DESCRIBED,
+    TORCH_VARIABLES,
     LauncherError,
-    adopt,
-    first_host,
-    port_of,
+    export_torch_variables,
+    first_hostname,
+    step_port,
 )
 
 SRUN = {
@@ -37,7 +37,7 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 MPI_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
 HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 THERE = {"MASTER_ADDR": "first", "MASTER_PORT": "1234"}
-TORCHRUN = dict(zip(DESCRIBED, ("3", "1", "4", "first", "1234"), strict=True))
+TORCHRUN = dict(zip(TORCH_VARIABLES, ("3", "1", "4", "first", "1234"), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ TORCHRUN = dict(zip(DESCRIBED, ("3", "1", "4", "first", "1234"), strict=True))
 )  # fmt: skip
 def test_a_rank_is_what_its_launcher_says(given: dict[str, str], described: dict[str, str]) -> None:
     environment = dict(given)
-    adopt(environment)
+    export_torch_variables(environment)
     assert {name: text for name, text in environment.items() if name in described} == described
     assert {n: text for n, text in environment.items() if n not in described} == {
         name: text for name, text in given.items() if name not in described
@@ -121,7 +121,7 @@ BY_LAUNCHER = "launcher_described_in_part"
 def test_a_rank_that_is_described_in_part_is_refused(given: dict[str, str], code: str, key: str) -> None:
     environment = dict(given)
     with refused(LauncherError, code=code, key=key):
-        adopt(environment)
+        export_torch_variables(environment)
     assert set(environment) - {"RANK", *SRUN_RANK} == set(given) - {"RANK", *SRUN_RANK}
 
 
@@ -138,14 +138,14 @@ def test_a_rank_that_is_described_in_part_is_refused(given: dict[str, str], code
     ],
 )
 def test_the_first_host_of_a_list_of_slurms(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert first_hostname(nodes) == first
 
 
 def test_ports_of_slurm_jobs() -> None:
     """Below 32768, from where systems take ports for connections; not those of the jobs and steps beside it."""
-    ports = [int(port_of(str(job), str(step))) for job in range(9_999_990, 10_000_010) for step in range(4)]
+    ports = [int(step_port(str(job), str(step))) for job in range(9_999_990, 10_000_010) for step in range(4)]
     assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32000
-    assert 20000 <= int(port_of("1", "4294967290")) < 32000, "an interactive step"
+    assert 20000 <= int(step_port("1", "4294967290")) < 32000, "an interactive step"
 
 
 def test_a_process_of_which_little_is_known() -> None:
@@ -167,7 +167,7 @@ def test_help_is_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (dict.fromkeys((*DESCRIBED, *SRUN_RANK), "") | SRUN | THERE).items():
+    for name, text in (dict.fromkeys((*TORCH_VARIABLES, *SRUN_RANK), "") | SRUN | THERE).items():
         monkeypatch.setenv(name, text)
     ended = list[int]()
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
@@ -178,7 +178,7 @@ def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest
 
 
 def test_ranks_are_on_several_nodes_only_where_something_says_so() -> None:
-    assert launchers.several_nodes({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    assert launchers.several_nodes({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
+    assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
     for here in ({}, {"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}):
-        assert not launchers.several_nodes({"WORLD_SIZE": "4"} | here)
+        assert not launchers.is_multi_node({"WORLD_SIZE": "4"} | here)

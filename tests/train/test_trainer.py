@@ -19,7 +19,7 @@ from tests.conftest import numbers, refused
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train import trainer
 from train.checkpoint import save
-from train.checkpoint.files import committed, name_of, problems
+from train.checkpoint.files import checkpoint_name, committed, problems
 from train.checkpoint.save import SaveError, Saver, write_tensors
 from train.engine.step import MicroStep
 from train.monitor.replicas import ReplicaError
@@ -77,7 +77,9 @@ def test_a_run_saves_by_time_without_other_numbers(
     clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter, time=time.time)
     monkeypatch.setattr(trainer, "time", clock)
     by_time = run(settings, save_minutes=2)
-    assert [path.name for path in committed(by_time / "checkpoints")] == [name_of(n) for n in (2, 4, 6)]
+    assert [path.name for path in committed(by_time / "checkpoints")] == [
+        checkpoint_name(n) for n in (2, 4, 6)
+    ]
     assert curve(by_time) == curve(trained)
 
 
@@ -127,7 +129,7 @@ def test_the_last_save_must_succeed(settings: dict, monkeypatch: pytest.MonkeyPa
     """Whatever on_save_failure is: no other save follows."""
 
     def full(path: Path, value: Any) -> Any:
-        if path.parent.name in (name_of(2), name_of(6)):
+        if path.parent.name in (checkpoint_name(2), checkpoint_name(6)):
             raise OSError(f"{path} could not be written")
         return write_tensors(path, value)
 
@@ -135,7 +137,7 @@ def test_the_last_save_must_succeed(settings: dict, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SaveError):
         run(settings, save_steps=2, on_save_failure="continue")
     names = [path.name for path in committed(Path(settings["output_dir"]) / "checkpoints")]
-    assert names == [name_of(4)]
+    assert names == [checkpoint_name(4)]
 
 
 @pytest.mark.parametrize("error", [ReplicaError("ranks [1] differ"), OSError(5, "no data"), ValueError("no")])
@@ -160,4 +162,4 @@ def test_an_error_leaves_the_save_in_the_background_whole(
     with pytest.raises(type(error)):
         run(settings, save_steps=2, replica_check_steps=1)
     (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
-    assert path.name == name_of(2) and problems(path) == []
+    assert path.name == checkpoint_name(2) and problems(path) == []

@@ -81,7 +81,7 @@ class RunState:
         return {change["module"]: change["to"] for change in self.escalations}
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -90,7 +90,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in a checkpoint folder's name."""
     return int(path.name.removeprefix("step-"))
 
@@ -101,7 +101,7 @@ def step_folders(root: Path) -> list[Path]:
     Raises: PermissionError: `root` cannot be read. Returning nothing would make the run start over."""
     names = os.listdir(root) if root.is_dir() else []
     return sorted(
-        (root / name for name in names if FOLDER.fullmatch(name) and (root / name).is_dir()), key=step_of
+        (root / name for name in names if FOLDER.fullmatch(name) and (root / name).is_dir()), key=parse_step
     )
 
 
@@ -131,7 +131,7 @@ def write_manifest(path: Path, entries: list[dict[str, Any]], changes: Sequence[
     entries = sorted(entries, key=lambda e: e["name"])
     wait_for_files(path, entries)
     sync_folder(path.parent)  # the checkpoint folder is new in it
-    write_signed(path / MANIFEST, {"step": step_of(path), "changes": list(changes), "files": entries})
+    write_signed(path / MANIFEST, {"step": parse_step(path), "changes": list(changes), "files": entries})
 
 
 def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
@@ -196,9 +196,9 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
             key=str(path),
         )
     entries, step = found
-    if path.name.startswith("step-") and path.name != name_of(step):
+    if path.name.startswith("step-") and path.name != checkpoint_name(step):
         raise CheckpointError(
-            f"{path} contains a checkpoint of step {step}. Rename the folder to {name_of(step)}",
+            f"{path} contains a checkpoint of step {step}. Rename the folder to {checkpoint_name(step)}",
             code="damaged",
             key=str(path),
         )
@@ -245,7 +245,7 @@ def remove_unfinished(path: Path) -> None:
 
 def discard_old(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints, so that `keep` checkpoints up to and including `path` remain; 0 keeps all."""
-    older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
+    older = [p for p in committed(path.parent) if parse_step(p) < parse_step(path)]
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
             remove(old)
@@ -282,7 +282,7 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
     ]
 
 
-def check_given(path: Path, key: str, hashes: bool = True) -> None:
+def check_named_checkpoint(path: Path, key: str, hashes: bool = True) -> None:
     """Check a checkpoint that the user names.
 
     Args:
@@ -294,7 +294,7 @@ def check_given(path: Path, key: str, hashes: bool = True) -> None:
         raise CheckpointError("; ".join(found), code="no_checkpoint", key=key)
 
 
-def newest_good(root: Path) -> Path | None:
+def newest_intact(root: Path) -> Path | None:
     """Return the newest committed checkpoint under `root` with correct hashes, or None if none is committed.
 
     Log why newer checkpoints are skipped.
@@ -327,18 +327,18 @@ def find_checkpoint(given: Path) -> Path | None:
     Raises: CheckpointError: `given` is not a good checkpoint, or the run has no good one.
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
-        check_given(given, key=str(given))
+        check_named_checkpoint(given, key=str(given))
         return given
     root = given / "checkpoints"
-    return newest_good(root if root.is_dir() else given)
+    return newest_intact(root if root.is_dir() else given)
 
 
-def belongs_to(path: Path, root: Path) -> bool:
+def is_in_folder(path: Path, root: Path) -> bool:
     """Return whether the checkpoint `path` is in `root`, the checkpoints folder of a run."""
     return path.resolve().parent == root.resolve()
 
 
-def branch_at(root: Path, path: Path) -> bool:
+def is_branch(root: Path, path: Path) -> bool:
     """Return whether the run with the checkpoints `root` began from the checkpoint `path` of another run.
 
     `path` itself may have been removed since. False also if the run has no checkpoint, or `path` is one of them.
@@ -346,7 +346,7 @@ def branch_at(root: Path, path: Path) -> bool:
     Raises: CheckpointError: the run of `root` did not begin from `path`.
     """
     own = committed(root)
-    if not own or belongs_to(path, root):
+    if not own or is_in_folder(path, root):
         return False
     for checkpoint in own:
         with contextlib.suppress(CheckpointError):  # if it is damaged, the next one has the same origin

@@ -21,31 +21,31 @@ from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
     RunState,
-    branch_at,
-    check_given,
+    check_named_checkpoint,
     committed,
-    newest_good,
+    is_branch,
+    newest_intact,
+    parse_step,
     rank_file,
     read_state,
     remove_unfinished,
     rolled_back,
     step_folders,
-    step_of,
 )
 from train.checkpoint.reshard import (
-    fp8_of_all_ranks,
     load_resharded,
     load_shard,
+    merge_fp8_states,
     model_file,
     read_partitioned_weights,
 )
 from train.config.differences import same_precision
 from train.engine.distributed import call_on_rank_0
-from train.engine.zero import forget_moments, own_settings, use_loader
-from train.files import discarded_name, escape_glob_path
+from train.engine.zero import preserve_settings, replace_loader, unlink_moments
+from train.files import escape_glob_path, unused_backup_path
 
 # Keys of the section "precision" that determine which modules have FP8 state, its shape and its range.
-FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
+FP8_STATE_KEYS = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
 # ---------------------------------------------------------------- choose
 
@@ -69,9 +69,9 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
         if setting == "never":
             return None
         path = Path(setting)
-        if setting == "auto" or branch_at(root, path):
-            return newest_good(root)
-        check_given(path, "resume_from_checkpoint")
+        if setting == "auto" or is_branch(root, path):
+            return newest_intact(root)
+        check_named_checkpoint(path, "resume_from_checkpoint")
         return path
 
     return call_on_rank_0(choose)
@@ -86,10 +86,10 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     root = root.resolve()  # may be a link to another disk, and folders cannot be moved between disks
     for path in step_folders(root):
         remove_unfinished(path)
-    newer = [p for p in committed(root) if step_of(p) > after_step]
+    newer = [p for p in committed(root) if parse_step(p) > after_step]
     if not newer:
         return None
-    aside = discarded_name(root)
+    aside = unused_backup_path(root)
     aside.mkdir()
     with contextlib.suppress(CheckpointError):  # a damaged note is ignored
         if any(rolled_back(path) is not None for path in newer):
@@ -119,16 +119,16 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not reshard and (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
-        use_loader(engine, load_shard)
-        with own_settings(engine), escape_glob_path(path.parent) as root:
+        replace_loader(engine, load_shard)
+        with preserve_settings(engine), escape_glob_path(path.parent) as root:
             loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
         assert loaded is not None, f"DeepSpeed found no checkpoint in {path}"
     else:
         load_resharded(engine, path, saved)
-    forget_moments(engine)
+    unlink_moments(engine)
     keeps_fp8, fp8 = fits_fp8_state(saved, precision), None
     if keeps_fp8 and saved.world_size != world:
-        fp8 = fp8_of_all_ranks(path, saved.world_size)
+        fp8 = merge_fp8_states(path, saved.world_size)
     if rank < saved.world_size:
         rank_state = load_shard(path / rank_file(rank))
         fp8 = fp8 or rank_state["fp8"]
@@ -139,7 +139,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
 
 def fits_fp8_state(saved: RunState, precision: Precision) -> bool:
     """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
-    return not saved.precision or same_precision(saved.precision, vars(precision.config), FP8_STATE_OF)
+    return not saved.precision or same_precision(saved.precision, vars(precision.config), FP8_STATE_KEYS)
 
 
 def set_random_state(rank_state: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from train.checkpoint.files import CheckpointError, RunState, rank_file
 from train.engine import zero
 from train.engine.optimizer import parameter_groups
-from train.engine.states import MOMENTS, PackedAdamW, Stretch, stretches
+from train.engine.states import MOMENTS, DecodedSlice, PackedAdamW, decoded_slices
 
 WEIGHT = "float32 weight"
 
-Tensors = dict[str, torch.Tensor] | dict[str, Stretch]  # by WEIGHT and MOMENTS
+Tensors = dict[str, torch.Tensor] | dict[str, DecodedSlice]  # by WEIGHT and MOMENTS
 Sizes = list[tuple[str, int]]  # name, elements; in the order of a flat tensor
 
 
@@ -76,15 +76,17 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """
     # the order of parameters in an optimizer without ZeRO
     groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
-    ordered = [zero.name_of(engine, p) for group in groups for p in group["params"]]
+    ordered = [zero.parameter_name(engine, p) for group in groups for p in group["params"]]
     saved = read(path, state, ordered)
     check(
-        saved, {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}, path
+        saved,
+        {zero.parameter_name(engine, p): zero.full_shape(p).numel() for p in engine.module.parameters()},
+        path,
     )
     if saved.step is None:
         zero.base_optimizer(engine).state.clear()
     with zero.rewritten_masters(engine):
-        for name, piece in _pieces_of_engine(engine, saved.step):
+        for name, piece in _engine_pieces(engine, saved.step):
             for old in saved.pieces[name]:
                 first, end = max(piece.start, old.start), min(piece.end, old.end)
                 if first < end:
@@ -113,7 +115,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
 # ---------------------------------------------------------------- partitions
 
 
-def flat_partition(
+def zero12_partition(
     sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
     """Yield (name, piece) for the partition of ZeRO 1 and 2.
@@ -130,7 +132,7 @@ def flat_partition(
         position += numel + padding
 
 
-def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
+def zero3_partition(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
     """Yield (name, piece) for the partition of ZeRO 3.
 
     Each parameter is split into `world` parts of equal length, with padding at the end. Rank r holds the r-th part of
@@ -148,7 +150,7 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 # ---------------------------------------------------------------- the engine
 
 
-def _pieces_of_engine(engine: Any, step: float | None) -> Iterator[tuple[str, Piece]]:
+def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece]]:
     """Yield (name, piece) for each part of a parameter that this rank holds.
 
     Args:
@@ -159,9 +161,9 @@ def _pieces_of_engine(engine: Any, step: float | None) -> Iterator[tuple[str, Pi
         if isinstance(optimizer, PackedAdamW):
             kinds = (WEIGHT,) if step is None else (WEIGHT, *MOMENTS)
             tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
-            yield from pieces_of_master(engine, master, tensors)
+            yield from master_pieces(engine, master, tensors)
             # the caller has filled the tensors by now
-            optimizer.put(master.tensor, tensors[WEIGHT], tensors, step)
+            optimizer.set_weight(master.tensor, tensors[WEIGHT], tensors, step)
             continue
         tensors = {WEIGHT: master.tensor.data.view(-1)}
         if step is not None:
@@ -174,10 +176,10 @@ def _pieces_of_engine(engine: Any, step: float | None) -> Iterator[tuple[str, Pi
                 # on the device where the kernel of torch.optim.AdamW reads it
                 device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
                 state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
-        yield from pieces_of_master(engine, master, tensors)
+        yield from master_pieces(engine, master, tensors)
 
 
-def pieces_of_master(
+def master_pieces(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
     """Yield (name, piece) for each parameter in `master`.
@@ -186,12 +188,12 @@ def pieces_of_master(
         tensors: 1-D tensors with the same partition as `master`.
     """
     rank, world, stage = dist.get_rank(), dist.get_world_size(), engine.zero_optimization_stage()
-    sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
+    sizes = [(zero.parameter_name(engine, p), zero.full_shape(p).numel()) for p in master.parameters]
     if stage == 3:
-        yield from partition_of_each(sizes, rank, world, tensors)
+        yield from zero3_partition(sizes, rank, world, tensors)
     else:
         length = master.tensor.numel()
-        yield from flat_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
+        yield from zero12_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
 
 
 # ---------------------------------------------------------------- the files
@@ -208,7 +210,7 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
     """
     file = model_file(path, state)
     saved = Contents(defaultdict(list))
-    with named(path):
+    with convert_load_errors(path):
         model = load_shard(model_file(path, state), mmap=True)
         saved.counters = {name: model[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         if state.zero_stage == 0:
@@ -257,13 +259,13 @@ def _read_shard(
     for index, (sizes, flat) in enumerate(zip(groups, flats, strict=True)):
         tensors = _tensors(flat, adam, index, saved)
         if state.zero_stage == 3:
-            found = partition_of_each(sizes, rank, state.world_size, tensors)
+            found = zero3_partition(sizes, rank, state.world_size, tensors)
         else:
             # DeepSpeedZeroOptimizer does not save the padding of the last partition. BF16_Optimizer does; its files
             # have no "zero_stage".
             left_out = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
-            found = flat_partition(sizes, paddings, rank, flat.numel() + left_out, tensors)
+            found = zero12_partition(sizes, paddings, rank, flat.numel() + left_out, tensors)
         for name, piece in found:
             saved.pieces[name].append(piece)
 
@@ -284,7 +286,7 @@ def _tensors(
         return {WEIGHT: master.view(-1)}
     state = of_optimizer[index]
     if "remainder" in state:
-        weight, moments = stretches(master, state)
+        weight, moments = decoded_slices(master, state)
     else:
         names = zero.MOMENTUM if zero.MOMENTUM[0] in state else MOMENTS
         weight, moments = master.view(-1), {name: state[name].view(-1) for name in names}
@@ -304,12 +306,12 @@ def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) 
 
     Raises: CheckpointError: the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
     """
-    with named(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
+    with convert_load_errors(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
         return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
 
 
 @contextlib.contextmanager
-def named(file: Path) -> Iterator[None]:
+def convert_load_errors(file: Path) -> Iterator[None]:
     """Convert errors in the block to a CheckpointError that names `file`."""
     try:
         yield
@@ -331,7 +333,7 @@ def named(file: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- FP8
 
 
-def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
+def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
     """Merge the FP8 states of the `world` ranks that wrote the checkpoint `path`.
 
     With delayed scaling the ranks reduce their amaxes, so their states are equal, except for the first row of each

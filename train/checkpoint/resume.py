@@ -15,26 +15,26 @@ from typing import Any
 from train.checkpoint.files import (
     CheckpointError,
     RunState,
-    belongs_to,
-    branch_at,
-    check_given,
+    check_named_checkpoint,
     committed,
     identity,
+    is_branch,
+    is_in_folder,
     rolled_back,
 )
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import (
     Difference,
+    config_key,
     differences,
-    key_of,
-    permanent_reason,
+    permanent_refusal,
     resume_differences,
     same_precision,
 )
-from train.config.schedule import arguments_of_phase, phase_at
+from train.config.schedule import phase_arguments, phase_at
 from train.record.run_folder import RunFolder
 
-ALLOW = "allow_changes_on_resume"
+ALLOW_KEY = "allow_changes_on_resume"
 # Keys that determine the partitioning and the content of DeepSpeed's files.
 PARTITION_KEYS = ("deepspeed.zero_optimization.", "deepspeed.data_types.", "precision.optimizer_")
 # Keys of the model configuration that determine the shapes of the weights.
@@ -82,14 +82,14 @@ def is_new_run(args: TrainingArguments) -> bool:
 def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint from which the run will resume, or None for a new run. Hashes are not checked.
 
-    Raises: CheckpointError: as `branch_at` and `check_given`.
+    Raises: CheckpointError: as `is_branch` and `check_named_checkpoint`.
     """
     setting, own = str(args.resume_from_checkpoint), RunFolder(args.output_dir).checkpoints
     if is_new_run(args):
         return None
-    if setting == "auto" or branch_at(own, Path(setting)):
+    if setting == "auto" or is_branch(own, Path(setting)):
         return committed(own)[-1]
-    check_given(Path(setting), "resume_from_checkpoint", hashes=False)
+    check_named_checkpoint(Path(setting), "resume_from_checkpoint", hashes=False)
     return Path(setting)
 
 
@@ -115,7 +115,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     state.changes = [*saved.changes, *({"step": saved.step, **vars(change.what)} for change in found)]
     for name in ("health", "evaluation_due", "precision", "escalations", "precision_changes"):
         setattr(state, name, getattr(saved, name))
-    is_own = belongs_to(path, RunFolder(new["output_dir"]).checkpoints)
+    is_own = is_in_folder(path, RunFolder(new["output_dir"]).checkpoints)
     state.began_at = (
         saved.began_at if is_own else {"path": str(path.resolve()), "manifest_sha256": identity(path)}
     )
@@ -130,7 +130,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
             "optimizer and FP8 state are resharded; gradient_accumulation_steps "
             f"{old['gradient_accumulation_steps']} -> {new['gradient_accumulation_steps']}"
         )
-    lines += [f"{ALLOW}: from step {saved.step + 1} on, {change}" for change in found]
+    lines += [f"{ALLOW_KEY}: from step {saved.step + 1} on, {change}" for change in found]
     if saved.data_fingerprint == _through_json(state.data_fingerprint):
         state.skipped_samples = rolled_back(path) or saved.skipped_samples
     else:
@@ -166,7 +166,7 @@ def allowed_changes(
     if not wrong:
         return found
     keys = ",".join(dict.fromkeys(change.key for change in found))
-    allowed = f"To resume with these changes, pass --{ALLOW} {keys} (true allows all). "
+    allowed = f"To resume with these changes, pass --{ALLOW_KEY} {keys} (true allows all). "
     lines = "\n  ".join(map(str, wrong))
     error = ChangesError(
         f"{path} was written with a different configuration:\n  {lines}\n{'' if refused else allowed}Restore the old "
@@ -185,10 +185,10 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
     for each in resume_differences(old, new):
         follows_from_stage = each.key.startswith(("deepspeed.zero_optimization.", "deepspeed.data_types."))
         if not (follows_from_stage and saved.zero_stage != state.zero_stage):
-            found.append(Change(each, key_of(each.key), permanent_reason(each)))
+            found.append(Change(each, config_key(each.key), permanent_refusal(each)))
     for each in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):
         if each.key not in ("data.seq_length", "data.seed"):  # already found as keys of the configuration
-            found.append(Change(each, _key_of_data(each, old, new)))
+            found.append(Change(each, _data_key(each, old, new)))
     for each in differences(saved.model_config, _through_json(state.model_config), "model configuration"):
         is_size = each.key.split(".")[1] in SIZES
         found.append(
@@ -208,7 +208,7 @@ def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, d
         return phase, state.fallbacks
     for number in (phase, phase - 1):
         if number >= 0 and same_precision(
-            arguments_of_phase(args, number).to_dict()["precision"], state.precision
+            phase_arguments(args, number).to_dict()["precision"], state.precision
         ):
             phase = number
             break
@@ -227,11 +227,11 @@ def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
 def resume_option(args: TrainingArguments) -> str:
     """Return the option to add to the command of a run to resume from its newest checkpoint, or "" if not needed."""
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
-    starts_again = setting == "never" or (setting != "auto" and belongs_to(Path(setting), own))
+    starts_again = setting == "never" or (setting != "auto" and is_in_folder(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
 
 
-def _key_of_data(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
+def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return the configuration key that changed a value of the data fingerprint."""
     if ".weight" not in difference.key:
         return "data.sources"

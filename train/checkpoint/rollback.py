@@ -16,7 +16,7 @@ import torch.distributed as dist
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState, read_state, record_rollback
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
-from train.checkpoint.resume import ALLOW, is_partitioned_differently
+from train.checkpoint.resume import ALLOW_KEY, is_partitioned_differently
 from train.data.stream import SampleStream
 from train.monitor.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
@@ -27,7 +27,7 @@ MAX_ROLLBACKS = (
     3  # to one checkpoint, including restarts: after that many spikes, single samples are not the cause
 )
 # Fields of the run state that a rollback keeps.
-KEPT = (
+KEPT_FIELDS = (
     "train_config",
     "world_size",
     "zero_stage",
@@ -84,7 +84,7 @@ def roll_back(
         logger.warning(
             f"on_spike rollback: {MAX_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
             f"lower the learning rate, stop the run and start it again with --resume_from_checkpoint "
-            f"{shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW} learning_rate"
+            f"{shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW_KEY} learning_rate"
         )
         return False
     first = max(spikes[0].previous_sample, saved.consumed_samples)
@@ -95,7 +95,7 @@ def roll_back(
         record_rollback(path, ranges)
     metrics.rewind(saved.step)
     load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
-    vars(state).update({key: value for key, value in vars(saved).items() if key not in KEPT})
+    vars(state).update({key: value for key, value in vars(saved).items() if key not in KEPT_FIELDS})
     state.skipped_samples, state.evaluation_due = ranges, False
     health.load_state_dict(saved.health)
     record = samples_record(stream, first, end - first)

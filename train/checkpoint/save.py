@@ -33,9 +33,9 @@ from train.checkpoint.files import (
     RUN_STATE,
     CheckpointError,
     RunState,
+    checkpoint_name,
     describe_file,
     discard_old,
-    name_of,
     rank_file,
     remove_unfinished,
     write_manifest,
@@ -128,7 +128,9 @@ class Saver:
                 copy.
         """
         assert not self.pending, "call finish() first"
-        job = Job(self.root / name_of(state.step), self.ranks, self.keep, asdict(state), time.perf_counter())
+        job = Job(
+            self.root / checkpoint_name(state.step), self.ranks, self.keep, asdict(state), time.perf_counter()
+        )
 
         def take(name: str, value: Any) -> None:
             buffer = self._buffers.setdefault(name, HostBuffer()) if background else None

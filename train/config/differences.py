@@ -9,7 +9,7 @@ from typing import Any
 from model.fp8.recipes import unused_recipe_keys
 from train.config.ds_config import FREE, KEYS
 from train.config.schema import all_keys, flatten, key_at
-from train.files import shown
+from train.files import to_json_text
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+        return f"{self.key}: {to_json_text(self.old)} -> {to_json_text(self.new)}"
 
 
 def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
@@ -58,10 +58,10 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         data = values["data"]
         # a resume compares the content of the data folders, not their paths
         whole = {"data.sources": sorted(data["sources"]), "data.weights": data.get("weights")}
-        given = {k: v for k, v in flatten(values).items() if key_of(k) not in ("", *whole)} | whole
-        named = {key_of(key) for key in given}
+        given = {k: v for k, v in flatten(values).items() if config_key(k) not in ("", *whole)} | whole
+        named = {config_key(key) for key in given}
         given |= {key: value for key, value in defaults.items() if key not in named}
-        return {k: v for k, v in given.items() if not (key_of(k) in unread_keys or is_free(k))}
+        return {k: v for k, v in given.items() if not (config_key(k) in unread_keys or is_free(k))}
 
     return differences(relevant(old), relevant(new))
 
@@ -82,20 +82,20 @@ def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[st
     )
 
 
-def key_of(key: str) -> str:
+def config_key(key: str) -> str:
     """Return the configuration key that a dotted path such as "deepspeed.zero_optimization" belongs to, or ""."""
     return key_at(key.split("."))
 
 
 def is_free(key: str) -> bool:
     """Return whether a resume may change the dotted `key` freely. ds_config.KEYS has the rules for DeepSpeed keys."""
-    if key_of(key) == "deepspeed":
+    if config_key(key) == "deepspeed":
         return KEYS.get(key.removeprefix("deepspeed."), (None, ""))[1] in FREE
-    return all_keys()[key_of(key)]["resume"] == "free"
+    return all_keys()[config_key(key)]["resume"] == "free"
 
 
-def permanent_reason(difference: Difference) -> str:
+def permanent_refusal(difference: Difference) -> str:
     """Return why a resume can never allow this configuration difference, or "" if it can."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
         return "weights and optimizer state are stored in another type"
-    return all_keys()[key_of(difference.key)].get("why", "")
+    return all_keys()[config_key(difference.key)].get("why", "")

@@ -153,7 +153,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
 }
 SECTIONS = {"timers", *(key.rpartition(".")[0] for key in KEYS)} - {""}
 # Maps unsupported keys to their replacement.
-INSTEAD = {
+REPLACEMENTS = {
     "scheduler": "lr_scheduler_type and warmup_steps in the training configuration",
     "wandb": 'report_to "wandb" in the training configuration',
     "tensorboard": 'report_to "tensorboard" in the training configuration',
@@ -237,18 +237,18 @@ def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
             problems.append(f"{key}: DeepSpeed keys contain no dots; write each section as a nested object")
         elif path in SECTIONS and isinstance(value, dict):
             problems += _remove_unsupported(value, path)
-        elif problem := _problem_of(path, value):
+        elif problem := _key_problem(path, value):
             problems.append(f"{path}: {problem}")
             del config[key]
     return problems
 
 
-def _problem_of(path: str, value: Any) -> str:
+def _key_problem(path: str, value: Any) -> str:
     """Return why the key is not supported with this value, or ""."""
     if path in SECTIONS:
         return f"the value is {json.dumps(value)}, but it must be an object"
     if path not in KEYS:
-        use = f" (use {INSTEAD[path]})" if path in INSTEAD else suggest(path, [*KEYS, *SECTIONS])
+        use = f" (use {REPLACEMENTS[path]})" if path in REPLACEMENTS else suggest(path, [*KEYS, *SECTIONS])
         return f"this key is not supported{use}; remove this key"
     allowed, remark = KEYS[path]
     if allowed.holds(value) or (value == "auto" and not path.startswith("msamp.")):

@@ -31,7 +31,7 @@ from train.config.arguments import (
     read_json_object,
 )
 from train.config.ds_config import apply_msamp, load_deepspeed
-from train.config.schedule import phase_end_problems, phase_problems, precisions_of
+from train.config.schedule import phase_end_problems, phase_precisions, phase_problems
 from train.config.schema import (
     Node,
     all_keys,
@@ -47,7 +47,7 @@ from train.config.schema import (
     value_schema,
 )
 from train.data.order import weight_problems
-from train.files import data_folder, nearest_existing_path, shown
+from train.files import data_folder, nearest_existing_path, to_json_text
 
 USAGE = """\
 usage: train.py CONFIG [--key value]...
@@ -192,7 +192,8 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
         target = target[section]
         if not isinstance(target, dict):
             raise ConfigurationError(
-                f"--{path}: cannot set a key in {section}, because its value is {shown(target)}; set {section} to an "
+                f"--{path}: cannot set a key in {section}, because its value is {to_json_text(target)}; set "
+                f"{section} to an "
                 "object",
                 code="not_an_object",
                 key=path,
@@ -291,7 +292,7 @@ def _problem(given: Any, place: Place, kind: str) -> str:
         return f"{name}: this required key is missing; {expected}"
     for step in place:
         given = given[step]
-    return f"{name}: {shown(given)} is not a valid value; {expected}"
+    return f"{name}: {to_json_text(given)} is not a valid value; {expected}"
 
 
 def problems_across_keys(args: TrainingArguments) -> list[str]:
@@ -354,7 +355,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         ),
         *(
             (
-                any(own.compute == "fp8" for own in precisions_of(args.precision))
+                any(own.compute == "fp8" for own in phase_precisions(args.precision))
                 and (getattr(args, key) or 0) * args.max_seq_length % FP8_TRAIN_ROW_MULTIPLE,
                 f"{key} max_seq_length precision.compute",
                 f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}; change either size",
@@ -363,13 +364,13 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         ),
     ]
     problems = [
-        f"{', '.join(f'{key} {shown(attrgetter(key)(args))}' for key in keys.split())}: {reason}"
+        f"{', '.join(f'{key} {to_json_text(attrgetter(key)(args))}' for key in keys.split())}: {reason}"
         for is_refused, keys, reason in rules
         if is_refused
     ]
     if args.output_dir and not (place := nearest_existing_path(Path(args.output_dir))).is_dir():
         problems.append(
-            f"output_dir {shown(args.output_dir)}: {place} exists but is not a folder; choose another output_dir"
+            f"output_dir {to_json_text(args.output_dir)}: {place} exists but is not a folder; choose another output_dir"
         )
     if args.data.weights is not None:
         problems += weight_problems(args.data.weights, list(args.data.sources))
@@ -378,7 +379,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     problems += phase_problems(args)
     if isinstance(args.allow_changes_on_resume, list):
         for name in args.allow_changes_on_resume:
-            named = f"allow_changes_on_resume {shown(name)}"
+            named = f"allow_changes_on_resume {to_json_text(name)}"
             if name not in all_keys():
                 problems.append(f"{named}: unknown key{suggest(name, all_keys())}; --help lists all keys")
             elif why := all_keys()[name].get("why"):
@@ -454,7 +455,7 @@ def find_changed_arguments(arguments: TrainingArguments) -> dict[str, str]:
     }
     values = {key: (attrgetter(key)(arguments), node.get("default", ...)) for key, node in all_keys().items()}
     return {
-        key: shown(value, dataclasses.asdict)
+        key: to_json_text(value, dataclasses.asdict)
         for key, (value, default) in values.items()
         if value not in (default, follows.get(key, ...))
     }

@@ -11,7 +11,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionPhase, find_phase, is_phase_over, phase_end_step
+from model.fp8.recipes import (
+    PHASE_ENDS,
+    PrecisionConfig,
+    PrecisionPhase,
+    find_phase,
+    is_phase_over,
+    phase_end_step,
+)
 from model.variants import variant_problems
 from train.config.arguments import TrainingArguments
 
@@ -21,11 +28,11 @@ def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
     return find_phase(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
-def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
+def phase_precisions(section: PrecisionConfig) -> list[PrecisionConfig]:
     """Return one "precision" section per phase of the schedule. The returned sections have no schedule."""
     sections = []
     for phase in section.schedule or [{}]:
-        own = {key: value for key, value in phase.items() if key not in ENDS}
+        own = {key: value for key, value in phase.items() if key not in PHASE_ENDS}
         out = replace(section, schedule=None, **own)
         # reset keys that the phase's recipe does not read
         if out.compute == "fp8" and out.recipe != section.recipe:
@@ -34,9 +41,9 @@ def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
     return sections
 
 
-def arguments_of_phase(args: TrainingArguments, number: int) -> TrainingArguments:
+def phase_arguments(args: TrainingArguments, number: int) -> TrainingArguments:
     """Return the training arguments for one phase of precision.schedule, given its index."""
-    return replace(args, precision=precisions_of(args.precision)[number])
+    return replace(args, precision=phase_precisions(args.precision)[number])
 
 
 def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
@@ -57,7 +64,7 @@ def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
 def describe_phase(section: PrecisionConfig, number: int) -> str:
     """Describe a phase in words, for example "phase 2 of 3 of precision.schedule ({...})" with the phase's keys."""
     phases = section.schedule or [{}]
-    own = {key: value for key, value in phases[number].items() if key not in ENDS}
+    own = {key: value for key, value in phases[number].items() if key not in PHASE_ENDS}
     return f"phase {number + 1} of {len(phases)} of precision.schedule ({json.dumps(own)})"
 
 
@@ -83,7 +90,7 @@ def _end_step(
 def phase_problems(args: TrainingArguments) -> list[str]:
     """Return the problems found in precision.schedule and in each of its phases, one line per problem."""
     section, phases = args.precision, args.precision.schedule or []
-    sections = precisions_of(section)
+    sections = phase_precisions(section)
     computes = {section.compute, *(own.compute for own in sections)}
     falls_back = any(own.on_trouble == "escalate" and own.compute == "fp8" for own in sections)
     saves = args.save_strategy != "no"
@@ -116,10 +123,11 @@ def phase_problems(args: TrainingArguments) -> list[str]:
 
     known = problems(section)
     for number, phase in enumerate(phases):
-        name, ends = _name(number, len(phases)), [key for key in ENDS if key in phase]
+        name, ends = _name(number, len(phases)), [key for key in PHASE_ENDS if key in phase]
         if len(ends) != (number < len(phases) - 1):
             found.append(
-                f"{name}: the phase has {' and '.join(ends) or 'no end'}; set exactly one of {', '.join(ENDS)} in each "
+                f"{name}: the phase has {' and '.join(ends) or 'no end'}; set exactly one of {', '.join(PHASE_ENDS)} "
+                "in each "
                 "phase except the last, which ends with the run"
             )
         own = replace(sections[number], auto=False)
@@ -145,7 +153,7 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         is_open = step is None and "until_tokens" in phase
         if is_open or (step and is_phase_over(phase, args.max_steps, step, tokens)):
             continue
-        (key,) = (key for key in ENDS if key in phase)
+        (key,) = (key for key in PHASE_ENDS if key in phase)
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         if not begin < end < args.max_steps:
             found.append(

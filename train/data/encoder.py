@@ -274,7 +274,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:
+def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Path:
     """Return the folder of a run's tokenizer: in the data folders `sources`, or else in the run's export `export`.
 
     Raises:

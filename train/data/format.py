@@ -31,7 +31,7 @@ UINT16_MAX_VOCABULARY = 1 << 16
 STRICT = ConfigDict(extra="forbid", strict=True)
 FileName = Annotated[str, Field(pattern="^[^/]+$")]
 Positive = Annotated[int, Field(ge=1)]
-COPY_AGAIN = "prepare or copy the data again"
+COPY_ADVICE = "prepare or copy the data again"
 
 
 class DataError(UserError, ValueError):
@@ -144,7 +144,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     except ValidationError as error:
         (problem, *_), key = error.errors(), ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"{path} is corrupt, or of another program: {key} {problem['msg']}; {COPY_AGAIN}",
+            f"{path} is corrupt, or of another program: {key} {problem['msg']}; {COPY_ADVICE}",
             code="manifest_corrupt",
             key=key or None,
         ) from error
@@ -174,7 +174,7 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise DataError(
-                f"{path} has {found} bytes (None: it is missing), but the manifest says {size}; {COPY_AGAIN}",
+                f"{path} has {found} bytes (None: it is missing), but the manifest says {size}; {COPY_ADVICE}",
                 code="file_missing" if found is None else "wrong_size",
                 key=str(path),
             )
@@ -194,7 +194,7 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
         raise DataError(
-            f"{path}, the tokenizer of the data, is missing; {COPY_AGAIN}",
+            f"{path}, the tokenizer of the data, is missing; {COPY_ADVICE}",
             code="file_missing",
             key=str(path),
         )
@@ -218,7 +218,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     for name, sha256 in ((path, shard.sha256), (index_path, shard.index_sha256)):
         if sha256_file(name) != sha256:
             raise DataError(
-                f"{name} changed: its sha256 differs from the manifest; {COPY_AGAIN}",
+                f"{name} changed: its sha256 differs from the manifest; {COPY_ADVICE}",
                 code="wrong_sha256",
                 key=str(name),
             )
@@ -226,7 +226,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     if largest_id >= manifest.vocab_size:
         raise DataError(
             f"{path} contains the token id {largest_id}, but the vocabulary has {manifest.vocab_size} ids; "
-            f"{COPY_AGAIN}",
+            f"{COPY_ADVICE}",
             code="token_beyond_vocabulary",
             key=str(path),
         )

@@ -13,7 +13,7 @@ import numpy as np
 from model.terminal import escape_controls
 from train.data.encoder import TextEncoder
 from train.data.format import (
-    COPY_AGAIN,
+    COPY_ADVICE,
     TOKENIZER_FOLDER,
     DataError,
     Manifest,
@@ -50,7 +50,7 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
     if lengths.min() < 1 or lengths.sum() != shard.tokens:
         raise DataError(
             f"{folder / shard.name}.index does not increase up to the {shard.tokens} tokens of the shard, so it "
-            f"changed; {COPY_AGAIN}",
+            f"changed; {COPY_ADVICE}",
             code="index_not_increasing",
             key=f"{folder / shard.name}.index",
         )

@@ -196,14 +196,16 @@ class Mixture:
         settled = None if stop is None else max(start, stop - sum(targets.quotas[phase]) // smallest - 2)
         for part in targets.periods(phase, list(given), settled):
             if part:
-                self._segments.append(_Segment.of(start, part, given))
+                self._segments.append(_Segment.from_order(start, part, given))
                 start += len(part)
                 given = self._segments[-1].given(start)
         if stop is None or settled is None:
             return given
         if start < settled:  # the last part repeats until `settled`
             given = self._segments[-1].given(settled)
-        self._segments.append(_Segment.of(settled, targets.order(phase, list(given), settled, stop), given))
+        self._segments.append(
+            _Segment.from_order(settled, targets.order(phase, list(given), settled, stop), given)
+        )
         return self._segments[-1].given(stop)
 
 
@@ -226,7 +228,7 @@ class _Segment:
     before: np.ndarray
 
     @classmethod
-    def of(cls, start: int, order: list[int], given: list[int]) -> "_Segment":
+    def from_order(cls, start: int, order: list[int], given: list[int]) -> "_Segment":
         source, rank = np.array(order, dtype=np.uint16), np.empty(len(order), dtype=np.uint32)
         quotas = np.bincount(source, minlength=len(given)).astype(np.int64)
         for index, quota in enumerate(quotas):

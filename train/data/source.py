@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.format import COPY_AGAIN, DataError, check_sizes, check_tokenizer, open_index, read_manifest
+from train.data.format import COPY_ADVICE, DataError, check_sizes, check_tokenizer, open_index, read_manifest
 
 # Token frequencies are counted in a sample of about COUNTED_TOKENS, in pieces spread evenly over the split.
 COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
@@ -77,7 +77,7 @@ class TokenSource:
         data = os.pread(file.fileno(), expected, offset * size)
         if len(data) != expected:
             raise DataError(
-                f"{file.name} ends before token {offset + count}: it was truncated while it was open; {COPY_AGAIN}",
+                f"{file.name} ends before token {offset + count}: it was truncated while it was open; {COPY_ADVICE}",
                 code="wrong_size",
                 key=str(file.name),
             )
@@ -86,7 +86,7 @@ class TokenSource:
             first = int(np.argmax(ids >= self.manifest.vocab_size))
             raise DataError(
                 f"{file.name}: token {offset + first} has the id {ids[first]}, but the vocabulary has "
-                f"{self.manifest.vocab_size} ids; {COPY_AGAIN}",
+                f"{self.manifest.vocab_size} ids; {COPY_ADVICE}",
                 code="token_beyond_vocabulary",
                 key=str(file.name),
             )
@@ -157,7 +157,7 @@ class TokenSource:
         if (np.diff(relative, prepend=0, append=self.seq_length + 1) < 1).any():
             raise DataError(
                 f"{self.folder}: the document ends in sample {window} of the {self.split} split do not increase, so an "
-                f"index file changed; {COPY_AGAIN}",
+                f"index file changed; {COPY_ADVICE}",
                 code="index_not_increasing",
                 key=str(self.folder),
             )

@@ -300,7 +300,7 @@ def open_held_out(
     return opened
 
 
-def unigram_loss_of(train: SampleStream, held_out: SampleStream) -> float:
+def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
     """Return the loss of a unigram model of each source on the evaluation samples of that source, in nats per token.
 
     Args:

@@ -61,7 +61,7 @@ def init_distributed() -> None:
         LauncherError: The launcher's description is incomplete, or ranks were started with different numbers of ranks.
         ConnectionError: Some ranks did not arrive in time, or rank 0 cannot be reached.
     """
-    launchers.adopt()
+    launchers.export_torch_variables()
     if not os.environ.get("RANK"):  # port 0: any free port
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def init_distributed() -> None:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     try:
         store = wait_for_ranks()  # shares its port with torch's store
-        with compiling(), without_prints():
+        with compile_exclusively(), suppress_prints():
             deepspeed.init_distributed(
                 dist_backend="nccl" if torch.cuda.is_available() else "gloo",
                 auto_mpi_discovery=False,
@@ -95,7 +95,7 @@ def init_distributed() -> None:
 
 
 @contextlib.contextmanager
-def without_prints() -> Iterator[None]:
+def suppress_prints() -> Iterator[None]:
     """Suppress what DeepSpeed prints when it builds an op, and when it builds or destroys an engine."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
@@ -123,7 +123,7 @@ class BuildLock:
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compile_exclusively() -> Iterator[None]:
     """Let DeepSpeed compile its op for communication on a CPU, which it does in the first run, and announce it."""
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and os.environ["LOCAL_RANK"] == "0":
@@ -146,7 +146,7 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     Raises:
         LauncherError, ConnectionError: See `init_distributed`.
     """
-    if not launchers.several_nodes(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not launchers.is_multi_node(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     rank, world = launchers.rank(environment), launchers.world_size(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])

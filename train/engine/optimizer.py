@@ -12,7 +12,7 @@ from torch import nn
 
 from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
-from train.engine.zero import muon_matrices, name_of, shape_of
+from train.engine.zero import full_shape, muon_matrices, parameter_name
 
 # DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
 # for each shape. It is disabled here; its gain on a GPU is not measured.
@@ -36,12 +36,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
     appears once. Parameters without gradient and empty groups are omitted.
     """
     layers: Any = model.model.layers.parameters() if optim == "muon" else ()
-    of_muon = {id(p) for p in layers if p.requires_grad and len(shape_of(p)) == 2}
+    of_muon = {id(p) for p in layers if p.requires_grad and len(full_shape(p)) == 2}
     by_columns: dict[int, list[nn.Parameter]] = {}
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for parameter in model.parameters():
-        shape = shape_of(parameter)
+        shape = full_shape(parameter)
         if id(parameter) in of_muon:
             by_columns.setdefault(shape[1], []).append(parameter)
         elif parameter.requires_grad:
@@ -64,7 +64,7 @@ def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: floa
     """
     scale = MUON_RMS * math.sqrt(columns)
     # the order that DeepSpeed's Muon uses
-    ordered = sorted(parameters, key=shape_of, reverse=True)
+    ordered = sorted(parameters, key=full_shape, reverse=True)
     return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
 
 
@@ -101,7 +101,9 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     DeepSpeed calls `muon_update` with whole parameters, without their names, in the same order in each step.
     Checkpoints store whole parameters.
     """
-    matrices = [(name_of(engine, p), shape_of(p), engine.module.config) for p in muon_matrices(engine)]
+    matrices = [
+        (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
+    ]
     calls = itertools.cycle([rows for _, rows in hf_parts(*matrix)] for matrix in matrices)
 
     def update_parts(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:

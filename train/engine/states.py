@@ -31,7 +31,7 @@ State = dict[str, torch.Tensor]  # optimizer state of one flat weight, as in tor
 # ---------------------------------------------------------------- float32 as bf16 and 16 more bits
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+def split_float32(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Split float32 `master` into bf16 `weight` and int16 `remainder`, all 1-D of the same length.
 
     The weight is the nearest bf16 number; a tie rounds away from zero. Rounding ties to even would map 65,537 numbers
@@ -43,8 +43,8 @@ def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -
     weight.view(torch.int16).copy_(high)
 
 
-def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers that `split` has split."""
+def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the float32 numbers that `split_float32` has split."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -53,7 +53,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Return the state of a moment with `length` zeros, in the format that `decoded` reads."""
+    """Return the state of a moment with `length` zeros, in the format that `decode_moment` reads."""
     if kind in DTYPES:
         return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
     blocks = -(-length // STATE_BLOCK)
@@ -63,7 +63,7 @@ def new_moment(moment: str, length: int, kind: str, device: torch.device) -> Sta
     }
 
 
-def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
+def decode_moment(state: State, moment: str, start: int, end: int) -> torch.Tensor:
     """Return the elements from `start` to `end` in float32. For a float32 moment this is a view."""
     if (scale := state.get(f"{moment}_scale")) is None:
         return state[moment][start:end].float()
@@ -73,7 +73,7 @@ def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
     return values[start - blocks.start * STATE_BLOCK :][: end - start]
 
 
-def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
+def encode_moment(values: torch.Tensor, state: State, moment: str, start: int) -> None:
     """Write float32 `values` to the elements from `start` on.
 
     For 8-bit moments, `values` must consist of whole blocks or reach the end.
@@ -120,8 +120,8 @@ class PackedAdamW(torch.optim.Optimizer):
 
     def _step(self, group: dict[str, Any], weight: torch.Tensor, state: State, start: int, end: int) -> None:
         half, remainder = weight[start:end], state["remainder"][start:end]
-        master = joined(half, remainder)
-        first, second = (decoded(state, moment, start, end) for moment in MOMENTS)
+        master = join_float32(half, remainder)
+        first, second = (decode_moment(state, moment, start, end) for moment in MOMENTS)
         adamw(
             [master],
             [self.gradients[weight][start:end]],
@@ -139,9 +139,9 @@ class PackedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        split(master, half, remainder)
-        encode(first, state, MOMENTS[0], start)
-        encode(second, state, MOMENTS[1], start)
+        split_float32(master, half, remainder)
+        encode_moment(first, state, MOMENTS[0], start)
+        encode_moment(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
         """Allocate the state of a weight whose float32 values equal its bf16 values."""
@@ -154,7 +154,9 @@ class PackedAdamW(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def put(self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None) -> None:
+    def set_weight(
+        self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None
+    ) -> None:
         """Set `weight` to the float32 `master`, with `moments` after `step` steps.
 
         Args:
@@ -169,9 +171,9 @@ class PackedAdamW(torch.optim.Optimizer):
         state = self._begin(weight, group, step)
         for start in range(0, len(weight), STATE_CHUNK):
             part = slice(start, start + STATE_CHUNK)
-            split(master[part].to(weight.device), weight[part], state["remainder"][part])
+            split_float32(master[part].to(weight.device), weight[part], state["remainder"][part])
             for moment in MOMENTS:
-                encode(moments[moment][part].to(weight.device), state, moment, start)
+                encode_moment(moments[moment][part].to(weight.device), state, moment, start)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this optimizer unchanged; torch would cast all states to the dtype of the weights."""
@@ -189,7 +191,7 @@ class PackedAdamW(torch.optim.Optimizer):
 
 
 @dataclass
-class Stretch:
+class DecodedSlice:
     """A range of a packed tensor that is decoded on access, with the methods of a 1-D tensor that reshard.py uses."""
 
     decode: Callable[[int, int], torch.Tensor]  # (start, end) -> float32
@@ -199,18 +201,20 @@ class Stretch:
     def __len__(self) -> int:
         return self.length
 
-    def narrow(self, dim: int, start: int, length: int) -> Stretch:
-        return Stretch(self.decode, self.start + start, length)
+    def narrow(self, dim: int, start: int, length: int) -> DecodedSlice:
+        return DecodedSlice(self.decode, self.start + start, length)
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         first, last, _ = part.indices(self.length)
         return self.decode(self.start + first, self.start + last)
 
 
-def stretches(weight: torch.Tensor, state: State) -> tuple[Stretch, dict[str, Stretch]]:
+def decoded_slices(weight: torch.Tensor, state: State) -> tuple[DecodedSlice, dict[str, DecodedSlice]]:
     """Return the float32 weight and its moments from `weight` and `state` of a PackedAdamW."""
 
-    whole = Stretch(
-        lambda start, end: joined(weight[start:end], state["remainder"][start:end]), 0, len(weight)
+    whole = DecodedSlice(
+        lambda start, end: join_float32(weight[start:end], state["remainder"][start:end]), 0, len(weight)
     )
-    return whole, {moment: Stretch(partial(decoded, state, moment), 0, len(weight)) for moment in MOMENTS}
+    return whole, {
+        moment: DecodedSlice(partial(decode_moment, state, moment), 0, len(weight)) for moment in MOMENTS
+    }

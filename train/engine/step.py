@@ -30,20 +30,20 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, cuda_graphs_problem
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.distributed import without_prints
+from train.engine.distributed import suppress_prints
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.zero import (
     GradientBuffer,
-    forget_module,
     gradient_buffers,
     pack_states,
+    release_module,
     skip_steps_that_are_not_finite,
     undo_initial_step,
 )
 
 # Remove non-finite amaxes every this many steps. This counts from the first step of the run, not from a resume, because
 # the results may depend on it.
-MEND_STEPS = 10
+RECOVERY_STEPS = 10
 
 
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
     Args:
         ds_config: DeepSpeed configuration from `resolve_ds_config`.
     """
-    with without_prints():
+    with suppress_prints():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
@@ -70,9 +70,9 @@ def release(engine: Any) -> None:
     To free its memory, drop the last references to the engine and its model, then call `free_memory`.
     """
     parameters = list(engine.module.parameters())
-    with without_prints():
+    with suppress_prints():
         engine.destroy()
-    forget_module(engine)
+    release_module(engine)
     for parameter in parameters:
         # DeepSpeed adds methods to each parameter that refer to the parameter; the garbage collector misses this cycle
         vars(parameter).clear()
@@ -192,16 +192,16 @@ class SkipDecision:
     def is_skipped(self, step: int) -> bool:
         """Return whether step number `step` of the run was skipped. If so, restore the FP8 state.
 
-        Every MEND_STEPS steps, replace amaxes in the histories that are not finite with 0. FP8 casts saturate, so an
-        inf may leave the gradients finite, and the step is then not skipped. But it would freeze its scale as long as
-        it is in the history (16 passes by default).
+        Every RECOVERY_STEPS steps, replace amaxes in the histories that are not finite with 0. FP8 casts saturate, so
+        an inf may leave the gradients finite, and the step is then not skipped. But it would freeze its scale as long
+        as it is in the history (16 passes by default).
         """
         skipped = self.engine.skipped_steps > self._count_before
         if skipped and self._live:
             torch._foreach_copy_(list(self._live.values()), self._kept)
         elif skipped:
             reset_fp8_state(self.engine.module, self.precision)
-        if step % MEND_STEPS == 0:
+        if step % RECOVERY_STEPS == 0:
             for key, tensor in self._live.items():
                 if key.endswith(".amax_history"):
                     tensor.nan_to_num_(0.0, 0.0, 0.0)

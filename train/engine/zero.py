@@ -41,12 +41,12 @@ SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 # ---------------------------------------------------------------- parameters and optimizer tensors
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the full shape of a parameter, which ZeRO 3 may have partitioned and emptied."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def name_of(engine: Any, parameter: nn.Parameter) -> str:
+def parameter_name(engine: Any, parameter: nn.Parameter) -> str:
     """Return the name of a parameter of `engine.module`."""
     return engine.param_names[parameter]
 
@@ -72,7 +72,7 @@ class Master:
     """A tensor that AdamW or Muon updates. Its `moments` are in `base_optimizer(engine).state[tensor]`.
 
     Without ZeRO it is one parameter in its shape. With ZeRO it is 1-D and holds this rank's part of `parameters`: see
-    `flat_partition` (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
+    `zero12_partition` (ZeRO 1 and 2) and `zero3_partition` (ZeRO 3) in train/checkpoint/reshard.py.
     """
 
     tensor: torch.Tensor
@@ -125,7 +125,7 @@ def rewritten_masters(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_settings(engine: Any) -> Iterator[None]:
+def preserve_settings(engine: Any) -> Iterator[None]:
     """Keep the settings of the engine while DeepSpeed loads a checkpoint in the block.
 
     DeepSpeed loads the optimizer settings, the kernel choice (CPU and GPU differ) and the clipping norm of the
@@ -146,12 +146,12 @@ def own_settings(engine: Any) -> Iterator[None]:
         engine.optimizer.clip_grad = clipping
 
 
-def use_loader(engine: Any, load: Callable[..., Any]) -> None:
+def replace_loader(engine: Any, load: Callable[..., Any]) -> None:
     """Make DeepSpeed load files with `load(path, map_location)`; its own torch.load executes code in them (#6751)."""
     engine.checkpoint_engine.load = load
 
 
-def forget_moments(engine: Any) -> None:
+def unlink_moments(engine: Any) -> None:
     """Drop DeepSpeed's links from weights to moments after loading a checkpoint.
 
     The links would keep the replaced moments in memory. The next step creates new links.
@@ -159,7 +159,7 @@ def forget_moments(engine: Any) -> None:
     engine.optimizer._hp_optimizer_states_linked = False
 
 
-def forget_module(engine: Any) -> None:
+def release_module(engine: Any) -> None:
     """Drop DeepSpeed's references to the model of a destroyed engine, so that its memory can be freed.
 
     ZeRO 3 keeps the model on a global stack of modules in forward, and its submodules in the cache of a method.

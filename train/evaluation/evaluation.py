@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def join_ranks() -> tuple[int, int]:
     """Join the other ranks. Return the rank of this process and the number of ranks."""
-    launchers.adopt()
+    launchers.export_torch_variables()
     if launchers.world_size() == 1:
         return 0, 1
     from train.engine.distributed import init_distributed  # imports deepspeed

@@ -20,7 +20,7 @@ from train.checkpoint.files import (
     rank_file,
     read_state,
 )
-from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
+from train.data.encoder import TOKENIZER_FILES, TextEncoder, find_tokenizer
 from train.data.format import read_manifest
 from train.files import data_folder, sha256_file
 from train.record.run_folder import RunFolder
@@ -132,7 +132,7 @@ class Plan:
             return given
         if self.state is None:
             return self.path
-        return tokenizer_of(self.sources(), self.path.absolute().parent.parent / "hf")
+        return find_tokenizer(self.sources(), self.path.absolute().parent.parent / "hf")
 
     def tokenizers(self, given: Path | None) -> set[str]:
         """Return SHA-256 hashes of the model's tokenizer files; matching data have one of them. Empty if unknown."""

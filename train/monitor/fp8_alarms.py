@@ -56,16 +56,16 @@ LIMITS = {
     **{("range", operand): 4.0 for operand in OPERANDS},
     **{("error", operand): limit for operand, limit in zip(OPERANDS, (0.106, 0.106, 0.4), strict=True)},
 }
-OVER = 0.5  # an alarm is over when all statistics are below this fraction of their limits
-RECENT = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
+END_FRACTION = 0.5  # an alarm is over when all statistics are below this fraction of their limits
+RECENT_CHECKS = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
 MAX_LISTED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
 # Statistic -> its text in the log, with the likely cause of a large value and the key that helps.
-CURRENT = "set precision.recipe current"
-WORDS = {
+ADVICE = "set precision.recipe current"
+OPERAND_WORDS = {
     "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale; set precision."
     "recipe block, or add its module to precision.bf16_modules (lm_head: set fp8_head_gradients false)",
-    "saturated": f"{{:.1%}} of its elements were clamped, because the scale is outdated; {CURRENT}",
-    "range": f"its largest value is {{:.3g}} times what its scale allows, because the scale is outdated; {CURRENT}",
+    "saturated": f"{{:.1%}} of its elements were clamped, because the scale is outdated; {ADVICE}",
+    "range": f"its largest value is {{:.3g}} times what its scale allows, because the scale is outdated; {ADVICE}",
     "error": "its relative error is {:.3g}",
 }
 
@@ -126,13 +126,13 @@ class FP8Alarms:
             for key, ratio in excess.items()
             if ratio > 1 and key not in self.active
         }
-        ended = {key: since for key, since in self.active.items() if excess.get(key, 0.0) < OVER}
+        ended = {key: since for key, since in self.active.items() if excess.get(key, 0.0) < END_FRACTION}
         self.active = {key: since for key, since in self.active.items() if key not in ended}
         self.active |= dict.fromkeys(began, step)
         self.count += len(began)
         _log_first(
             f"step {step}: FP8 alarm: {key[0]}, {key[1]}: "
-            + ", ".join(WORDS[what].format(value) for what, value in began[key].items())
+            + ", ".join(OPERAND_WORDS[what].format(value) for what, value in began[key].items())
             for key in sorted(began, key=lambda key: -excess[key])
         )
         _log_first(f"step {step}: FP8 alarm over: {gemm}, {operand}" for gemm, operand in ended)
@@ -146,7 +146,7 @@ class FP8Alarms:
 
     def _compare_with_recent_checks(self, above: set[Operand]) -> None:
         self.checks += 1
-        recent = {key: check for key, check in self._found.items() if check >= self.checks - RECENT}
+        recent = {key: check for key, check in self._found.items() if check >= self.checks - RECENT_CHECKS}
         self.repeated = above & recent.keys()
         self.check_again = bool(above - recent.keys())
         self._found = recent | dict.fromkeys(above, self.checks)
@@ -198,7 +198,7 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
     found: dict[Operand, dict[str, float]] = {}
     for kind, operand, what, column in values(health):
         for layer, value in enumerate(column):
-            if value is not None and what in WORDS:
+            if value is not None and what in OPERAND_WORDS:
                 found.setdefault((kind.replace("*", str(layer)), operand), {})[what] = value
     return found
 

@@ -41,7 +41,7 @@ class LockError(UserError):
 
 
 @contextlib.contextmanager
-def held(folder: RunFolder) -> Iterator[None]:
+def hold_lock(folder: RunFolder) -> Iterator[None]:
     """Create and lock the folder of a run in the block. Collective: rank 0 holds the lock for all ranks.
 
     Raises, on all ranks:
@@ -98,15 +98,15 @@ class Lock:
             if self.read().get("token") == self.owner["token"]:
                 self.path.unlink()
 
-    def refuse_if_in_use(self) -> None:
+    def check_unlocked(self) -> None:
         """Check whether a process on this machine holds the lock. Only `acquire` checks other machines, by waiting.
 
         Raises: LockError: it does."""
-        self._refuse_if_alive(self.read())
+        self._check_holder(self.read())
 
-    def _refuse_if_alive(self, holder: dict[str, Any]) -> None:
+    def _check_holder(self, holder: dict[str, Any]) -> None:
         if is_local(holder) and process_started(holder["pid"]) == holder["process_started"]:
-            raise self._refusal(holder)
+            raise self._lock_error(holder)
 
     def read(self) -> dict[str, Any]:
         """Return the owner in the file; {} if the file is missing, damaged or being written."""
@@ -125,16 +125,16 @@ class Lock:
 
         Raises: LockError: the holder is running."""
         holder = self.read()
-        self._refuse_if_alive(holder)
+        self._check_holder(holder)
         left_s = 0.0 if is_local(holder) else LEASE_S
         while left_s > 0 and self.path.exists():
             time.sleep(CHECK_INTERVAL_S)
             left_s -= CHECK_INTERVAL_S
             found = self.read()
             if found and found != holder:
-                raise self._refusal(found)
+                raise self._lock_error(found)
 
-    def _refusal(self, holder: dict[str, Any]) -> LockError:
+    def _lock_error(self, holder: dict[str, Any]) -> LockError:
         return LockError(
             f"{self.path.parent} is in use by another run: process {holder.get('pid')} on {holder.get('host')} (Slurm "
             f"job {holder.get('job')}), since {holder.get('started')}. Wait until it ends, stop it, or choose another "
@@ -147,7 +147,9 @@ class Lock:
             with contextlib.suppress(OSError):  # the file system may be full or temporarily unavailable
                 holder = self.read()
                 if holder and holder.get("token") != self.owner["token"]:
-                    logger.error(f"{self._refusal(holder)}. That run has taken the lock over; this run ends")
+                    logger.error(
+                        f"{self._lock_error(holder)}. That run has taken the lock over; this run ends"
+                    )
                     os._exit(DO_NOT_RESTART)
                 self.owner["beats"] += 1
                 self._write()

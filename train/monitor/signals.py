@@ -66,7 +66,7 @@ class Interrupted(SystemExit):
 
 
 @contextlib.contextmanager
-def taking_steps() -> Iterator[None]:
+def defer_first_interrupt() -> Iterator[None]:
     """Treat the first Ctrl-C in the block as a request to stop after the current step, like SIGTERM."""
     global _is_training
     _is_training = True

@@ -71,7 +71,7 @@ class Watchdog:
             name: phase name for reports, such as "opening the output folder".
             reads: bytes of the files that the phase reads, which extend the timeout.
         """
-        self.at(f"waiting for all ranks before {name}")
+        self.set_position(f"waiting for all ranks before {name}")
         dist.barrier()
         self.renew(name)
         self.limit_s += reads / SLOWEST
@@ -83,13 +83,13 @@ class Watchdog:
             name: current position for reports.
             after_step: whether a training step is done. Until the first step the timeout is longer.
         """
-        self.at(name)
+        self.set_position(name)
         if after_step:
             self._usual_s = self.timeout_s
         self.limit_s = self._usual_s
         self._waited_s = 0.0
 
-    def at(self, name: str) -> None:
+    def set_position(self, name: str) -> None:
         """Set the current position of this rank for reports."""
         self._position = name
         self._progress += 1
@@ -116,12 +116,12 @@ class Watchdog:
         gather.start()
         gather.join(GATHER_S)
         found = dict(found)
-        blamed = blame(found, world)
+        blamed = find_ranks_at_fault(found, world)
         if rank in blamed or not blamed:
             print(f"rank {rank}: the stacks of its threads:", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         if rank == min(set(found) - set(blamed), default=rank):
-            print(verdict(found, blamed, world, self.limit_s), file=sys.__stderr__, flush=True)
+            print(hang_message(found, blamed, world, self.limit_s), file=sys.__stderr__, flush=True)
         if rank not in blamed or rank == 0:
             # The launcher ends all ranks when the first one ends, so leave the rank at fault time to print its stack.
             # Rank 0 hosts the store, from which other ranks may still read.
@@ -152,7 +152,7 @@ def _exchange(found: dict[int, dict[str, Any]], rank: int, world: int) -> None:
         time.sleep(0.1)
 
 
-def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
+def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[int]:
     """Return the ranks at fault, for which the others wait, or [] if this is unknown.
 
     Args:
@@ -173,7 +173,7 @@ def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
     return []
 
 
-def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
+def hang_message(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
     """Return the message that ends the job."""
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()

@@ -39,7 +39,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
             "precision.auto: no GPU to measure on; precision, CUDA graphs and attention stay as configured"
         )
         return replace(args, precision=replace(precision, auto=False))
-    task = task_of(args, world_size)
+    task = make_task(args, world_size)
 
     def choose() -> Choice:
         checkpoint = checkpoint_to_resume(args)
@@ -61,7 +61,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     )
 
 
-def task_of(args: TrainingArguments, world_size: int) -> Task:
+def make_task(args: TrainingArguments, world_size: int) -> Task:
     """Return the task of `autotune` for a run."""
     ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
     stage = ds_config["zero_optimization"]["stage"]

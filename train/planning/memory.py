@@ -17,7 +17,7 @@ from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
 from model.fp8.recipes import FULL_STATES, STATE_CHUNK
-from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, widths_of
+from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, layer_widths
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
@@ -70,7 +70,7 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
     Args:
         fp8: whether the GEMMs of the layer are FP8.
     """
-    H, I, q, kv, _ = widths_of(s.sizes)  # noqa: E741
+    H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
     # q, k, v and the output; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
@@ -93,7 +93,7 @@ def head_bytes(s: Setting) -> float:
 
     At that point the logits take the most memory.
     """
-    H, _, _, _, V = widths_of(s.sizes)
+    H, _, _, _, V = layer_widths(s.sizes)
     if not s.args.speed.fused_cross_entropy:
         # in float32: log_softmax, its gradient, and the gradient of the loss; the norm as in a layer
         return 12 * V + 6 * H
@@ -118,7 +118,7 @@ def _buckets(s: Setting) -> float:
 
 def _in_the_step(s: Setting) -> float:
     """Return the bytes of temporary tensors in the optimizer's step, when all activations are freed."""
-    H, I, q, _, _ = widths_of(s.sizes)  # noqa: E741
+    H, I, q, _, _ = layer_widths(s.sizes)  # noqa: E741
     muon = MUON_BYTES * H * max(q, I) if s.args.optim == "muon" else 0
     if s.zero_stage == 0:
         return 4 * s.parameters + muon
@@ -139,7 +139,7 @@ def _in_the_step(s: Setting) -> float:
 # ---------------------------------------------------------------- peak
 
 
-def memory_of(s: Setting) -> Memory:
+def predict_memory(s: Setting) -> Memory:
     """Predict the memory of a run at its peak, in the phase of precision.schedule that needs the most.
 
     Raises:
@@ -151,10 +151,10 @@ def memory_of(s: Setting) -> Memory:
             "predicted. Use te_layer or te_linear with fp8 or bf16",
             key="model.variant",
         )
-    return max((_memory_of(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
+    return max((_predict_phase_memory(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
 
 
-def _memory_of(s: Setting) -> Memory:
+def _predict_phase_memory(s: Setting) -> Memory:
     """Predict the memory at the peak of one phase.
 
     The peak is at the start of the backward pass, in the backward pass of the last layer, in the optimizer's step, or,
@@ -163,7 +163,7 @@ def _memory_of(s: Setting) -> Memory:
     CUDA graphs are captured before the moments of the optimizer and the 16-bit gradients exist. After the capture,
     torch does not count the memory of the graphs as allocated.
     """
-    H, I, _, _, V = widths_of(s.sizes)  # noqa: E741
+    H, I, _, _, V = layer_widths(s.sizes)  # noqa: E741
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
@@ -226,7 +226,8 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
         range(1, MAX_MICRO_BATCH),
         True,
         key=lambda units: (
-            memory_of(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks) > device_gib
+            predict_memory(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks)
+            > device_gib
         ),
     )
     return largest * s.micro_batch_unit

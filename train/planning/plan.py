@@ -8,7 +8,7 @@ from typing import Any
 
 from model.config import flops_per_token
 from train.files import format_size
-from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
+from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, predict_memory
 from train.planning.recommend import Planned, recommend
 from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS, Estimate, Gpu, estimate
@@ -99,7 +99,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
             )
         )
     checkpoint = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.args.optim)
-    return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus, checkpoint)
+    return Plan(model, tokens, Planned.predict(s, gpu, network_gbit_s), recommended, by_gpus, checkpoint)
 
 
 def lines(p: Plan) -> list[str]:
@@ -175,14 +175,14 @@ class Prediction:
     estimate: Estimate | None
 
     @classmethod
-    def of(cls, s: Setting, device_name: str) -> Prediction:
+    def make(cls, s: Setting, device_name: str) -> Prediction:
         """Predict memory and speed of a run.
 
         Args:
             device_name: result of torch.cuda.get_device_name().
         """
         name = hopper_sxm(device_name)
-        return cls(memory_of(s), estimate(s, GPUS[name.lower()]) if name else None)
+        return cls(predict_memory(s), estimate(s, GPUS[name.lower()]) if name else None)
 
     def line(self) -> str:
         """Return a line for the log with the prediction."""

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2
-from train.planning.memory import Memory, largest_micro_batch, memory_of
+from train.planning.memory import Memory, largest_micro_batch, predict_memory
 from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
@@ -28,9 +28,9 @@ class Planned:
     estimate: Estimate
 
     @classmethod
-    def of(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
+    def predict(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
         """Predict memory and speed of a setting."""
-        return cls(setting, gpu, memory_of(setting), estimate(setting, gpu, network_gbit_s))
+        return cls(setting, gpu, predict_memory(setting), estimate(setting, gpu, network_gbit_s))
 
     @property
     def needed_gib(self) -> float:
@@ -102,7 +102,7 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
         if fastest > (chosen.estimate.tokens_per_second * (1 + CLEARLY_FASTER) if chosen else 0):
             good = [p for p in fitting if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
             chosen = min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib))
-    itself = Planned.of(s, gpu, network_gbit_s)
+    itself = Planned.predict(s, gpu, network_gbit_s)
     speeds = [planned.estimate.tokens_per_second for planned in (itself, chosen) if planned]
     is_fast = speeds[0] >= (1 - NEARLY_AS_FAST) * speeds[-1]
     return itself if ranks == s.ranks and itself.fits and is_fast else chosen
@@ -134,6 +134,6 @@ def _fitting(
                 cuda_graphs=s.cuda_graphs and stage < 3 and not recompute,
                 **({} if stage == s.zero_stage else other),
             )
-            if memory_of(setting).needed_gib(s.ranks) > gpu.memory_gib:
+            if predict_memory(setting).needed_gib(s.ranks) > gpu.memory_gib:
                 break
-            yield Planned.of(setting, gpu, network_gbit_s)
+            yield Planned.predict(setting, gpu, network_gbit_s)

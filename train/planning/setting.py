@@ -9,10 +9,16 @@ from typing import Any
 
 from model.config import head_dim, layer_matrix_parameters, num_parameters
 from model.errors import UserError
-from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
+from model.fp8.recipes import (
+    FP8_TRAIN_ROW_MULTIPLE,
+    FULL_STATES,
+    PrecisionConfig,
+    fits_fp8,
+    optimizer_state_bytes,
+)
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
-from train.config.schedule import phase_shares, precisions_of
+from train.config.schedule import phase_precisions, phase_shares
 
 # DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
@@ -20,7 +26,7 @@ ZERO_3_BUCKET = 50_000_000  # reduce_bucket_size of ds_config_zero3.json, in ele
 PLANNED = {"fp8", "bf16"}  # the values of precision.compute that can be planned
 
 
-def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
+def layer_widths(sizes: Any) -> tuple[int, int, int, int, int]:
     """Return the widths (H hidden, I intermediate, q of all query heads, kv of all key heads, V vocabulary)."""
     D = head_dim(sizes)
     q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
@@ -67,7 +73,7 @@ class Setting:
     schedule: tuple[tuple[float, dict[str, Any]], ...] = ()
 
     @classmethod
-    def of(
+    def from_run(
         cls,
         args: TrainingArguments,
         ds_config: dict[str, Any],
@@ -85,7 +91,7 @@ class Setting:
             max_steps: number of steps of the run; by default args.max_steps.
         """
         sections = zip(
-            phase_shares(args, max_steps or args.max_steps), precisions_of(args.precision), strict=True
+            phase_shares(args, max_steps or args.max_steps), phase_precisions(args.precision), strict=True
         )
         schedule = tuple((share, precision_fields(section, sizes)) for share, section in sections if share)
         precision, zero = args.precision, ds_config["zero_optimization"]
@@ -156,7 +162,7 @@ class Setting:
         """Return the bytes per parameter of AdamW's states."""
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
-        return bytes_of_states(self.optimizer_states, self.moments)
+        return optimizer_state_bytes(self.optimizer_states, self.moments)
 
     @property
     def parameters(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from model.config import attention_pairs
 from train.planning.memory import head_bytes, saved_by_layer
-from train.planning.setting import Setting, widths_of
+from train.planning.setting import Setting, layer_widths
 
 GPUS_OF_A_NODE = 8
 
@@ -120,7 +120,7 @@ def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     """Return the seconds of the forward and backward pass of a micro-batch on one GPU."""
-    H, _, q, _, V = widths_of(s.sizes)
+    H, _, q, _, V = layer_widths(s.sizes)
     layers = s.sizes.num_hidden_layers
     # The square root assumes that half of this time waits for memory.
     faster = math.sqrt(gpu.memory_tb_s / MEASURED_ON.memory_tb_s)
@@ -159,7 +159,7 @@ def newton_schulz(sizes: Any) -> tuple[int, float]:
     For an m x n matrix with m < n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) computes 14 products of two m x m
     matrices and 4 products of an m x m and an m x n matrix. For m = n it computes 15 products.
     """
-    H, I, q, kv, _ = widths_of(sizes)  # noqa: E741
+    H, I, q, kv, _ = layer_widths(sizes)  # noqa: E741
     flops = 0.0
     for rows, count in ((q, 2), (kv, 2), (I, 3)):
         m, n = sorted((rows, H))

@@ -102,7 +102,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     if sizes is not None and resolved and ds_config:
         warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
         if devices:
-            setting = Setting.of(resolved, ds_config, sizes, world_size)
+            setting = Setting.from_run(resolved, ds_config, sizes, world_size)
             warnings.append(attempt(check_memory, resolved, setting, min(devices[:local_ranks])))
     if problems:
         raise PreflightError(problems)
@@ -177,7 +177,7 @@ def check_output(args: TrainingArguments) -> None:
             "choose another output_dir",
             key=key,
         )
-    Lock(folder.lock).refuse_if_in_use()
+    Lock(folder.lock).check_unlocked()
 
 
 def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:

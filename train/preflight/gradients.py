@@ -27,7 +27,7 @@ from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state, snapshot_fp8_state
 from train.checkpoint.files import RunState
 from train.checkpoint.load import set_random_state
-from train.checkpoint.reshard import WEIGHT, pieces_of_master
+from train.checkpoint.reshard import WEIGHT, master_pieces
 from train.checkpoint.save import rank_state
 from train.config.arguments import TrainingArguments
 from train.data.order import next_position
@@ -85,7 +85,7 @@ def check_gradients(
     reader.close()
     engine.train()
     try:
-        with unchanged(engine, precision):
+        with restore_afterwards(engine, precision):
             mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
     except torch.OutOfMemoryError as error:
         text = (
@@ -116,17 +116,17 @@ def check_gradients(
 
 
 @contextmanager
-def unchanged(engine: Any, precision: Precision) -> Iterator[None]:
+def restore_afterwards(engine: Any, precision: Precision) -> Iterator[None]:
     """Restore the random generators and the FP8 state in place after the block."""
     random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
     yield
-    restore_fp8(engine, precision, fp8)
+    restore_fp8_state(engine, precision, fp8)
     set_random_state(random_state)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # the check needs more memory than the run
 
 
-def restore_fp8(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
+def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
     """Restore FP8 state in place. Modules that had no state when it was saved get their initial state.
 
     Args:
@@ -153,7 +153,7 @@ def compare_gradients(
     plain, allowed = empty_sample(engine), allowed_error(engine, len(batches))
     fp8 = snapshot_fp8_state(engine.module, precision)
     with (
-        adding_local_gradients(engine, plain) as weight,
+        accumulate_local_gradients(engine, plain) as weight,
         nullcontext() if micro_step.plain else micro_step.through_autograd(),
     ):
         reduced = take_step(engine, micro_step, batches, weight)
@@ -164,7 +164,7 @@ def compare_gradients(
         dist.all_reduce(gradient)
     found = [compare(engine, *reduced, plain, max_grad_norm, allowed)]
     if not micro_step.plain:
-        restore_fp8(engine, precision, fp8)
+        restore_fp8_state(engine, precision, fp8)
         reduced = take_step(engine, micro_step, batches)
         if reduced is None:
             return []
@@ -172,7 +172,7 @@ def compare_gradients(
     return found
 
 
-def trained(engine: Any) -> list[nn.Parameter]:
+def trained_parameters(engine: Any) -> list[nn.Parameter]:
     """Return the parameters that have a gradient."""
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
@@ -182,14 +182,14 @@ def sample_stride(engine: Any) -> int:
 
     It is odd, so that the elements are in all columns of a matrix.
     """
-    return math.ceil(sum(zero.shape_of(p).numel() for p in trained(engine)) / SAMPLE) | 1
+    return math.ceil(sum(zero.full_shape(p).numel() for p in trained_parameters(engine)) / SAMPLE) | 1
 
 
 def empty_sample(engine: Any) -> Gradients:
     """Return zeros for the compared elements of each parameter."""
     stride, shapes = (
         sample_stride(engine),
-        {zero.name_of(engine, p): zero.shape_of(p) for p in trained(engine)},
+        {zero.parameter_name(engine, p): zero.full_shape(p) for p in trained_parameters(engine)},
     )
     return {
         name: torch.zeros(math.ceil(shape.numel() / stride), device=engine.device)
@@ -203,13 +203,13 @@ def allowed_error(engine: Any, micro_batches: int) -> float:
     It is three times the expected error of adding over micro-batches and ranks, each addition rounded to the least
     exact type involved.
     """
-    types = {engine.communication_data_type, *(p.dtype for p in trained(engine))}
+    types = {engine.communication_data_type, *(p.dtype for p in trained_parameters(engine))}
     rounding = max(torch.finfo(dtype).eps / 2 for dtype in types)
     return 3 * max(rounding, FLOAT32_ERROR) * math.sqrt(micro_batches + dist.get_world_size())
 
 
 @contextmanager
-def adding_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
+def accumulate_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
     """Add the gradients of this rank's micro-batches to `totals` in the block, with hooks that run before DeepSpeed's.
 
     The hooks divide by the factor with which DeepSpeed scales the loss (accumulation, loss scale).
@@ -228,7 +228,10 @@ def adding_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Ten
         total += mine * torch.where(factor == 0, 0.0, weight / factor)
 
     hooks = [engine.module.register_forward_hook(read_factor)]
-    hooks += [p.register_hook(partial(add, totals[zero.name_of(engine, p)])) for p in trained(engine)]
+    hooks += [
+        p.register_hook(partial(add, totals[zero.parameter_name(engine, p)]))
+        for p in trained_parameters(engine)
+    ]
     yield weight
     for hook in hooks:
         hook.remove()
@@ -240,7 +243,7 @@ def take_step(
     """Take a step up to the optimizer. Collective.
 
     Args:
-        weight: the value that `adding_local_gradients` yields.
+        weight: the value that `accumulate_local_gradients` yields.
 
     Returns:
         The sample of the gradient that the optimizer receives, and the norm of the whole gradient. None if DeepSpeed
@@ -251,7 +254,7 @@ def take_step(
 
     def take(master: zero.Master, gradient: torch.Tensor) -> None:
         squares.append(torch.zeros((), device=engine.device, dtype=torch.float64))
-        for name, piece in pieces_of_master(engine, master, {WEIGHT: gradient.reshape(-1)}):
+        for name, piece in master_pieces(engine, master, {WEIGHT: gradient.reshape(-1)}):
             own = piece.tensors[WEIGHT][:].float()
             squares[-1] += own.norm().double().square()
             first = -(-piece.start // stride)

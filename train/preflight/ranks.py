@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import load_config, numbers_of
+from model.config import load_config, numeric_settings
 from model.errors import UserError
 from model.fp8.machine import describe
 from train import launchers
@@ -58,9 +58,9 @@ class Rank:
     gemm_tflops: float | None
 
 
-def is_on(args: TrainingArguments) -> bool:
+def is_enabled(args: TrainingArguments) -> bool:
     """Return whether to check the ranks: the value of the key "preflight", by default true on several nodes."""
-    return launchers.several_nodes() if args.preflight is None else args.preflight
+    return launchers.is_multi_node() if args.preflight is None else args.preflight
 
 
 def check_configured_alike(args: TrainingArguments) -> None:
@@ -74,7 +74,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
     """
     values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
-    values["model"] |= {"config": numbers_of(load_config(args.model.config)), "init_from": None}
+    values["model"] |= {"config": numeric_settings(load_config(args.model.config)), "init_from": None}
     mine = {key: json.dumps(value) for key, value in flatten(values).items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (socket.gethostname(), mine))

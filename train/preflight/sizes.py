@@ -9,14 +9,14 @@ import shutil
 from typing import Any
 
 from model.config import GIB, num_parameters
-from train.checkpoint.files import committed, name_of, step_folders
+from train.checkpoint.files import checkpoint_name, committed, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.files import format_size, nearest_existing_path
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
     least_memory_gib,
-    memory_of,
+    predict_memory,
     weight_bytes,
 )
 from train.planning.setting import Setting
@@ -46,7 +46,7 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
             code="gpu_memory",
             key="model.config",
         )
-    memory = memory_of(s) if s.is_planned else None
+    memory = predict_memory(s) if s.is_planned else None
     if memory is None or memory.needed_gib(s.ranks) <= available:
         return ""
     return (
@@ -141,4 +141,8 @@ def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
     """Return whether the run already has its last checkpoint, so that it has nothing to train."""
     there = committed(folder.checkpoints)
-    return args.resume_from_checkpoint == "auto" and bool(there) and there[-1].name >= name_of(args.max_steps)
+    return (
+        args.resume_from_checkpoint == "auto"
+        and bool(there)
+        and there[-1].name >= checkpoint_name(args.max_steps)
+    )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_DOCUMENTS = 16  # number encoded at a time; books of several MB fit into memory
 
-encoder_of = lru_cache(1)(TextEncoder)  # loaded once per process, for all its tasks
+load_encoder = lru_cache(1)(TextEncoder)  # loaded once per process, for all its tasks
 
 
 class ReadDocuments(PipelineStep):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from model import need
+from model import require_packages
 from model.keys import NOT_GIVEN, between, unicode
 from train.data.format import DataError
 from train.prepare.readers import (
@@ -96,7 +96,7 @@ class Source:
     mtime_ns: int
 
     @classmethod
-    def at(cls, path: Path, kind: str) -> "Source":
+    def from_path(cls, path: Path, kind: str) -> "Source":
         found = path.stat()
         return cls(str(path.absolute()), kind, found.st_size, found.st_mtime_ns)
 
@@ -122,7 +122,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         if not name:
             raise DataError(f"input {name!r} is {NOT_GIVEN}", code="not_given", key="--input")
         try:
-            found, skipped = _files_of(name)
+            found, skipped = _input_files(name)
             for file, _ in found:
                 os.close(os.open(file, os.O_RDONLY))  # fail now, not when a task reads it
         except OSError as error:
@@ -161,10 +161,10 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
             code="nothing_to_split",
             key="--split_on",
         )
-    return [Source.at(file, kind) for file, kind in files]
+    return [Source.from_path(file, kind) for file, kind in files]
 
 
-def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
     """Return the files of one input, each with its kind, and the files that are skipped."""
     path = Path(name)
     if name == STDLIB:
@@ -195,7 +195,7 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:
     """Return the files of a dataset on the Hugging Face Hub; datasets downloads them into its cache once."""
-    need(f"input {name}", "datasets", requirements="requirements-prep.txt")
+    require_packages(f"input {name}", "datasets", requirements="requirements-prep.txt")
     import datasets
 
     dataset, _, rest = name.removeprefix(HUB).partition(":")

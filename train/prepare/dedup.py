@@ -2,13 +2,13 @@
 
     signatures    one task per reading task: one or more hashes of each document
     search        one task: group the documents that share a hash
-    removal       in the last stage: drop all documents of a group but the first
+    removal       in the last pipeline: drop all documents of a group but the first
 
 Exact duplicates have one hash, of the whole text. Near duplicates have one hash per MinHash band: a pair of documents
 with similarity s, the share of common 5-grams of words, is found with probability 1 - (1 - s^8)^14, which is 0.57 for
 0.7, 0.92 for 0.8 and 0.01 for 0.4. This is the setting of datatrove and FineWeb, with datatrove's hash functions.
 datatrove's own blocks are not used: they do not keep the first document, silently remove nothing if the output of a
-stage is missing, skip texts of fewer than five words, and need 3 GB for a text of 10 MB.
+pipeline is missing, skip texts of fewer than five words, and need 3 GB for a text of 10 MB.
 
 The hashes have 64 bits. Among n different documents, n^2 / 2^65 pairs are expected to collide by hash: 0.01 for 600
 million documents. The search needs about 90 bytes of memory per document.

@@ -1,6 +1,6 @@
-"""Run the stages of a data preparation on this host, as Slurm jobs or on a Ray cluster.
+"""Run the pipelines of a data preparation on this host, as Slurm jobs or on a Ray cluster.
 
-Each stage has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
+Each pipeline has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
 """
 
 import multiprocessing
@@ -24,10 +24,10 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from tqdm import tqdm
 
-from model import need
+from model import require_packages
 from model.errors import UserError
 from train.data.format import DataError
-from train.prepare.tally import Stage
+from train.prepare.tally import Pipeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRESS_S = 5.0
@@ -40,75 +40,76 @@ class PreparationError(UserError, RuntimeError):
     is_transient = True
 
 
-_job: tuple[Stage, Path]  # set in each worker process when it starts
+_job: tuple[Pipeline, Path]  # set in each worker process when it starts
 
 
-def run_local(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the incomplete tasks of all stages on this host, one stage after another.
+def run_local(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
+    """Run the incomplete tasks of all pipelines on this host, one pipeline after another.
 
     Args:
-        folder: the folder that contains a folder for each stage.
+        folder: the folder that contains a folder for each pipeline.
         workers: number of worker processes. With 1, the tasks run in this process.
 
     Raises:
         PreparationError: a worker process died.
         Exception: a task failed. Its exception is raised after the running tasks have completed.
     """
-    for stage in stages:
-        ranks = incomplete_tasks(stage, folder)
+    for pipeline in pipelines:
+        ranks = incomplete_tasks(pipeline, folder)
         tasks = (
-            _in_pool(stage, folder, ranks, workers)
+            _in_pool(pipeline, folder, ranks, workers)
             if workers > 1
-            else map(partial(_run_task, stage, folder), ranks)
+            else map(partial(_run_task, pipeline, folder), ranks)
         )
         try:
             for _ in tqdm(
                 tasks,
-                stage.name,
-                stage.tasks,
-                initial=stage.tasks - len(ranks),
+                pipeline.name,
+                pipeline.tasks,
+                initial=pipeline.tasks - len(ranks),
                 unit="task",
                 mininterval=PROGRESS_S,
             ):
                 pass
         except BrokenProcessPool as error:
             raise PreparationError(
-                f"a worker process was killed in stage {stage.name}, possibly because the memory ran out. "
-                f"{len(incomplete_tasks(stage, folder))} of {stage.tasks} tasks are incomplete. Run the same command "
+                f"a worker process was killed in pipeline {pipeline.name}, possibly because the memory ran out. "
+                f"{len(incomplete_tasks(pipeline, folder))} of {pipeline.tasks} tasks are incomplete. Run the same "
+                "command "
                 "again to resume. If the memory ran out, pass a smaller --workers",
                 code="worker_died",
             ) from error
 
 
-def incomplete_tasks(stage: Stage, folder: Path) -> list[int]:
+def incomplete_tasks(pipeline: Pipeline, folder: Path) -> list[int]:
     """Return the indices of the tasks that have no completion marker."""
-    return [rank for rank in range(stage.tasks) if not _marker(stage, folder, rank).exists()]
+    return [rank for rank in range(pipeline.tasks) if not _marker(pipeline, folder, rank).exists()]
 
 
-def _marker(stage: Stage, folder: Path, rank: int) -> Path:
-    return folder / stage.name / "completions" / f"{rank:05d}"
+def _marker(pipeline: Pipeline, folder: Path, rank: int) -> Path:
+    return folder / pipeline.name / "completions" / f"{rank:05d}"
 
 
-def _run_task(stage: Stage, folder: Path, rank: int) -> None:
+def _run_task(pipeline: Pipeline, folder: Path, rank: int) -> None:
     """Run a task like datatrove's executors, but without their console output, and write its completion marker."""
     logger.remove()
     data = None
-    for block in deepcopy(stage.pipeline):
-        data = block(data, rank, stage.tasks)
+    for block in deepcopy(pipeline.blocks):
+        data = block(data, rank, pipeline.tasks)
     deque(data or (), maxlen=0)
-    marker = _marker(stage, folder, rank)
+    marker = _marker(pipeline, folder, rank)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
 
 
-def _in_pool(stage: Stage, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
+def _in_pool(pipeline: Pipeline, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
     """Run the tasks in a process pool and yield after each completed task.
 
     datatrove's own pool is not used because it would wait forever for a worker that died. Ctrl-C kills the workers
     immediately. Their incomplete tasks start again when the command is run again.
     """
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe because tokenizers starts threads
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((stage, folder)),))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((pipeline, folder)),))
     # The workers inherit this signal mask. Otherwise each worker would print a traceback on Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -142,34 +143,37 @@ def _run_rank(rank: int) -> None:
     _run_task(*_job, rank)
 
 
-def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
-    """Run the stages on the Ray cluster at RAY_ADDRESS, or on a new local cluster if RAY_ADDRESS is not set.
+def run_ray(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
+    """Run the pipelines on the Ray cluster at RAY_ADDRESS, or on a new local cluster if RAY_ADDRESS is not set.
 
     Raises:
         SystemExit: ray is not installed.
         PreparationError: at least one task failed.
     """
-    need("--executor ray", "ray", requirements="requirements-prep.txt")
+    require_packages("--executor ray", "ray", requirements="requirements-prep.txt")
     import ray
 
     logger.remove()  # silence datatrove's own log lines
     with ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False):
-        for stage in stages:
+        for pipeline in pipelines:
             RayPipelineExecutor(
-                stage.pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(folder / stage.name)
+                pipeline.blocks,
+                tasks=pipeline.tasks,
+                workers=workers,
+                logging_dir=str(folder / pipeline.name),
             ).run()
-            if left := incomplete_tasks(stage, folder):
+            if left := incomplete_tasks(pipeline, folder):
                 raise PreparationError(
-                    f"{len(left)} of {stage.tasks} tasks failed in stage {stage.name}, the first one is task "
-                    f"{left[0]}. See the log of the task in {folder / stage.name / 'logs'}, or Ray's log. Run the "
+                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}, the first one is task "
+                    f"{left[0]}. See the log of the task in {folder / pipeline.name / 'logs'}, or Ray's log. Run the "
                     "same command again to resume",
                     code="tasks_failed",
-                    key=stage.name,
+                    key=pipeline.name,
                 )
 
 
 def submit_slurm(
-    stages: list[Stage],
+    pipelines: list[Pipeline],
     folder: Path,
     workers: int,
     partition: str,
@@ -177,12 +181,12 @@ def submit_slurm(
     sbatch: dict[str, str],
     ids: Path,
 ) -> list[str]:
-    """Submit each stage as a Slurm job array that depends on the job array of the previous stage.
+    """Submit each pipeline as a Slurm job array that depends on the job array of the previous pipeline.
 
-    The folder of each stage contains the job script launch_script.slurm, and Slurm's output in slurm_logs.
+    The folder of each pipeline contains the job script launch_script.slurm, and Slurm's output in slurm_logs.
 
     Args:
-        folder: the folder that contains a folder for each stage.
+        folder: the folder that contains a folder for each pipeline.
         workers: maximum number of tasks that run at the same time, or -1 for no limit.
         time: time limit per task, in Slurm's format.
         sbatch: additional sbatch options.
@@ -205,32 +209,33 @@ def submit_slurm(
     python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
     environment = f"export PYTHONPATH={python_path}\nexport PATH={programs}:$PATH"
     jobs: list[str] = []
-    for stage in stages:
+    for pipeline in pipelines:
         executor = SlurmPipelineExecutor(
-            stage.pipeline,
-            tasks=stage.tasks,
+            pipeline.blocks,
+            tasks=pipeline.tasks,
             time=time,
             partition=partition,
             workers=workers,
-            job_name=f"prepare_{stage.name}",
+            job_name=f"prepare_{pipeline.name}",
             qos=sbatch.get("qos", ""),
             env_command=environment,
             # Without this option, a job would stay in the queue forever after the job it depends on failed.
             sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
             depends_job_id=jobs[-1] if jobs else None,
-            logging_dir=str(folder / stage.name),
+            logging_dir=str(folder / pipeline.name),
             with_srun=False,  # each task has a single process
         )
         try:
             executor.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
-                f"sbatch refused the job of stage {stage.name} ({error}). The job script is "
-                f"{folder / stage.name / 'launch_script.slurm'}. Run the command on a login node of the cluster, and "
+                f"sbatch refused the job of pipeline {pipeline.name} ({error}). The job script is "
+                f"{folder / pipeline.name / 'launch_script.slurm'}. Run the command on a login node of the cluster, "
+                "and "
                 f"check --slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs that were submitted "
                 "before. Cancel them with scancel or let them finish, then run the same command again",
                 code="sbatch_refused",
-                key=stage.name,
+                key=pipeline.name,
             ) from error
         finally:  # The job array may be queued even if datatrove's statistics job, submitted after it, was refused.
             if executor.job_id not in (None, -1):  # -1 means that all tasks are complete

@@ -231,14 +231,14 @@ class OutputFolder:
         with locked(self.folder):
             self._check(resumable)
             if not (resumable and self._is_begun()):
-                self.begin_anew()
+                self.restart()
             try:
                 yield
             finally:
                 if not self._is_begun():
                     self._clear()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Replace the work folder with an empty one."""
         self._clear()
         self.new.mkdir(parents=True)

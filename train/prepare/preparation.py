@@ -1,4 +1,4 @@
-"""The data preparation from start to end: its options, resuming, running its stages, and writing the manifest."""
+"""The data preparation from start to end: its options, resuming, running its pipelines, and writing the manifest."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from model.hub import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError, Manifest
 from train.files import write_durably
-from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_results
+from train.prepare.blocks import ReadDocuments, WriteShards, load_encoder, read_results
 from train.prepare.corpus import WORK_NAME, Source, list_sources
 from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
 from train.prepare.executors import incomplete_tasks, run_local, run_ray, running_slurm, submit_slurm
@@ -25,7 +25,7 @@ from train.prepare.filters import find_step_options, make_filters
 from train.prepare.ngrams import build_index, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder
 from train.prepare.steps import StepOptions
-from train.prepare.tally import Stage, Tally
+from train.prepare.tally import Pipeline, Tally
 from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sources
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class Preparation:
     steps: StepOptions
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Preparation":
+    def from_arguments(cls, args: argparse.Namespace) -> "Preparation":
         """Build the preparation from the command line.
 
         Raises:
             ValueError: the inputs, the tokenizer or the options are invalid.
         """
         tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
-        encoder = encoder_of(str(tokenizer))  # before the inputs, whose listing can be slow
+        encoder = load_encoder(str(tokenizer))  # before the inputs, whose listing can be slow
         steps = find_step_options(args)
         sources = list_sources(args.input, args.split_on)
         eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # with 1 nothing is cut off
@@ -109,15 +109,15 @@ class Preparation:
 
     def encoder(self) -> TextEncoder:
         """Return the copy of the tokenizer that `begin` made; the original folder may have changed since."""
-        return encoder_of(str(self.work(TOKENIZER_FOLDER)))
+        return load_encoder(str(self.work(TOKENIZER_FOLDER)))
 
-    def begin(self, output: OutputFolder) -> list[Stage]:
+    def begin(self, output: OutputFolder) -> list[Pipeline]:
         """Start the preparation, or resume it if the work folder belongs to the same preparation.
 
         A start checks the tokenizer on a sample of the texts and records the identity in the work folder.
 
         Returns:
-            The stages.
+            The pipelines.
 
         Raises:
             DataError: the tokenizer or an evaluation file is refused, or the folder holds unfinished work of another
@@ -128,7 +128,7 @@ class Preparation:
             before = json.loads(path.read_text(encoding="utf-8"))
             changed = [key for key in now if before.get(key) != now[key]]
             if not changed:
-                return self.stages()
+                return self.pipelines()
             if not output.overwrite:
                 raise DataError(
                     f"{self.output} holds an unfinished preparation with other inputs or options "
@@ -137,18 +137,18 @@ class Preparation:
                     code="other_preparation",
                     key=changed[0],
                 )
-            output.begin_anew()
+            output.restart()
         check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
-        stages = self.stages()
+        pipelines = self.pipelines()
         # last: a preparation that is refused leaves no work to resume
         write_durably(path, json.dumps(now | {"tokenizer_check": check}, indent=1) + "\n")
-        return stages
+        return pipelines
 
-    def stages(self) -> list[Stage]:
-        """Return the stages in order; the last one writes the shards."""
+    def pipelines(self) -> list[Pipeline]:
+        """Return the pipelines in order; the last one writes the shards."""
         read, write = partial(ReadDocuments, self), partial(WriteShards, self)
-        return make_stages(self.steps, self.work("scratch"), self.tasks, read, write)
+        return make_pipelines(self.steps, self.work("scratch"), self.tasks, read, write)
 
     def finish(self, output: OutputFolder, max_dropped: int, max_damaged_files: int) -> Manifest:
         """Log the losses, check them against the limits, and commit the results of all tasks.
@@ -160,7 +160,9 @@ class Preparation:
         output.encoder = self.encoder()
         paths = [(source, Path(source.path)) for source in self.sources]
         if changed := [
-            path for source, path in paths if not path.exists() or Source.at(path, source.kind) != source
+            path
+            for source, path in paths
+            if not path.exists() or Source.from_path(path, source.kind) != source
         ]:
             raise DataError(
                 f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
@@ -191,19 +193,19 @@ class Preparation:
         )
 
 
-def make_stages(
+def make_pipelines(
     options: StepOptions,
     scratch: Path,
     tasks: int,
     read: Callable[[Tally], PipelineStep],
     write: Callable[[Tally], PipelineStep],
-) -> list[Stage]:
-    """Return the stages of a preparation. Also builds the index of the evaluation texts, immediately.
+) -> list[Pipeline]:
+    """Return the pipelines of a preparation. Also builds the index of the evaluation texts, immediately.
 
     Args:
         scratch: a folder that all tasks share.
-        tasks: the number of tasks of each stage that reads the input.
-        read, write: make the first block, and the last block of the last stage, with the tally of their stage.
+        tasks: the number of tasks of each pipeline that reads the input.
+        read, write: make the first block, and the last block of the last pipeline, with the tally of their pipeline.
 
     Raises:
         DataError: the evaluation texts cannot be read or are all too short.
@@ -212,19 +214,19 @@ def make_stages(
     if options.decontaminate:
         build_index(options.decontaminate, options.decontaminate_key, options.decontaminate_ngram, index)
     tally, uncounted = Tally(), Tally()
-    stages, blocks = [], [read(tally), *make_filters(options, index, tally)]
+    pipelines, blocks = [], [read(tally), *make_filters(options, index, tally)]
     if options.dedup:
         documents = [
             read(uncounted),
             *make_filters(options, index, uncounted),
-        ]  # the last stage filters again
+        ]  # the last pipeline filters again
         signatures = DuplicateSignatures(duplicates, options.dedup, options.seed)
-        stages = [
-            Stage("duplicate_signatures", [*documents, signatures], tasks),
-            Stage("duplicate_search", [DuplicateSearch(duplicates, tasks)], 1),
+        pipelines = [
+            Pipeline("duplicate_signatures", [*documents, signatures], tasks),
+            Pipeline("duplicate_search", [DuplicateSearch(duplicates, tasks)], 1),
         ]
         blocks.append(DuplicateRemoval(duplicates, options.dedup, tally))
-    return [*stages, Stage("tokenize", [*blocks, write(tally)], tasks)]
+    return [*pipelines, Pipeline("tokenize", [*blocks, write(tally)], tasks)]
 
 
 def prepare(args: argparse.Namespace) -> Manifest | None:
@@ -241,7 +243,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
             files were damaged than allowed.
         PreparationError: a worker died, tasks failed, or the state of the Slurm jobs is unknown.
     """
-    preparation = Preparation.of(args)
+    preparation = Preparation.from_arguments(args)
     folder, ids = preparation.work("stages"), preparation.work(JOBS_NAME)
     if running := running_slurm(ids):
         results = sum(1 for _ in preparation.work("results").glob("*.json"))
@@ -251,16 +253,16 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
             f"{' '.join(running)}"
         )
         return None
-    output = OutputFolder(preparation.output, encoder_of(str(preparation.tokenizer)), args.overwrite)
+    output = OutputFolder(preparation.output, load_encoder(str(preparation.tokenizer)), args.overwrite)
     with output.open(resumable=True):
-        stages = preparation.begin(output)
+        pipelines = preparation.begin(output)
         if args.executor == "local":
-            run_local(stages, folder, args.workers or min(os.cpu_count() or 1, 16))
+            run_local(pipelines, folder, args.workers or min(os.cpu_count() or 1, 16))
         elif args.executor == "ray":
-            run_ray(stages, folder, args.workers or -1)
-        elif left := incomplete_tasks(stages[-1], folder):
+            run_ray(pipelines, folder, args.workers or -1)
+        elif left := incomplete_tasks(pipelines[-1], folder):
             job = (args.slurm_partition, args.slurm_time, dict(args.slurm_args))
-            jobs = submit_slurm(stages, folder, args.workers or -1, *job, ids)
+            jobs = submit_slurm(pipelines, folder, args.workers or -1, *job, ids)
             print(
                 f"submitted {len(jobs)} jobs: {', '.join(jobs)}, for {len(left)} of {preparation.tasks} tasks. Run the "
                 "same command again to see the progress, to resume after a failure, and to write the manifest"

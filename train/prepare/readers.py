@@ -225,7 +225,7 @@ def _read_jsonl(lines: Iterator[tuple[int, str, bytes]], text_key: str, stop: fl
         if begin >= stop:
             return
         if line.strip():
-            yield _text_of(_parse(line, where), where, text_key)
+            yield _extract_text(_parse(line, where), where, text_key)
 
 
 def _read_json(data: bytes, path: Path, text_key: str) -> Items:
@@ -237,7 +237,7 @@ def _read_json(data: bytes, path: Path, text_key: str) -> Items:
     if records == []:
         yield Dropped(EMPTY, str(path), "an empty array")
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-        yield _text_of(record, f"{path}:record {number}", text_key)
+        yield _extract_text(record, f"{path}:record {number}", text_key)
 
 
 def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
@@ -297,7 +297,7 @@ def _parse(data: bytes, where: str) -> Any:
         return Dropped(INVALID_JSON, where, str(error))
 
 
-def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
+def _extract_text(record: Any, where: str, text_key: str) -> Text | Dropped:
     """Return the document in a JSON value. Pass a `Dropped` of `_parse` through."""
     if isinstance(record, Dropped):
         return record

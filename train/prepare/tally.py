@@ -18,11 +18,11 @@ EXAMPLES_PER_REASON = 3
 
 
 @dataclass
-class Stage:
-    """A datatrove pipeline that runs as `tasks` tasks, after the previous stages have ended."""
+class Pipeline:
+    """A datatrove pipeline that runs as `tasks` tasks, after the previous pipelines have ended."""
 
     name: str
-    pipeline: list[PipelineStep]
+    blocks: list[PipelineStep]
     tasks: int
 
 

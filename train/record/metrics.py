@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import discarded_name, write_durably
+from train.files import unused_backup_path, write_durably
 from train.record import plots
 from train.record.history import SET_LOSS, parse_record, read_history
 from train.record.run_folder import RunFolder
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # from the H100 only in NVLink and fp64.
 HOPPER_SXM_BF16_TFLOPS = 989.0
 # Keys that a start writes at its first step. If an earlier start saved no checkpoint, its lines with them are moved.
-NOTED_AT_START = ("changes", "began_at")
+START_KEYS = ("changes", "began_at")
 
 
 def hopper_sxm(device_name: str) -> str | None:
@@ -86,7 +86,7 @@ class MetricsLogger:
             return
         self.folder, self.config = folder, config
         folder.path.mkdir(parents=True, exist_ok=True)
-        again = (*NOTED_AT_START, "eval_loss") if evaluates_again else NOTED_AT_START
+        again = (*START_KEYS, "eval_loss") if evaluates_again else START_KEYS
         self._open(start_step, again)
 
     def _open(self, step: int, again: Sequence[str] = ()) -> None:
@@ -172,7 +172,7 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | No
         if record is not None and record["step"] == step:
             is_kept = is_kept and record.keys().isdisjoint(again)
         (keep if is_kept else discard).append(line + "\n")
-    aside = discarded_name(path)
+    aside = unused_backup_path(path)
     if discard:
         aside.write_text("".join(discard), encoding="utf-8")
     write_durably(path, "".join(keep))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import model_name
-from train.files import shown
+from train.files import to_json_text
 from train.record.history import EVALUATION, HistoryError, read_history
 
 # A later export recognizes its own card by this line.
@@ -22,7 +22,7 @@ tags:
 ---
 """
 COMPRESSED = "compressed-tensors"
-NEEDS_COMPRESSED = "transformers needs the package compressed-tensors: pip install compressed-tensors"
+COMPRESSED_HINT = "transformers needs the package compressed-tensors: pip install compressed-tensors"
 LOSSES = {"training loss": "loss", "evaluation loss": EVALUATION, "loss of a unigram model": "unigram_loss"}
 
 
@@ -53,7 +53,7 @@ def write_card(
     quantization = ""
     if stored := model_config.get("quantization_config"):
         method = stored["quant_method"]
-        note = f"; {NEEDS_COMPRESSED}" if method == COMPRESSED else ""
+        note = f"; {COMPRESSED_HINT}" if method == COMPRESSED else ""
         quantization = f"FP8 weights (quant_method {method}){note}"
     facts = {
         "model": f"{model_name(config['model']['config'])}, trained as {config['model']['variant']}",
@@ -63,8 +63,8 @@ def write_card(
         "sequence length": f"{config['max_seq_length']:,}",
         "precision": precision["compute"]
         + (f", {precision['recipe']} scaling" if precision["compute"] == "fp8" else ""),
-        "precision.schedule": shown(precision["schedule"]) if precision.get("schedule") else "",
-        **_facts_of_run(checkpoint.parent.parent, step),
+        "precision.schedule": to_json_text(precision["schedule"]) if precision.get("schedule") else "",
+        **_run_facts(checkpoint.parent.parent, step),
         "max_position_embeddings": f"{model_config['max_position_embeddings']:,}",
         "quantization": quantization,
     }
@@ -78,7 +78,7 @@ def write_card(
     )
 
 
-def _facts_of_run(run: Path, step: int) -> dict[str, str]:
+def _run_facts(run: Path, step: int) -> dict[str, str]:
     """Return the losses up to `step`, and facts from run.json about the last start before it. {} without metrics."""
     try:
         history = read_history(run)

@@ -395,7 +395,7 @@ def test_wrong_kernels_are_found_before_they_are_used(
 ) -> None:
     module = fused("swiglu_fp8")
     dswiglu = module.dswiglu
-    assert module.works(of_format(name, 16.0))
+    assert module.matches_reference(of_format(name, 16.0))
 
     def miscompiled(above: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
         made = dswiglu(above, x, quantizer)
@@ -403,4 +403,4 @@ def test_wrong_kernels_are_found_before_they_are_used(
         return made
 
     monkeypatch.setattr(module, "dswiglu", miscompiled)
-    assert not module.works(of_format(name, 16.0))
+    assert not module.matches_reference(of_format(name, 16.0))

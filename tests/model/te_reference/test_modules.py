@@ -9,8 +9,8 @@ from model import te_reference as te
 from model.te_reference.quantize import (
     amax,
     dequantize,
+    fp8_values,
     quantize_blocks,
-    values_of,
 )
 from model.te_reference.recipe import DelayedScaling
 from tests.reliability.launching import run_cases
@@ -24,7 +24,7 @@ def test_values_are_those_of_the_conversion(dtype):
     """All 256 bytes to the bit, NaN too, in the memory layout that it would have: sums over it keep their order."""
     data = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(3).view(32, 24)
     for layout in (data, data.t(), data[:, ::2], data.view(4, 8, 24), data[:0], data[3]):
-        found, expected = values_of(layout), layout.float()
+        found, expected = fp8_values(layout), layout.float()
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
         assert found.stride() == expected.stride()
 

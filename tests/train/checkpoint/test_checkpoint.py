@@ -27,14 +27,14 @@ from train.checkpoint.files import (
     RUN_STATE,
     CheckpointError,
     RunState,
+    checkpoint_name,
     committed,
     describe_file,
     discard_old,
-    name_of,
+    parse_step,
     problems,
     read_manifest,
     read_state,
-    step_of,
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 def make(root: Path, step: int, **state_values: Any) -> Path:
     """Write a committed checkpoint of two files."""
-    path = root / name_of(step)
+    path = root / checkpoint_name(step)
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     commit(path, RunState(step, 8 * step, 64 * step, 1, 1, {}, {}, **state_values))
@@ -59,7 +59,7 @@ def commit(path: Path, state: RunState) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [step_of(path) for path in committed(root)]
+    return [parse_step(path) for path in committed(root)]
 
 
 def fault(number: int | None) -> Callable[..., None]:
@@ -78,11 +78,11 @@ def fault(number: int | None) -> Callable[..., None]:
 def test_the_newest_committed_one_is_chosen(tmp_path: Path) -> None:
     make(tmp_path, 9), make(tmp_path, 10)
     (make(tmp_path, 11) / MANIFEST).unlink()
-    assert choose_checkpoint(tmp_path, "auto") == tmp_path / name_of(10)
-    assert choose_checkpoint(tmp_path, str(tmp_path / name_of(9))) == tmp_path / name_of(9)
+    assert choose_checkpoint(tmp_path, "auto") == tmp_path / checkpoint_name(10)
+    assert choose_checkpoint(tmp_path, str(tmp_path / checkpoint_name(9))) == tmp_path / checkpoint_name(9)
     assert choose_checkpoint(tmp_path, "never") is None
     assert choose_checkpoint(tmp_path / "empty", "auto") is None
-    for setting in ("always", "step-00000099", str(tmp_path / name_of(11))):
+    for setting in ("always", "step-00000099", str(tmp_path / checkpoint_name(11))):
         with refused(CheckpointError, key="resume_from_checkpoint"):
             choose_checkpoint(tmp_path, setting)
 
@@ -105,11 +105,11 @@ def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file:
         choose_checkpoint(root, "auto")
     make(root, 1)
     with log_messages() as log:
-        assert choose_checkpoint(root, "auto") == root / name_of(1)
+        assert choose_checkpoint(root, "auto") == root / checkpoint_name(1)
     assert len(log) == 1 and file in log[0]
     with refused(CheckpointError, code="no_checkpoint") as error:
-        choose_checkpoint(root, str(root / name_of(2)))
-    assert str(root / name_of(2) / file) in str(error.value)
+        choose_checkpoint(root, str(root / checkpoint_name(2)))
+    assert str(root / checkpoint_name(2) / file) in str(error.value)
 
 
 def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
@@ -119,17 +119,17 @@ def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     assert choose_checkpoint(root, str(start)) == start
     for step in (5, 6):
         make(root, step, began_at={"path": str(start.resolve()), "manifest_sha256": "0"})
-    good = (root / name_of(5) / RUN_STATE).read_text()
-    (root / name_of(5) / RUN_STATE).write_text("")
-    assert choose_checkpoint(root, str(start)) == root / name_of(6)
-    (root / name_of(5) / RUN_STATE).write_text(good)
-    (root / name_of(6) / RUN_STATE).write_text("")
-    assert choose_checkpoint(root, str(start)) == root / name_of(5)
+    good = (root / checkpoint_name(5) / RUN_STATE).read_text()
+    (root / checkpoint_name(5) / RUN_STATE).write_text("")
+    assert choose_checkpoint(root, str(start)) == root / checkpoint_name(6)
+    (root / checkpoint_name(5) / RUN_STATE).write_text(good)
+    (root / checkpoint_name(6) / RUN_STATE).write_text("")
+    assert choose_checkpoint(root, str(start)) == root / checkpoint_name(5)
     with refused(CheckpointError, code="other_run", key="resume_from_checkpoint"):
         choose_checkpoint(root, str(other))
-    assert choose_checkpoint(root, str(root / name_of(5))) == root / name_of(5)
+    assert choose_checkpoint(root, str(root / checkpoint_name(5))) == root / checkpoint_name(5)
     shutil.rmtree(start)
-    assert choose_checkpoint(root, str(start)) == root / name_of(5)
+    assert choose_checkpoint(root, str(start)) == root / checkpoint_name(5)
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,13 +218,13 @@ def test_later_checkpoints_are_set_aside_and_killed_saves_removed(tmp_path: Path
     for step in (1, 2, 3):
         make(other, step)
     (make(other, 4) / MANIFEST).unlink()
-    (other / name_of(5)).touch()  # no folder, and so no save
+    (other / checkpoint_name(5)).touch()  # no folder, and so no save
     root.parent.mkdir()
     root.symlink_to(other)
     aside = move_later_checkpoints(root, after_step=1)
     assert steps(root) == [1] and aside is not None and steps(aside) == [2, 3]
     assert aside.parent == other.parent and move_later_checkpoints(root, after_step=1) is None
-    assert sorted(path.name for path in other.iterdir()) == [name_of(1), name_of(5)]
+    assert sorted(path.name for path in other.iterdir()) == [checkpoint_name(1), checkpoint_name(5)]
 
 
 def test_the_oldest_checkpoints_are_discarded(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_oldest_checkpoints_are_discarded(tmp_path: Path) -> None:
     for step in (1, 2, 3, 9):
         make(tmp_path, step)
     for step, keep, expected in ((3, 0, [1, 2, 3, 9]), (3, 2, [2, 3, 9]), (3, 1, [3, 9])):
-        discard_old(tmp_path / name_of(step), keep)
+        discard_old(tmp_path / checkpoint_name(step), keep)
         assert steps(tmp_path) == expected
 
 
@@ -247,17 +247,21 @@ def test_an_interrupted_or_failed_removal_leaves_no_half_that_counts(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint_files.shutil, "rmtree", killed)
-        discard_old(tmp_path / name_of(2), keep=1)
+        discard_old(tmp_path / checkpoint_name(2), keep=1)
     assert steps(tmp_path) == [2]
     make(tmp_path, 3)
     monkeypatch.setattr(checkpoint_files.shutil, "rmtree", fault(errno.EBUSY))
-    discard_old(tmp_path / name_of(3), keep=1)
+    discard_old(tmp_path / checkpoint_name(3), keep=1)
     assert steps(tmp_path) == [3]
 
 
 def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_path: Path) -> None:
     """As one of an archive, from which a run began."""
-    kept, half, root = make(tmp_path / "archive", 2), tmp_path / "archive" / name_of(4), tmp_path / "run"
+    kept, half, root = (
+        make(tmp_path / "archive", 2),
+        tmp_path / "archive" / checkpoint_name(4),
+        tmp_path / "run",
+    )
     half.mkdir()
     newest = make(root, 3)
     for path in (kept, half):

@@ -24,8 +24,8 @@ from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
     CheckpointError,
+    checkpoint_name,
     describe_file,
-    name_of,
     write_manifest,
 )
 from train.data.encoder import TextEncoder
@@ -40,11 +40,13 @@ def root(tmp_path: Path) -> Path:
     """The checkpoints of steps 3 to 8 of a run. Step 8 is not committed, and step 7 is damaged."""
     root = tmp_path / "run/checkpoints"
     for step in range(3, 9):
-        (root / name_of(step)).mkdir(parents=True)
-        (root / name_of(step) / RUN_STATE).write_text("{}")
-        write_manifest(root / name_of(step), [describe_file(root / name_of(step) / RUN_STATE)])
-    (root / name_of(8) / MANIFEST).unlink()
-    (root / name_of(7) / RUN_STATE).write_text("{ ")
+        (root / checkpoint_name(step)).mkdir(parents=True)
+        (root / checkpoint_name(step) / RUN_STATE).write_text("{}")
+        write_manifest(
+            root / checkpoint_name(step), [describe_file(root / checkpoint_name(step) / RUN_STATE)]
+        )
+    (root / checkpoint_name(8) / MANIFEST).unlink()
+    (root / checkpoint_name(7) / RUN_STATE).write_text("{ ")
     return root
 
 
@@ -65,10 +67,10 @@ def test_a_checkpoint_or_the_newest_good_one_of_a_run_is_taken(
     tmp_path: Path, root: Path, given: str, taken: int | None
 ) -> None:
     if taken:
-        assert export.checkpoint_of(tmp_path / given) == root / name_of(taken)
+        assert export.select_checkpoint(tmp_path / given) == root / checkpoint_name(taken)
         return
     with refused(CheckpointError, code="no_checkpoint", key=str(tmp_path / given)):
-        export.checkpoint_of(tmp_path / given)
+        export.select_checkpoint(tmp_path / given)
 
 
 def test_what_is_in_the_folder(trained: Path, data: Path, tmp_path: Path) -> None:

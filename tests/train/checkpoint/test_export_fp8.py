@@ -18,11 +18,11 @@ from model.hf_folder import check_init_from, read_hf_folder
 from tests.conftest import numbers, random_ids, refused
 from tests.train.runs import run
 from train import export
-from train.data.encoder import tokenizer_of
+from train.data.encoder import find_tokenizer
 
 
 def export_fp8(settings: dict, checkpoint: Path, out: Path) -> list[str]:
-    return export.export(checkpoint, out, tokenizer_of(settings["data"]["sources"]), "hf-fp8")
+    return export.export(checkpoint, out, find_tokenizer(settings["data"]["sources"]), "hf-fp8")
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
 
     # again, over the old one; and where other codes are written, nothing is left
     with pytest.MonkeyPatch.context() as patch:
-        flat = hf_fp8.flat
-        patch.setattr(hf_fp8, "flat", lambda weights: flat(upside_down(weights)))
+        flat = hf_fp8.to_stored_tensors
+        patch.setattr(hf_fp8, "to_stored_tensors", lambda weights: flat(upside_down(weights)))
         with pytest.raises(AssertionError):
             export_fp8(settings, checkpoint, tmp_path / "other")
         assert not (tmp_path / "other").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.checkpoint.test_checkpoint import make
-from train.checkpoint.files import MANIFEST, ROLLBACK, name_of, record_rollback
+from train.checkpoint.files import MANIFEST, ROLLBACK, checkpoint_name, record_rollback
 from train.inspect_checkpoint import describe, find_damage, main
 
 
@@ -56,9 +56,13 @@ def test_damage_is_named_and_the_status_is_1(
 def test_what_is_not_committed_is_not_judged(tmp_path: Path) -> None:
     make(tmp_path, 20)
     (make(tmp_path, 30) / MANIFEST).unlink()
-    (tmp_path / name_of(40)).mkdir()
-    assert find_damage(tmp_path / name_of(30), True) is find_damage(tmp_path / name_of(40), True) is None
-    assert status(tmp_path, "--verify") == 0 and status(tmp_path / name_of(40)) == 1
+    (tmp_path / checkpoint_name(40)).mkdir()
+    assert (
+        find_damage(tmp_path / checkpoint_name(30), True)
+        is find_damage(tmp_path / checkpoint_name(40), True)
+        is None
+    )
+    assert status(tmp_path, "--verify") == 0 and status(tmp_path / checkpoint_name(40)) == 1
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from train.config.arguments import ConfigurationError
 from train.config.differences import Difference
 from train.config.ds_config import load_deepspeed
 from train.config.load import build_arguments, resolve_arguments
-from train.config.schedule import arguments_of_phase
+from train.config.schedule import phase_arguments
 from train.config.schema import Node, all_keys, options
 from train.data.stream import open_stream
 
@@ -217,7 +217,7 @@ def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
     phases = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
     raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
     args = resolve_arguments(build_arguments({**raw, "precision": {"schedule": phases}}), 1)
-    precision = arguments_of_phase(args, 0).to_dict()["precision"] | {"amax_history_len": 1024}
+    precision = phase_arguments(args, 0).to_dict()["precision"] | {"amax_history_len": 1024}
     saved = RunState(4, 32, 2048, 1, 1, {}, {}, evaluation_due=True, precision=precision)
     assert starting_precision(args, saved) == (0, {})
     saved.evaluation_due = False

@@ -20,8 +20,8 @@ from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
     RunState,
+    checkpoint_name,
     committed,
-    name_of,
     read_state,
     record_rollback,
     rolled_back,
@@ -162,7 +162,7 @@ def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
     move_later_checkpoints(root, after_step=2)
     assert rolled_back(paths[1]) == [[34, 38]]
     aside = move_later_checkpoints(root, after_step=1)
-    assert aside is not None and rolled_back(aside / name_of(2)) == [[34, 38]]
+    assert aside is not None and rolled_back(aside / checkpoint_name(2)) == [[34, 38]]
     assert rolled_back(make(root, 2)) is None
 
 

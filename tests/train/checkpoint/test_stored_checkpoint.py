@@ -15,12 +15,12 @@ import torch
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
-from train.checkpoint.files import name_of, problems, read_state
+from train.checkpoint.files import checkpoint_name, problems, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import without_prints
+from train.engine.distributed import suppress_prints
 from train.engine.step import MicroStep, build_engine
 
 FOLDER = Path(__file__).resolve().parents[2] / "data/stored_checkpoint"
@@ -71,10 +71,10 @@ class Stored:
 )
 def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
     path = choose_checkpoint(FOLDER, "auto")
-    assert path is not None and path.name == name_of(SAVED_STEP)
+    assert path is not None and path.name == checkpoint_name(SAVED_STEP)
     assert read_state(path).step == SAVED_STEP
     stored = Stored()
-    with without_prints():
+    with suppress_prints():
         load_checkpoint(stored.engine, path, stored.precision)
     expected = json.loads((FOLDER / "losses.json").read_text())["losses"]
     losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)

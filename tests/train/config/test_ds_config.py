@@ -11,7 +11,7 @@ from tests.conftest import refused
 from train.config import ds_config
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
-from train.config.ds_config import INSTEAD, KEYS, SECTIONS, load_deepspeed, msamp_settings
+from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS, load_deepspeed, msamp_settings
 from train.config.load import build_arguments, resolve_arguments
 from train.files import REPOSITORY
 from train.launch import free_port
@@ -309,7 +309,7 @@ NEAREST = {
         bf16.bf16_master_weights_and_grads bf16.immediate_grad_update fp16.auto_cast flops_profiler comms_logger
         checkpoint.use_node_local_storage sequence_parallel_size pipeline disable_allgather log_level""".split()
     ),
-    **dict.fromkeys(INSTEAD),
+    **dict.fromkeys(REPLACEMENTS),
 }
 
 
@@ -330,7 +330,7 @@ def test_a_value_that_is_not_supported_is_named_with_its_key(path, values):
 @pytest.mark.parametrize(("path", "near"), NEAREST.items())
 def test_a_key_that_is_not_supported_is_named_with_the_nearest(path, near):
     message = refusal(at(path, {"type": "auto"} if path == "scheduler" else "auto"), path)
-    assert (near or "") in message and INSTEAD.get(path, "") in message
+    assert (near or "") in message and REPLACEMENTS.get(path, "") in message
 
 
 def test_all_problems_come_at_once_and_name_the_configuration():
@@ -418,7 +418,7 @@ def deepspeed_result():
 def test_supported_keys_are_read_by_deepspeed(deepspeed_result):
     read = set(deepspeed_result["read"])
     assert {key for key in (*KEYS, *SECTIONS - {"msamp"}) if "." not in key} <= read
-    assert {key for key in INSTEAD if "." not in key} <= read
+    assert {key for key in REPLACEMENTS if "." not in key} <= read
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ from tests.conftest import numbers, refused
 from tests.train.config.test_load import arguments
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import resolve_arguments
-from train.config.schedule import phase_at, phase_end_problems, phase_shares, precisions_of
+from train.config.schedule import phase_at, phase_end_problems, phase_precisions, phase_shares
 
 
 def resolved(schedule: Any, **changes: Any) -> TrainingArguments:
@@ -36,7 +36,7 @@ def test_a_phase_has_its_own_keys_and_those_of_the_section() -> None:
     """A key of the section that the recipe of a phase does not read is no error in the phase."""
     section = {"precision__margin": 2, "precision__fast_accumulation_wgrad": True}
     schedule = [{"until_step": 2, "margin": 0}, {"until_step": 4, "recipe": "block", "amax_epsilon": 1.0}]
-    found = precisions_of(resolved([*schedule, {}], **section).precision)
+    found = phase_precisions(resolved([*schedule, {}], **section).precision)
     assert [(p.recipe, p.margin, p.amax_epsilon, p.fast_accumulation_wgrad) for p in found] == [
         ("delayed", 0, 0.0, True),
         ("block", 0, 1.0, False),

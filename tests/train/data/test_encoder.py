@@ -12,7 +12,7 @@ from tokenizers import models
 
 from tests.conftest import refused
 from tests.fixtures import corpus_texts
-from train.data.encoder import TextEncoder, tokenizer_of
+from train.data.encoder import TextEncoder, find_tokenizer
 from train.data.format import DataError
 
 
@@ -46,8 +46,8 @@ def test_the_tokenizer_of_a_training_is_with_its_data_else_in_its_export(tmp_pat
         folder.mkdir(parents=True)
     for given in (export, None):
         with refused(DataError, code="no_tokenizer", key=str(tmp_path / "gone/tokenizer")):
-            tokenizer_of(sources, given)
+            find_tokenizer(sources, given)
     (export / "tokenizer.json").touch()
-    assert tokenizer_of(sources, export) == export
+    assert find_tokenizer(sources, export) == export
     (mine / "tokenizer/tokenizer.model").touch()
-    assert tokenizer_of(sources, export) == mine / "tokenizer"
+    assert find_tokenizer(sources, export) == mine / "tokenizer"

@@ -17,10 +17,10 @@ from train.data.order import permutation_key, permute
 from train.data.source import check_fit, open_sources
 from train.data.stream import (
     NO_LABEL,
+    compute_unigram_loss,
     held_out_batches,
     open_held_out,
     open_stream,
-    unigram_loss_of,
 )
 
 T = 32
@@ -169,7 +169,7 @@ def test_the_unigram_loss_is_of_the_evaluation_samples(graded: dict, monkeypatch
         ):
             counts = np.bincount(split_tokens(train.sources[source].folder, "train"), minlength=400) + 1
             expected += (-np.log(counts / counts.sum())[labels]).tolist()
-        assert unigram_loss_of(train, held_out) == pytest.approx(np.mean(expected), rel=1e-12)
+        assert compute_unigram_loss(train, held_out) == pytest.approx(np.mean(expected), rel=1e-12)
     monkeypatch.setattr(source_module, "PIECE_TOKENS", T)
     monkeypatch.setattr(source_module, "COUNTED_TOKENS", 24 * T)
     counts = train.sources[0].token_counts()

@@ -14,9 +14,9 @@ from model.fp8.recipes import PrecisionConfig
 from tests.train.engine.test_states import FLOAT32, INT8, Trained
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments
-from train.engine.distributed import without_prints
+from train.engine.distributed import suppress_prints
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
-from train.engine.zero import base_optimizer, own_settings, skip_steps_that_are_not_finite
+from train.engine.zero import base_optimizer, preserve_settings, skip_steps_that_are_not_finite
 
 
 def arguments(**changes):
@@ -138,7 +138,7 @@ def test_a_loaded_engine_keeps_the_settings_of_the_configuration(
     for group in groups:
         group.update(dict.fromkeys({"fused", "foreach"} & group.keys(), True))
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    with without_prints():
+    with suppress_prints():
         load_checkpoint(engine, path, Precision(PrecisionConfig(**precision)))
     groups = base_optimizer(engine).param_groups
     assert [{key: group[key] for key in old} for group, old in zip(groups, before, strict=True)] == before
@@ -151,7 +151,7 @@ def test_the_step_count_is_where_the_kernel_reads_it(fused: bool, device: str) -
     weight = nn.Parameter(torch.zeros(1, device="meta"))
     state = {weight: {"step": torch.zeros(1)}}
     optimizer = SimpleNamespace(param_groups=[{"fused": fused}], defaults={}, state=state)
-    with own_settings(SimpleNamespace(optimizer=optimizer)):
+    with preserve_settings(SimpleNamespace(optimizer=optimizer)):
         pass
     assert state[weight]["step"].device.type == device
 
@@ -170,7 +170,7 @@ def test_steps_counted_on_a_cpu_are_gone_on_from_on_a_gpu() -> None:
     host, device = (nn.Parameter(torch.zeros(8, device=name)) for name in ("cpu", "cuda"))
     before = stepped(torch.optim.AdamW([host], lr=1e-2))
     engine = SimpleNamespace(optimizer=torch.optim.AdamW([device], lr=1e-2, fused=True))
-    with own_settings(engine):
+    with preserve_settings(engine):
         engine.optimizer.load_state_dict(before.state_dict())
     assert engine.optimizer.param_groups[0]["fused"] is True
     with torch.no_grad():

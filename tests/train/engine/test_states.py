@@ -9,15 +9,15 @@ import torch
 
 from model.fp8.recipes import FULL_STATES
 from tests.train.runs import curve, run
-from train.checkpoint.files import RunState, name_of
+from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.save import Saver
 from train.config.ds_config import load_deepspeed, resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import states, zero
-from train.engine.distributed import without_prints
-from train.engine.states import MOMENTS, PackedAdamW, decoded, joined, split
+from train.engine.distributed import suppress_prints
+from train.engine.states import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
 from train.engine.step import MicroStep, build_engine
 from train.trainer import build_model_and_precision
 
@@ -36,8 +36,8 @@ def test_a_float32_number_is_a_bf16_one_and_16_bits() -> None:
         torch.empty_like(master, dtype=torch.bfloat16),
         torch.empty(len(bits), dtype=torch.int16),
     )
-    split(master, weight, remainder)
-    assert torch.equal(joined(weight, remainder).view(torch.int32), bits)
+    split_float32(master, weight, remainder)
+    assert torch.equal(join_float32(weight, remainder).view(torch.int32), bits)
     cast = master.bfloat16()
     finite = master.isfinite() & cast.isfinite()
     apart, least = ((master.double() - w.double()).abs()[finite] for w in (weight, cast))
@@ -63,11 +63,11 @@ def test_a_step_is_that_of_float32(monkeypatch: pytest.MonkeyPatch, moments: str
         plain.step()
         packed.step()
     state = packed.state[half]
-    master = joined(half, state["remainder"])
+    master = join_float32(half, state["remainder"])
     assert float(state["step"]) == 30 and not torch.equal(master, start.float())
     for found, expected in (
         (master, whole.detach()),
-        *((decoded(state, m, 0, len(half)), plain.state[whole][m]) for m in MOMENTS),
+        *((decode_moment(state, m, 0, len(half)), plain.state[whole][m]) for m in MOMENTS),
     ):
         if tolerance:
             assert 0 < float((found - expected).norm() / expected.norm()) < tolerance
@@ -90,14 +90,14 @@ def test_moments_in_8_bits_are_those_of_torchao(kind: str) -> None:
         )
         theirs.copy_(numbers)
         state = states.new_moment(moment, 8 * 256, kind, numbers.device)
-        states.encode(numbers, state, moment, 0)
-        found, expected = decoded(state, moment, 0, 8 * 256), theirs.dequantize().view(-1)
+        states.encode_moment(numbers, state, moment, 0)
+        found, expected = decode_moment(state, moment, 0, 8 * 256), theirs.dequantize().view(-1)
         kept = torch.ones_like(expected, dtype=torch.bool) if signed else expected != 0
         assert torch.equal(found[kept], expected[kept]) and (signed or 0 < kept.float().mean() < 1)
         assert signed or found.min() > 0
-        assert torch.equal(decoded(state, moment, 300, 1000), found[300:1000])
-        states.encode(numbers[512:], state, moment, 512)
-        assert torch.equal(decoded(state, moment, 0, 8 * 256), found)
+        assert torch.equal(decode_moment(state, moment, 300, 1000), found[300:1000])
+        states.encode_moment(numbers[512:], state, moment, 512)
+        assert torch.equal(decode_moment(state, moment, 0, 8 * 256), found)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -141,10 +141,10 @@ class Trained:
         stage = self.engine.zero_optimization_stage()
         saver.begin(RunState(3, 12, 12, 1, stage, self.args.to_dict(), {}), background=True)
         saver.finish()
-        return folder / name_of(3)
+        return folder / checkpoint_name(3)
 
     def loaded(self, path: Path, reshard: bool) -> "Trained":
-        with without_prints():
+        with suppress_prints():
             load_checkpoint(self.engine, path, self.precision, reshard)
         return self
 
@@ -154,8 +154,8 @@ class Trained:
         for master in zero.masters(self.engine):
             state = adamw.state[master.tensor]
             weight = master.tensor.detach()
-            found.append(joined(weight, state["remainder"]) if "remainder" in state else weight)
-            found += [decoded(state, moment, 0, len(weight)) for moment in MOMENTS] if state else []
+            found.append(join_float32(weight, state["remainder"]) if "remainder" in state else weight)
+            found += [decode_moment(state, moment, 0, len(weight)) for moment in MOMENTS] if state else []
             found += [state["step"]] if state else []
         return [tensor.clone() for tensor in found]
 

@@ -20,7 +20,7 @@ from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.monitor import lock
-from train.monitor.lock import CHECK_INTERVAL_S, HEARTBEAT_INTERVAL_S, LEASE_S, Lock, LockError, held
+from train.monitor.lock import CHECK_INTERVAL_S, HEARTBEAT_INTERVAL_S, LEASE_S, Lock, LockError, hold_lock
 from train.record.run_folder import RunFolder
 
 DEAD = {"pid": 2**30}  # above what Linux gives
@@ -71,8 +71,8 @@ def is_taken(path: Path) -> bool:
 
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(process_group: None, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with held(folder):
-        with refused(LockError, code="lock", key=str(folder.lock)), held(folder):
+    with hold_lock(folder):
+        with refused(LockError, code="lock", key=str(folder.lock)), hold_lock(folder):
             pytest.fail("it has the lock")
         assert list(tmp_path.iterdir()) == [folder.lock]
     assert list(tmp_path.iterdir()) == []
@@ -123,14 +123,14 @@ def test_a_run_of_another_machine_that_shows_itself_is_not_taken_over(
 
 def test_the_check_before_a_start_refuses_only_what_needs_no_waiting(path: Path) -> None:
     """And changes nothing."""
-    Lock(path).refuse_if_in_use()
+    Lock(path).check_unlocked()
     for holder in DEAD, ALIVE | ELSEWHERE:
         content = leave(path, **holder)
-        Lock(path).refuse_if_in_use()
+        Lock(path).check_unlocked()
         assert json.loads(path.read_text()) == content
     leave(path, **ALIVE)
     with refused(LockError, code="lock", key=str(path)):
-        Lock(path).refuse_if_in_use()
+        Lock(path).check_unlocked()
 
 
 @pytest.mark.process

@@ -24,7 +24,7 @@ def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: objec
     words = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()]
     arguments = resolve_arguments(load_arguments([config, "--train_batch_size_tokens=null", *words]), ranks)
     ds_config = resolve_ds_config(arguments, ranks)
-    return Setting.of(arguments, ds_config, load_sizes(arguments.model.config), ranks)
+    return Setting.from_run(arguments, ds_config, load_sizes(arguments.model.config), ranks)
 
 
 class Measured(NamedTuple):

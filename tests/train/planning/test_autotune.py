@@ -100,13 +100,13 @@ def test_the_choice_becomes_the_configuration(settings: dict, measured: list[Tas
 def test_graphs_are_measured_where_the_run_can_have_them(
     settings: dict, changes: dict, graphs: tuple[bool, ...]
 ) -> None:
-    assert glue.task_of(arguments(settings, **changes), 1).graph_modes() == graphs
+    assert glue.make_task(arguments(settings, **changes), 1).graph_modes() == graphs
 
 
 def test_the_optimizer_of_a_rank_is_not_available_to_the_model(settings: dict) -> None:
     parameters = num_parameters(load_config(settings["model"]["config"]))
     one, two = (
-        glue.task_of(resolve_arguments(build_arguments(settings), ranks), ranks).other_memory_gib
+        glue.make_task(resolve_arguments(build_arguments(settings), ranks), ranks).other_memory_gib
         for ranks in (1, 2)
     )
     assert one - two == pytest.approx(12 * parameters / 2 / GIB)

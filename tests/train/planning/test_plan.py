@@ -16,7 +16,7 @@ from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
 from train.config.ds_config import load_deepspeed
 from train.files import REPOSITORY
-from train.planning.memory import largest_micro_batch, memory_of
+from train.planning.memory import largest_micro_batch, predict_memory
 from train.planning.plan import Prediction, parse_tokens
 from train.planning.recommend import recommend
 from train.planning.setting import ZERO_3_BUCKET, Setting
@@ -28,7 +28,7 @@ H100, H200 = GPUS["h100"], GPUS["h200"]
 @pytest.mark.parametrize("m", measured(), ids=lambda m: m.name)
 def test_measurements_are_predicted(m: Measured) -> None:
     """Memory within 3 %, or 0.2 GiB of a small model; speed within 10 %."""
-    memory = memory_of(m.setting).measured_as_gib
+    memory = predict_memory(m.setting).measured_as_gib
     assert memory == pytest.approx(m.peak_gib, rel=0.03, abs=0.2)
     assert estimate(m.setting, m.gpu).tokens_per_second == pytest.approx(m.tokens_per_second, rel=0.1)
 
@@ -55,7 +55,7 @@ def test_there_are_measurements_of_three_models_and_two_gpus() -> None:
     ],
 )
 def test_what_takes_less_memory(less: dict[str, Any], part: str) -> None:
-    usual, other = (memory_of(setting(ranks=8, **keys)).parts for keys in ({}, less))
+    usual, other = (predict_memory(setting(ranks=8, **keys)).parts for keys in ({}, less))
     assert other.get(part, 0) < 0.99 * usual[part]
 
 
@@ -96,7 +96,7 @@ def test_uncertainty_grows_with_what_was_not_measured() -> None:
 def test_the_state_is_that_of_the_tables_in_the_docs() -> None:
     for stage, ranks in ((0, 1), (1, 8), (2, 8), (3, 8)):
         s = setting(ranks=ranks, deepspeed=f"ds_config_zero{stage}.json", speed__main_grad=False)
-        parts = memory_of(s).parts
+        parts = predict_memory(s).parts
         kept = 2 * s.parameters / GIB if stage == 1 else 0  # bf16 gradients beside the float32 ones
         state = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state - kept == pytest.approx(sum(state_parts_gib(s.sizes, stage, ranks).values()))
@@ -105,7 +105,7 @@ def test_the_state_is_that_of_the_tables_in_the_docs() -> None:
 def test_what_deepspeed_keeps_by_stage() -> None:
     keys = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_seq_length": 64}
     zero, two, three = (
-        memory_of(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
+        predict_memory(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
     )
     assert zero.parts["gradients of the step"] == 4 * setting().parameters / GIB
     assert two.parts["communication buffers"] == 2 * 5e8 / GIB
@@ -116,20 +116,20 @@ def test_what_deepspeed_keeps_by_stage() -> None:
 def test_the_peak_of_a_7b_on_two_gpus() -> None:
     """Measured on two H200s: 108 GiB, in the reduction of the gradients."""
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 4}
-    memory = memory_of(setting(ranks=2, gradient_accumulation_steps=16, **keys))
+    memory = predict_memory(setting(ranks=2, gradient_accumulation_steps=16, **keys))
     assert memory.moment == "optimizer" and memory.peak_gib == pytest.approx(108, rel=0.03)
 
 
 def test_a_small_models_peak_is_in_its_evaluation() -> None:
     s = setting(model__config="hare_0.4b", gradient_accumulation_steps=2)
-    assert memory_of(s).moment == "evaluation" != memory_of(replace(s, eval_batch=0)).moment
+    assert predict_memory(s).moment == "evaluation" != predict_memory(replace(s, eval_batch=0)).moment
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     s = setting(ranks=8)
     largest = largest_micro_batch(s, 79.1)
     for samples, fits in ((largest, True), (largest + 1, False)):
-        assert (memory_of(replace(s, micro_batch=samples)).needed_gib(8) <= 79.1) is fits
+        assert (predict_memory(replace(s, micro_batch=samples)).needed_gib(8) <= 79.1) is fits
     assert largest_micro_batch(s, 1.0) == 0
 
 
@@ -149,7 +149,7 @@ def test_a_schedule_takes_the_memory_of_its_largest_phase_and_the_time_of_all() 
     s = setting(precision__schedule=SCHEDULE, **keys)
     bf16, fp8 = setting(precision__compute="bf16", **keys), setting(precision__bf16_modules=[], **keys)
     assert [share for share, _ in s.phases] == pytest.approx([0.05, 0.85, 0.1])
-    assert memory_of(s).peak_gib == max(memory_of(phase).peak_gib for phase in (bf16, fp8))
+    assert predict_memory(s).peak_gib == max(predict_memory(phase).peak_gib for phase in (bf16, fp8))
     seconds = [estimate(phase, H200).step_s for phase in (bf16, fp8)]
     assert estimate(s, H200).step_s == pytest.approx(0.15 * seconds[0] + 0.85 * seconds[1])
 
@@ -168,7 +168,7 @@ def test_a_recommendation_fits_and_is_as_fast_with_the_same_step(keys: dict, ran
     best = recommend(s, gpu, ranks, s.step_tokens, 400)
     assert best and best.fits and best.setting.step_tokens == s.step_tokens
     assert best.setting.micro_batch % best.setting.micro_batch_unit == 0
-    if memory_of(s).needed_gib(ranks) <= gpu.memory_gib:
+    if predict_memory(s).needed_gib(ranks) <= gpu.memory_gib:
         assert best.estimate.tokens_per_second >= 0.99 * estimate(s, gpu).tokens_per_second
 
 
@@ -274,4 +274,4 @@ def test_it_needs_no_torch() -> None:
 )
 def test_a_run_predicts_the_speed_of_its_gpu(name: str, gpu: Any) -> None:
     s: Setting = setting()
-    assert Prediction.of(s, name).estimate == (estimate(s, gpu) if gpu else None)
+    assert Prediction.make(s, name).estimate == (estimate(s, gpu) if gpu else None)

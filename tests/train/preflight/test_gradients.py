@@ -186,7 +186,7 @@ def test_shipped_zero_stages_accumulate_in_float32(settings: dict, stage: int) -
         ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(index))
         batches.append(Batch(ids, ids))
     plain = gradients.empty_sample(trained.engine)
-    with gradients.adding_local_gradients(trained.engine, plain) as weight:
+    with gradients.accumulate_local_gradients(trained.engine, plain) as weight:
         reduced = gradients.take_step(trained.engine, trained.micro_step, batches, weight)
     assert reduced is not None
     difference = torch.cat([reduced[0][name] - values / 64 for name, values in plain.items()])

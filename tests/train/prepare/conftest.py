@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from train import command
-from train.files import reason
+from train.files import describe_error
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def record(error: BaseException) -> str:
         errors.append(error)
-        return reason(error)
+        return describe_error(error)
 
-    monkeypatch.setattr(command, "reason", record)
+    monkeypatch.setattr(command, "describe_error", record)
     return errors

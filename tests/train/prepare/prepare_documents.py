@@ -16,9 +16,9 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from train.prepare.filters import find_step_options
-from train.prepare.preparation import make_stages
+from train.prepare.preparation import make_pipelines
 from train.prepare.steps import StepOptions, add_arguments
-from train.prepare.tally import Stage, Tally
+from train.prepare.tally import Pipeline, Tally
 
 needs_spacy = pytest.mark.skipif(importlib.util.find_spec("spacy") is None, reason="needs the package spacy")
 needs_fasttext = pytest.mark.skipif(
@@ -41,7 +41,8 @@ class Read(PipelineStep):
 
 
 class Write(PipelineStep):
-    """What comes out of a task, and its counts, as a file; refers to the tally as the block of the last stage does."""
+    """What comes out of a task, and its counts, as a file; refers to the tally as the block of the last pipeline
+    does."""
 
     def __init__(self, folder: Path, tally: Tally) -> None:
         super().__init__()
@@ -54,18 +55,18 @@ class Write(PipelineStep):
         (self.folder / f"{rank:05d}.json").write_text(json.dumps(result))
 
 
-def run_stage(stage: Stage, order: Iterable[int] | None = None) -> None:
-    """Run the tasks of a stage, each with the pipeline as a worker gets it: pickled, then copied."""
-    for rank in order or range(stage.tasks):
+def run_pipeline(pipeline: Pipeline, order: Iterable[int] | None = None) -> None:
+    """Run the tasks of a pipeline, each with the pipeline as a worker gets it: pickled, then copied."""
+    for rank in order or range(pipeline.tasks):
         data = None
-        for block in deepcopy(dill.loads(dill.dumps(stage.pipeline))):
-            data = block(data, rank, stage.tasks)
+        for block in deepcopy(dill.loads(dill.dumps(pipeline.blocks))):
+            data = block(data, rank, pipeline.tasks)
         deque(data or (), maxlen=0)
 
 
-def stages_of(options: StepOptions, ranks: Ranks, folder: Path) -> list[Stage]:
+def pipelines_of(options: StepOptions, ranks: Ranks, folder: Path) -> list[Pipeline]:
     write = partial(Write, folder / "out")
-    return make_stages(options, folder / "scratch", len(ranks), lambda tally: Read(ranks), write)
+    return make_pipelines(options, folder / "scratch", len(ranks), lambda tally: Read(ranks), write)
 
 
 def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
@@ -79,9 +80,9 @@ def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
 def run(
     options: StepOptions, ranks: Ranks, folder: Path, shuffle: random.Random | None = None
 ) -> tuple[Ranks, Counter[str]]:
-    """All stages; the tasks of each in random order with `shuffle`."""
-    for stage in stages_of(options, ranks, folder):
-        run_stage(stage, shuffle and shuffle.sample(range(stage.tasks), stage.tasks))
+    """All pipelines; the tasks of each in random order with `shuffle`."""
+    for pipeline in pipelines_of(options, ranks, folder):
+        run_pipeline(pipeline, shuffle and shuffle.sample(range(pipeline.tasks), pipeline.tasks))
     return results(folder, ranks)
 
 

@@ -14,10 +14,10 @@ from tests.train.prepare.prepare_documents import (
     first_of,
     near,
     parse,
+    pipelines_of,
     results,
     run,
-    run_stage,
-    stages_of,
+    run_pipeline,
     text_of,
 )
 from train.prepare import dedup as prepare_dedup
@@ -82,16 +82,16 @@ def test_a_task_that_was_interrupted_runs_again_and_a_missing_one_is_an_error(
     assert whole == first_of(ranks)
 
     folder = tmp_path / "broken"
-    stages = stages_of(options, ranks, folder)
-    for stage in stages[1:]:
+    pipelines = pipelines_of(options, ranks, folder)
+    for pipeline in pipelines[1:]:
         with pytest.raises(FileNotFoundError):
-            run_stage(stage)
-    for stage in stages:
+            run_pipeline(pipeline)
+    for pipeline in pipelines:
         before = contents(folder)
-        run_stage(stage)
+        run_pipeline(pipeline)
         for name in contents(folder).keys() - before.keys():  # half of a killed task's file
             (folder / name).write_bytes((folder / name).read_bytes()[:-1])
-        run_stage(stage)
+        run_pipeline(pipeline)
     assert results(folder, ranks) == results(tmp_path / "whole", ranks)
     assert contents(folder) == contents(tmp_path / "whole")
 

@@ -200,10 +200,10 @@ echo Submitted batch job $(wc -l < {folder}/calls)
 
 
 @pytest.mark.parametrize(
-    ("most", "stage"), [(0, "duplicate_signatures"), (1, "duplicate_signatures"), (2, "duplicate_search")]
+    ("most", "pipeline"), [(0, "duplicate_signatures"), (1, "duplicate_signatures"), (2, "duplicate_search")]
 )
 def test_an_array_in_the_queue_is_not_submitted_again(
-    tmp_path, prepare, corpus, slurm, reported, most, stage
+    tmp_path, prepare, corpus, slurm, reported, most, pipeline
 ):
     """Also after Slurm refused a dependent job, and while squeue cannot tell whether the jobs still exist."""
     folder, out, options = slurm(), tmp_path / "out", {**SLURM, "dedup": "exact"}
@@ -212,7 +212,7 @@ def test_an_array_in_the_queue_is_not_submitted_again(
     (folder / "most").write_text(str(most))
     (folder / "queue").write_text("1\n")
     assert prepare(out, corpus, **options) == 2
-    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", stage)
+    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", pipeline)
     (folder / "most").write_text("9")
     squeue = (folder / "squeue").read_text()
     if most:
@@ -225,7 +225,7 @@ def test_an_array_in_the_queue_is_not_submitted_again(
         assert len((folder / "calls").read_text().splitlines()) == most
     (folder / "queue").unlink()
     assert prepare(out, corpus, **options) == 0
-    # each stage has another job behind it, which sums up datatrove's statistics
+    # each pipeline has another job behind it, which sums up datatrove's statistics
     calls = (folder / "calls").read_text().splitlines()[most::2]
     depends = [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls]
     assert depends == [[], [str(most + 1)], [str(most + 3)]]

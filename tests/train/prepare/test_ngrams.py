@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from tests.conftest import refused
-from tests.train.prepare.prepare_documents import parse, run, stages_of, text_of
+from tests.train.prepare.prepare_documents import parse, pipelines_of, run, text_of
 from train.data.format import DataError
 from train.files import sha256_file
 from train.prepare.ngrams import ngram_hashes, read_report, split_words
@@ -75,6 +75,6 @@ def test_evaluation_files_that_cannot_serve(tmp_path: Path) -> None:
     for file, code in ((short, "evaluation_texts_too_short"), (broken, "evaluation_text_unreadable")):
         options = parse("--decontaminate", str(file))
         with refused(DataError, code=code, key=str(file)):
-            stages_of(options, [], tmp_path)
+            pipelines_of(options, [], tmp_path)
     with refused(DataError, code="file_missing"):
         parse("--decontaminate", str(tmp_path / "nowhere.txt"))

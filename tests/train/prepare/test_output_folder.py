@@ -13,10 +13,10 @@ from tests.train.prepare.megatron_datasets import contents
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, decoded
 from train.data.format import DataError
 from train.data.stream import open_stream
-from train.prepare.blocks import encoder_of
+from train.prepare.blocks import load_encoder
 from train.prepare.corpus import WORK_NAME, read_share
 from train.prepare.preparation import Preparation
-from train.prepare.tally import Stage
+from train.prepare.tally import Pipeline
 from train.prepare_data import parse_arguments
 
 
@@ -162,7 +162,9 @@ def test_all_that_bytes_depend_on_makes_another_preparation(
     for name in ("a.txt", "b.txt"):
         Path(name).write_text("some text")
     given = ["--input", "a.txt", "b.txt", "--tokenizer", str(tokenizer_dir), "--output", "out"]
-    usual, other = (Preparation.of(parse_arguments([*given, *more])).identity() for more in ([], words))
+    usual, other = (
+        Preparation.from_arguments(parse_arguments([*given, *more])).identity() for more in ([], words)
+    )
     assert (usual != other) is another
 
 
@@ -202,8 +204,8 @@ def test_another_tokenizer_is_another_preparation(tmp_path, tokenizer_dir, name,
     content = (tokenizer / name).read_text()
     for text in (content, content.replace(old, new, 1)):
         (tokenizer / name).write_text(text)
-        encoder_of.cache_clear()  # as in a process of its own
-        found.append(Preparation.of(parse_arguments(given)).identity())
+        load_encoder.cache_clear()  # as in a process of its own
+        found.append(Preparation.from_arguments(parse_arguments(given)).identity())
     assert [key for key in found[0] if found[0][key] != found[1][key]] == ["tokenizer"]
 
 
@@ -218,11 +220,11 @@ def test_a_tokenizer_replaced_meanwhile_changes_nothing(
     assert prepare(tmp_path / "whole", corpus, tasks=2, tokenizer=tokenizer) == 0
     begin = Preparation.begin
 
-    def begin_and_replace(*arguments: Any) -> list[Stage]:
-        stages = begin(*arguments)
+    def begin_and_replace(*arguments: Any) -> list[Pipeline]:
+        pipelines = begin(*arguments)
         (tokenizer / "tokenizer.model").write_bytes(former.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81eht"))
-        encoder_of.cache_clear()  # as in a task of a process of its own
-        return stages
+        load_encoder.cache_clear()  # as in a task of a process of its own
+        return pipelines
 
     monkeypatch.setattr(Preparation, "begin", begin_and_replace)
     assert prepare(tmp_path / "out", corpus, tasks=2, tokenizer=tokenizer) == 0

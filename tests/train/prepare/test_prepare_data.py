@@ -271,8 +271,8 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
     source = Source("/a.jsonl", ".jsonl", size, 0)
     monkeypatch.setattr("train.prepare.preparation.list_sources", lambda *_: [source])
     given = ["--input", "a.jsonl", "--tokenizer", str(tokenizer_dir), "--output", "out"]
-    assert Preparation.of(parse_arguments(given)).tasks == tasks
-    assert Preparation.of(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
+    assert Preparation.from_arguments(parse_arguments(given)).tasks == tasks
+    assert Preparation.from_arguments(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
 
 
 @pytest.mark.parametrize("flag", ["--input", "--decontaminate", "--text_key"])

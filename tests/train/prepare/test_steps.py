@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.train.prepare.megatron_datasets import contents
-from tests.train.prepare.prepare_documents import needs_spacy, parse, results, run, stages_of, text_of
+from tests.train.prepare.prepare_documents import needs_spacy, parse, pipelines_of, results, run, text_of
 from train import export, import_megatron, prepare_data, train_tokenizer
 from train.prepare.executors import run_local
 from train.prepare.steps import StepOptions
@@ -31,7 +31,7 @@ def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
     options = parse(
         "--quality", "gopher_quality", "--decontaminate", str(tmp_path / "eval.txt"), "--dedup", "exact"
     )
-    run_local(stages_of(options, ranks, tmp_path), tmp_path / "stages", workers=1)
+    run_local(pipelines_of(options, ranks, tmp_path), tmp_path / "stages", workers=1)
     texts, removed = results(tmp_path, ranks)
     assert texts == [[good[0], good[1]], [], [good[2]]]
     assert removed == {
