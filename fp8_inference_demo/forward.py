@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fp8_inference_demo import reference
 from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import Layer, Matrix, Weights
-from model.config import head_dim, rope_theta
+from model.config import head_dim, rope_frequencies
 
 # Up to this many rows, activations keep bf16's precision. This costs almost nothing, because reading the weights
 # dominates the time. With more rows, both operands of a matrix product are rounded to FP8.
@@ -61,13 +61,12 @@ class Forward:
         config = weights.config
         self.weights, self.cache, self.config = weights, cache, config
         self.operations = choose_operations(weights)
-        half = torch.arange(0, head_dim(config), 2, dtype=torch.float32, device=weights.device)
-        frequencies = 1.0 / rope_theta(config) ** (half / head_dim(config))
+        frequencies, factor = rope_frequencies(config, weights.device)
         positions = torch.arange(cache.max_length, dtype=torch.float32, device=weights.device)
         angles = positions[:, None] * frequencies
         layers, B, K = cache.keys.shape[:3]
         self.context = LayerContext(
-            turns=(angles.cos(), angles.sin()),
+            turns=(angles.cos() * factor, angles.sin() * factor),
             heads=config.num_attention_heads,
             window=config.sliding_window,
             eps=config.rms_norm_eps,

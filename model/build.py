@@ -101,6 +101,7 @@ def make_modules(
     if VARIANTS[variant].te:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
         return module.MistralForCausalLM(config, precision, speed, document_mask)
-    from model.hf_baseline import HuggingFaceMistral, TorchaoMistral
+    from model.hf_baseline import HuggingFaceLlama, HuggingFaceMistral
 
-    return (TorchaoMistral if variant == "torchao" else HuggingFaceMistral).build(config, precision)
+    kind = HuggingFaceLlama if config.model_type == "llama" else HuggingFaceMistral
+    return kind.build(config, precision, variant)

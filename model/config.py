@@ -1,4 +1,4 @@
-"""Read and check Mistral model configurations, and derive parameter counts, FLOPs per token and memory.
+"""Read and check configurations of Mistral and Llama models, and derive parameter counts, FLOPs and memory.
 
 `load_config` imports transformers, which takes seconds. `load_sizes` imports transformers only for configurations with
 unusual keys.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from model.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import MistralConfig
 
 
@@ -44,22 +45,39 @@ POSITIVE = (
 # In an exported config.json: the max_seq_length of the training. Other programs ignore it.
 TRAINED_LENGTH = "trained_sequence_length"
 WINDOW = "sliding_window"  # transformers treats 0 as a window in which a token sees nothing
-# Keys of a config.json that MistralConfig accepts in addition to its fields (older names, options of transformers), and
+# Keys that change the network, with the only value that is supported. null is the same as this value.
+FIXED = {
+    "hidden_act": "silu",
+    "attention_dropout": 0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+}
+# Keys of a config.json that transformers accepts in addition to its fields (older names, options of transformers), and
 # keys of other tools and models that resemble a field's name and have no effect here.
 LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
 ORDINARY_KEYS = frozenset(
-    "attention_bias attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder "
-    "mask_token_id mlp_bias model_name name_or_path num_labels partial_rotary_factor pretraining_tp "
-    "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
-    f"transformers.js_config unk_token_id use_return_dict {TRAINED_LENGTH}".split()
-)
-# Common keys of Mistral config.json files, in addition to ARCHITECTURE and POSITIVE, that do not change the sizes.
+    "attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder is_llama_config "
+    "mask_token_id model_name name_or_path num_labels partial_rotary_factor quantization_config sep_token_id "
+    "task_specific_params tie_encoder_decoder tokenizer_class torchscript transformers.js_config unk_token_id "
+    f"use_return_dict {TRAINED_LENGTH}".split()
+) | set(FIXED)
+# Common keys of config.json files, in addition to ARCHITECTURE and POSITIVE, that do not change the sizes.
 USUAL_KEYS = frozenset(
-    "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_act id2label "
-    "initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
-    f"problem_type return_dict transformers_version use_cache _name_or_path {TRAINED_LENGTH}".split()
-)
-# Allowed keys of rope_parameters (older name: rope_scaling). Without scaling no other key is read.
+    "architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
+    "is_encoder_decoder is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id "
+    "problem_type return_dict transformers.js_config transformers_version use_cache _name_or_path "
+    f"{TRAINED_LENGTH}".split()
+) | set(FIXED)
+YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+# Keys of rope_parameters (older name: rope_scaling) that each type of RoPE reads, and keys that may be in all of them.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", *YARN_OPTIONS),
+}
 ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 # difflib similarity ratio from which an unknown key counts as a misspelt field: 0.7 finds num_layers and hidden_dim.
 MISSPELT = 0.7
@@ -140,8 +158,8 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """Load a MistralConfig from the name of a file in model/configs, a JSON file, or a folder that contains
-    config.json.
+    """Load a MistralConfig or LlamaConfig from the name of a file in model/configs, a JSON file, or a folder that
+    contains config.json.
 
     Raises ModelConfigError: the file does not exist or is not valid JSON, the model type is not mistral, a key looks
     misspelled (transformers would ignore it and use the default), or a value has the wrong type or is out of range.
@@ -149,10 +167,8 @@ def load_config(name_or_path: str) -> MistralConfig:
     path = config_file(name_or_path)
     values = _read_file(path)
     _check_keys(path, values)
-    from transformers import MistralConfig
-
     try:
-        config = MistralConfig.from_dict(values)
+        config = make_config(values)
     except Exception as error:  # transformers raises its own exceptions for wrong types
         raise ModelConfigError(f"model.config: {path}: {' '.join(str(error).split())}") from error
     # this key describes stored weights, not the architecture, and does not apply to a model trained from scratch
@@ -161,25 +177,45 @@ def load_config(name_or_path: str) -> MistralConfig:
     return config
 
 
+def make_config(values: dict[str, Any]) -> MistralConfig:
+    """Make transformers' configuration object from a dictionary. Its class is LlamaConfig for the model_type llama.
+
+    Llama is a Mistral without a sliding window.
+    """
+    config = _config_class(values).from_dict(values)
+    config.sliding_window = getattr(config, WINDOW, None)
+    return config
+
+
+def _config_class(values: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, MistralConfig
+
+    return LlamaConfig if values.get("model_type") == "llama" else MistralConfig
+
+
 def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
     Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim is
-    optional) and no unusual key. Returns a MistralConfig for all other files.
+    optional) and no unusual key. Returns the result of `load_config` for all other files.
 
     Raises ModelConfigError: for the same reasons as `load_config`.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
+    no_window = None if values["model_type"] == "llama" else ""
     whole = all(type(values.get(key)) is int for key in POSITIVE if key != "head_dim")
     whole &= type(values.get("head_dim", 0)) is int and type(values.get("tie_word_embeddings")) is bool
-    whole &= type(values.get("rms_norm_eps")) is float and type(values.get(WINDOW, "")) in (int, NoneType)
+    whole &= type(values.get("rms_norm_eps")) is float and type(values.get(WINDOW, no_window)) in (
+        int,
+        NoneType,
+    )
     whole &= not values.get("rope_scaling")
     rope = values.get("rope_parameters")
     whole &= "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
     if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
         return load_config(name_or_path)
-    config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
+    config: Any = SimpleNamespace(**{"head_dim": None, WINDOW: None, **values})
     check_config(config, f"{path}: ")
     return config
 
@@ -187,13 +223,15 @@ def load_sizes(name_or_path: str) -> Any:
 def numeric_settings(config: MistralConfig) -> dict[str, Any]:
     """Return the configuration values that can affect training results. The path and library version are excluded."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
-    return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
+    # without the key, the model is a Mistral
+    kind = ("model_type",) if config.model_type == "llama" else ()
+    return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others, *kind)}
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     """Read a config.json file.
 
-    Raises ModelConfigError: the file is not valid JSON, the model type is not mistral, or a size is not positive.
+    Raises ModelConfigError: the file is not valid JSON, the model type is not supported, or a size is not positive.
     """
     try:
         values = read_json_file(path)
@@ -202,9 +240,10 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         message = f"model.config: {path} must contain a JSON object"
         raise ModelConfigError(message, code="not_an_object", key=str(path))
-    if (kind := values.get("model_type")) != "mistral":
+    if (kind := values.get("model_type")) not in ("mistral", "llama"):
         raise ModelConfigError(
-            f"model.config: {path} has the model_type {kind!r}; only mistral is supported", key="model_type"
+            f"model.config: {path} has the model_type {kind!r}; only mistral and llama are supported",
+            key="model_type",
         )
     _refuse(
         f"model.config: {path}: ",
@@ -231,11 +270,11 @@ def _refuse(start: str, problems: dict[str, str]) -> None:
 def _check_keys(path: Path, values: dict[str, Any]) -> None:
     """Raise ModelConfigError for misspelled keys and for unsupported keys of rope_parameters.
 
-    MistralConfig would silently ignore these keys.
+    transformers would silently ignore these keys.
     """
-    from transformers import MistralConfig
-
-    fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
+    fields = sorted(
+        {key for key in _config_class(values)().to_dict() if not key.startswith("_")} | LEGACY_KEYS
+    )
     problems = {}
     for key in values:
         if key in fields or key in ORDINARY_KEYS or key.startswith("_"):
@@ -244,11 +283,12 @@ def _check_keys(path: Path, values: dict[str, Any]) -> None:
             problems[key] = f"{key}: unknown key (did you mean {close[0]}?)"
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
-        if not isinstance(rope, dict) or _rope_type(rope) != "default":
+        if not isinstance(rope, dict) or (kind := _rope_type(rope)) not in ROPE_TYPES:
             continue
-        if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS)):
+        if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS - {*ROPE_TYPES[kind]})):
+            read = ", ".join(("rope_type", "rope_theta", *ROPE_TYPES[kind]))
             problems[name] = (
-                f"{name} contains {unknown}, but only rope_type and rope_theta are read; remove {unknown}"
+                f"{name} contains {unknown}, but rope_type {kind} reads only {read}; remove {unknown}"
             )
     _refuse(f"model.config: {path}: ", problems)
 
@@ -259,17 +299,17 @@ def check_config(config: MistralConfig, where: str = "") -> None:
     Args:
         where: prefix of the error message.
     """
-    problems = {}
-    if config.hidden_act != "silu":
-        problems["hidden_act"] = f"hidden_act is {config.hidden_act!r}, but only 'silu' (SwiGLU) is supported"
+    problems = {
+        key: f"{key} is {value!r}, but only {only!r} is supported"
+        for key, only in FIXED.items()
+        if (value := getattr(config, key, only)) not in (only, None)
+    }
+    if config.model_type == "llama" and config.sliding_window:
+        problems[WINDOW] = f"{WINDOW} is {config.sliding_window}, but llama has no window; set it to null"
     if config.num_attention_heads % config.num_key_value_heads:
         problems["num_attention_heads"] = (
             f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of num_key_value_heads "
             f"({config.num_key_value_heads})"
-        )
-    if getattr(config, "attention_dropout", 0.0):
-        problems["attention_dropout"] = (
-            f"attention_dropout is {config.attention_dropout}, but only 0 is supported"
         )
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
@@ -279,24 +319,50 @@ def check_config(config: MistralConfig, where: str = "") -> None:
         )
     if head_dim(config) % 8:
         problems["head_dim"] = f"head_dim is {head_dim(config)}, but must be a multiple of 8"
+    _refuse(f"model.config: {where}", problems | _rope_problems(rope_parameters(config)))
+
+
+def _rope_problems(rope: dict[str, Any]) -> dict[str, str]:
+    """Return messages about `rope_parameters` by their keys."""
+    if (kind := rope["rope_type"]) not in ROPE_TYPES:
+        return {"rope_type": f"rope_type {kind!r} is not supported; allowed are {', '.join(ROPE_TYPES)}"}
+    problems = {}
+    for key in ("rope_theta", *ROPE_TYPES[kind]):
+        if key == "truncate":
+            continue
+        value: Any = rope.get(key, 1.0 if key in YARN_OPTIONS else None)
+        if type(value) not in (int, float) or not 0 < value < math.inf or (key == "factor" and value < 1):
+            least = "at least 1" if key == "factor" else "more than 0"
+            problems[key] = f"{key} {value!r} (rope_type {kind}) must be a number of {least}"
+    if kind == "llama3" and not problems and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        problems["low_freq_factor"] = "low_freq_factor must be below high_freq_factor"
+    if rope.get("partial_rotary_factor", 1) != 1:
+        problems["partial_rotary_factor"] = "partial_rotary_factor: only 1 is supported"
+    return problems
+
+
+def rope_parameters(config: MistralConfig) -> dict[str, Any]:
+    """Return rope_theta, rope_type and the keys of RoPE scaling, which older files keep in several places."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if (rope_type := _rope_type(rope)) != "default":
-        problems["rope_type"] = (
-            f"rope_type is {rope_type!r}, but only 'default' is supported; remove RoPE scaling"
-        )
-    if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
-        problems["rope_theta"] = f"rope_theta is {theta!r}, but must be a positive number"
-    _refuse(f"model.config: {where}", problems)
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    given = {key: value for key, value in rope.items() if key != "type" and value is not None}
+    return {**given, "rope_theta": theta, "rope_type": _rope_type(rope)}
 
 
-def rope_theta(config: MistralConfig) -> float:
-    """Return the base of the rotary frequencies. transformers 5 stores this value in `rope_parameters`."""
-    return float(_rope_theta(config))
+def rope_frequencies(config: MistralConfig, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
+    """Return the rotary frequencies, float32 [D / 2], and the factor of queries and keys, as in transformers.
 
+    The factor is 1 except for yarn.
+    """
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-def _rope_theta(config: MistralConfig) -> Any:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
+    D = head_dim(config)
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    return 1.0 / float(rope["rope_theta"]) ** exponents, 1.0
 
 
 def _rope_type(rope: dict[str, Any]) -> str:
@@ -323,6 +389,15 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
     a window, the result is (-1, 0), where -1 means unlimited.
     """
     return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
+
+
+def softmax_scale(config: MistralConfig) -> float | None:
+    """Return the factor of the scores of attention, or None for the usual 1 / sqrt(D).
+
+    With yarn it includes the factor of `rope_frequencies`, so that queries and keys need not be multiplied by it.
+    """
+    factor = rope_frequencies(config)[1]
+    return None if factor == 1 else factor**2 / math.sqrt(head_dim(config))
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:

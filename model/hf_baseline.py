@@ -1,4 +1,4 @@
-"""transformers' own Mistral model for the variants hf and torchao.
+"""transformers' own Mistral and Llama models for the variants hf and torchao.
 
 Importing transformers' model class takes seconds, and the variants te_linear and te_layer do not need it. Import this
 module only where the class is used.
@@ -6,42 +6,47 @@ module only where the class is used.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.fp8.precision import Precision
 from model.mistral_base import causal_lm_loss
 
 
-class HuggingFaceMistral(MistralForCausalLM):
-    """Baseline model: transformers' MistralForCausalLM with the forward signature of the other variants."""
+class _Baseline:
+    """The forward signature of the other variants for a model class of transformers.
 
-    variant = "hf"
+    Attributes:
+        variant: hf, or torchao, which replaces the Linears of the same model by FP8 ones.
+    """
+
+    variant: str
     compiled = False
     document_mask = False
+    model: Any
 
     @classmethod
-    def build(cls, config: MistralConfig, precision: Precision) -> Self:
+    def build(cls: Any, config: MistralConfig, precision: Precision, variant: str) -> Any:
         """Build the model in training mode with uninitialized weights."""
         given = config.dtype  # dtype of exported weights, which _from_config overwrites
         with precision.device:
             model = cls._from_config(config, attn_implementation="sdpa", dtype=precision.dtype).train()
-        config.dtype = given
+        config.dtype, model.variant = given, variant
         # torch gives the padding_idx row no gradient, but pad_token_id may occur in the data
         model.model.embed_tokens.padding_idx = None
         return model
 
-    def forward(  # type: ignore[override]
-        self,
+    def forward(
+        self: Any,
         input_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
         documents: None = None,
     ) -> CausalLMOutput:
-        logits = super().forward(input_ids=input_ids, use_cache=False).logits
+        logits = super().forward(input_ids=input_ids, use_cache=False).logits  # type: ignore[misc]
         loss = None if labels is None else causal_lm_loss(logits, labels)
         return CausalLMOutput(loss=loss, logits=logits)
 
@@ -52,7 +57,7 @@ class HuggingFaceMistral(MistralForCausalLM):
         """
         rope = self.model.rotary_emb
         inv_freq = rope.inv_freq
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[misc]
         rope.inv_freq = inv_freq.to(rope.inv_freq.device)
         rope.original_inv_freq = rope.inv_freq
         return self
@@ -71,7 +76,9 @@ class HuggingFaceMistral(MistralForCausalLM):
         self.compiled = True
 
 
-class TorchaoMistral(HuggingFaceMistral):
-    """Baseline model in which torchao replaces the Linear modules with FP8 modules."""
+class HuggingFaceMistral(_Baseline, MistralForCausalLM):
+    """transformers' Mistral as a variant."""
 
-    variant = "torchao"
+
+class HuggingFaceLlama(_Baseline, LlamaForCausalLM):
+    """transformers' Llama as a variant."""

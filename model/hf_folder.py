@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ARCHITECTURE, head_dim, load_sizes, rope_theta, weight_shapes
+from model.config import ARCHITECTURE, head_dim, load_sizes, rope_parameters, weight_shapes
 from model.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_init_from(folder: str, config: Any) -> None:
 
     def architecture(of: Any) -> dict[str, Any]:
         values = {key: getattr(of, key, None) for key in ARCHITECTURE if key != "rope_parameters"}
-        return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
+        return values | {"head_dim": head_dim(of), **rope_parameters(of)}
 
     if not Path(folder).is_dir():
         raise WeightsError(
@@ -71,9 +71,9 @@ def check_init_from(folder: str, config: Any) -> None:
         )
     theirs, ours = architecture(load_sizes(folder)), architecture(config)
     differences = {
-        key: f"{key} is {theirs[key]} in the folder and {ours[key]} in model.config"
-        for key in ours
-        if theirs[key] != ours[key]
+        key: f"{key} is {theirs.get(key)} in the folder and {ours.get(key)} in model.config"
+        for key in {**ours, **theirs}
+        if theirs.get(key) != ours.get(key)
     }
     if differences:
         raise WeightsError(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import check_config, head_dim, rope_theta, window_size
+from model.config import check_config, head_dim, rope_frequencies, softmax_scale, window_size
 from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import fits_fp8
@@ -37,6 +37,7 @@ def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = 
         qkv_format="bshd",
         attn_mask_type="causal",
         window_size=window_size(config),
+        softmax_scale=softmax_scale(config),
         layer_number=layer_number,
     )
 
@@ -169,11 +170,10 @@ class MistralBase(nn.Module):
         """
         cached = self._rope_freqs
         if cached is None or cached.shape[0] < length or cached.device != device:
-            rope = self.precision.te.RotaryPositionEmbedding(
-                head_dim(self.config), rotary_base=rope_theta(self.config)
-            )
             with torch.inference_mode(False):  # tensors of inference mode cannot be used in training
-                cached = self._rope_freqs = rope.to(device)(length)
+                rope = self.precision.te.RotaryPositionEmbedding(head_dim(self.config)).to(device)
+                rope.inv_freq = rope_frequencies(self.config, device)[0]
+                cached = self._rope_freqs = rope(length)
         return cached[:length]
 
     def forward(

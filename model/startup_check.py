@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.config import head_dim, window_size
+from model.config import head_dim, softmax_scale, window_size
 from model.documents import Documents, attend, random_documents
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
@@ -257,13 +257,18 @@ def attention_errors(
     with precision.te.autocast(enabled=False):
         out = attend(attention, qkv[0], qkv[1], qkv[2], documents).view_as(upstream)
         ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-    truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(config), documents)
+    scale = softmax_scale(config)
+    truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(config), documents, scale)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
     return errors[0], float(torch.tensor(errors[1:]).max())  # unlike Python's max, this keeps NaN
 
 
 def sdpa(
-    qkv: list[torch.Tensor], upstream: torch.Tensor, window: tuple[int, int], documents: Documents | None
+    qkv: list[torch.Tensor],
+    upstream: torch.Tensor,
+    window: tuple[int, int],
+    documents: Documents | None,
+    scale: float | None,
 ) -> list[torch.Tensor]:
     """Compute torch's scaled dot-product attention and its gradients.
 
@@ -274,6 +279,7 @@ def sdpa(
         qkv: q [B, T, N, D], k and v [B, T, K, D].
         upstream: gradient of the output, [B, T, N * D].
         window: sliding window as returned by `window_size`.
+        scale: factor of the scores as returned by `softmax_scale`.
 
     Returns: the output [B, T, N * D] and the gradients of q, k and v.
     """
@@ -291,7 +297,7 @@ def sdpa(
         seen = slice(0, age.shape[1])
         leaves = [t.detach().requires_grad_() for t in (q[:, :, rows], k[:, :, seen], v[:, :, seen])]
         out = F.scaled_dot_product_attention(
-            leaves[0], leaves[1], leaves[2], attn_mask=visible, enable_gqa=True
+            leaves[0], leaves[1], leaves[2], attn_mask=visible, scale=scale, enable_gqa=True
         )
         out = out.transpose(1, 2).flatten(2)
         grads = torch.autograd.grad(out, leaves, upstream[:, rows])

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def small_config(**changes: object) -> MistralConfig:
-    """A Mistral of two layers whose sizes FP8 accepts with every recipe."""
-    from transformers import MistralConfig
+    """A Mistral (or with model_type a Llama) of two layers whose sizes FP8 accepts with every recipe."""
+    from model.config import make_config
 
     values = dict(
         vocab_size=512,
@@ -50,7 +50,7 @@ def small_config(**changes: object) -> MistralConfig:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return MistralConfig(**{**values, **changes})
+    return make_config({**values, **changes})
 
 
 def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) -> torch.Tensor:

@@ -31,7 +31,7 @@ require_packages("exporting", "pydantic", "numpy", "safetensors", "torch", "tran
 
 from safetensors import SafetensorError
 
-from model.config import TRAINED_LENGTH
+from model.config import TRAINED_LENGTH, make_config, rope_parameters
 from model.keys import given_path
 from train.checkpoint.files import CheckpointError, RunState, find_checkpoint, identity, rank_file, read_state
 from train.command import command
@@ -119,17 +119,23 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
     """
     # These imports take seconds. They are not needed for --help, for a wrong path, or on ranks other than 0.
     import torch
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from model.fp8.precision import DTYPES
     from train.checkpoint.load import read_hf_weights
 
-    config = MistralConfig.from_dict(state.model_config)
+    config = make_config(state.model_config)
     lines = _set_bos_and_eos(config, TextEncoder(tokenizer), state)
-    setattr(config, TRAINED_LENGTH, state.train_config["max_seq_length"])
+    length, positions = state.train_config["max_seq_length"], config.max_position_embeddings
+    setattr(config, TRAINED_LENGTH, length)
+    if length < positions and rope_parameters(config)["rope_type"] == "default":
+        lines.append(
+            f"the model was trained on {length:,} tokens per sequence ({TRAINED_LENGTH} in config.json), but its "
+            f"max_position_embeddings is {positions:,}; limit servers that do not read the former to {length:,} tokens"
+        )
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
-        model: Any = MistralForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     weights = {name: tensor.to(dtype) for name, tensor in read_hf_weights(path, config).items()}
     # a tied lm_head is not in the weights
     model.load_state_dict(weights, strict=not config.tie_word_embeddings, assign=True)

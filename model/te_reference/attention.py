@@ -72,6 +72,7 @@ class DotProductAttention(nn.Module):
             after the other.
         window_size: (left, 0): a query sees itself and `left` keys before it. None and (-1, 0): all keys before it. A
             Hugging Face sliding_window W is (W - 1, 0).
+        softmax_scale: factor of the scores. None: 1 / sqrt(D).
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class DotProductAttention(nn.Module):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         *,
+        softmax_scale: float | None = None,
         layer_number: int | None = None,
     ):
         super().__init__()
@@ -93,6 +95,7 @@ class DotProductAttention(nn.Module):
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size = _checked_window(window_size)
+        self.softmax_scale = softmax_scale
 
     def forward(
         self,
@@ -140,6 +143,8 @@ class DotProductAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Attend: [B, N, S, D] and twice [B, K, S, D] -> [B, N, S, D]."""
         visible = causal_mask(q.shape[2], window, q.device)
+        if self.softmax_scale is not None:
+            q = q * (self.softmax_scale * q.shape[-1] ** 0.5)
         return sdpa(q, k, v, visible, self.num_gqa_groups != self.num_attention_heads)
 
 

@@ -92,11 +92,11 @@ def prefill(options: argparse.Namespace, config: Any, weights: dict[str, Weights
 def decode_with_transformers(
     options: argparse.Namespace, config: Any, generator: torch.Generator
 ) -> list[Result]:
-    from transformers import MistralForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.set_default_dtype(torch.bfloat16)
     with DEVICE:
-        model: Any = MistralForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     torch.set_default_dtype(torch.float32)
     results, new = [], options.cache - options.prompt
     for batch in options.transformers_batches:

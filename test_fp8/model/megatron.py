@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import GIB, head_dim, rope_theta, window_size
+from model.config import GIB, head_dim, rope_parameters, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
@@ -182,7 +182,7 @@ def build(
             max_sequence_length=arguments.max_seq_length,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_base=rope_theta(config),
+            rotary_base=rope_parameters(config)["rope_theta"],
         )
         .cuda()
     )

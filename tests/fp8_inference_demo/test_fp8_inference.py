@@ -96,7 +96,7 @@ def test_damaged_models_are_refused(folder: Path, tmp_path: Path) -> None:
     weights, config = model / "model.safetensors", model / "config.json"
     weights.write_bytes(weights.read_bytes()[:-8])
     refuse("--model", model, "--prompt", "x", code="not_safetensors", key=str(weights))
-    config.write_text(config.read_text().replace('"mistral"', '"llama"'))
+    config.write_text(config.read_text().replace('"mistral"', '"qwen2"'))
     refuse("--model", model, "--prompt", "x", code="model_config", key="model_type")
 
 

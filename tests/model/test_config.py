@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralForCausalLM
 
 from model.build import build_model
 from model.config import (
@@ -23,7 +23,7 @@ from model.config import (
     load_config,
     load_sizes,
     num_parameters,
-    rope_theta,
+    rope_parameters,
     state_parts_gib,
 )
 from model.conversion import to_hf_state_dict
@@ -32,6 +32,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import WeightsError, check_init_from
 from model.keys import between
 from tests.conftest import numbers, random_ids, refused, small_config
+from tests.published import LLAMA3_ROPE, LLAMAS
 
 
 def write_config(path: Path, **changes: Any) -> Path:
@@ -141,7 +142,25 @@ def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) 
     for sizes in (load_sizes(path.stem), load_sizes(str(tmp_path))):
         assert isinstance(sizes, SimpleNamespace), "transformers was asked"
         assert [getattr(sizes, key) for key in POSITIVE] == [getattr(whole, key) for key in POSITIVE]
-        assert num_parameters(sizes) == num_parameters(whole) and rope_theta(sizes) == rope_theta(whole)
+        assert num_parameters(sizes) == num_parameters(whole) and rope_parameters(sizes) == rope_parameters(
+            whole
+        )
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path) -> None:
+    values, parameters, _ = LLAMAS[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = load_config(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert num_parameters(config) == parameters == sum(p.numel() for p in model.parameters())
+    config.save_pretrained(tmp_path / "saved")
+    for folder in (tmp_path, tmp_path / "saved"):
+        sizes = load_sizes(str(folder))
+        assert num_parameters(sizes) == parameters and rope_parameters(sizes) == rope_parameters(config)
+    check_init_from(str(tmp_path), config)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +177,31 @@ def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) 
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
         ({"head_dim": 20}, "head_dim"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
-        ({"rope_parameters": {"type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"type": "longrope", "factor": 4.0, "rope_theta": 1e4}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}},
+            "attention_factor",
+        ),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": LLAMA3_ROPE | {"attention_factor": 1.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        *(({"attention_bias": True, "model_type": kind}, "attention_bias") for kind in ("mistral", "llama")),
+        ({"mlp_bias": True, "model_type": "llama"}, "mlp_bias"),
+        ({"pretraining_tp": 2, "model_type": "llama"}, "pretraining_tp"),
+        ({"rope_interleaved": True, "model_type": "llama"}, "rope_interleaved"),
+        ({"sliding_window": 64, "model_type": "llama"}, "sliding_window"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_parameters"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling"),
         ({"rope_theta": None}, "rope_theta"),
         ({"rope_theta": "1e4"}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta"),
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "qwen2"}, "model_type"),
         ({"model_type": ...}, "model_type"),
     ],
 )
@@ -213,13 +249,15 @@ def test_numbers_of_a_command_line_are_within_their_limits() -> None:
             kind(text)
 
 
-@pytest.mark.parametrize("key", sorted({*ARCHITECTURE, "rope_theta"} - {"rope_parameters"}))
+@pytest.mark.parametrize("key", sorted({*ARCHITECTURE, "rope_theta", "rope_scaling"} - {"rope_parameters"}))
 def test_weights_of_another_architecture_are_refused_by_each_key_of_it(key: str, tmp_path: Path) -> None:
     values = json.loads((CONFIGS / "tiny.json").read_text())
-    others = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 64, "tie_word_embeddings": True}
+    others: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 64}
+    others |= {"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
     write_config(tmp_path / "config.json", max_position_embeddings=64, initializer_range=0.1)
     check_init_from(str(tmp_path), load_sizes("tiny"))
-    write_config(tmp_path / "config.json", **{key: others.get(key, 2 * (values[key] or 0))})
+    write_config(tmp_path / "config.json", **{key: others.get(key) or 2 * values[key]})
+    key = "rope_type" if key == "rope_scaling" else key
     with refused(WeightsError, code="architecture", key=key):
         check_init_from(str(tmp_path), load_sizes("tiny"))
 

@@ -1,10 +1,12 @@
-"""Each variant is the same model as transformers' MistralForCausalLM, on the reference and on the GPU."""
+"""Each variant is the same model as transformers' Mistral or Llama, on the reference and on the GPU."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 from transformers import MistralForCausalLM as TransformersMistral
 
 from model import conversion
@@ -12,6 +14,7 @@ from model.build import build_model
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused, small_config
+from tests.published import LLAMAS, small_llama
 
 CASES = {
     "gqa_32_8": dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64),
@@ -23,6 +26,34 @@ CASES = {
         sliding_window=7, tie_word_embeddings=True, rope_theta=1e6, num_key_value_heads=4, head_dim=128
     ),
 }
+# the names are those of transformers 4 and 5
+LLAMA_CASES = {
+    **{name: small_llama(name) for name in LLAMAS},
+    "linear": dict(model_type="llama", rope_scaling={"type": "linear", "factor": 4.0}),
+    "llama3": dict(
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        }
+    ),
+    "yarn": dict(
+        model_type="llama", rope_scaling={"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+    ),
+    "yarn_options": dict(
+        sliding_window=24,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4, "original_max_position_embeddings": 32,
+            "attention_factor": 1.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False,
+        },
+    ),
+    "yarn_mscale": dict(
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 32,
+            "mscale": 1.0, "mscale_all_dim": 0.7,
+        }
+    ),
+}  # fmt: skip
+CASES |= LLAMA_CASES
 VARIANTS = ["te_linear", "te_layer"]
 
 
@@ -32,7 +63,7 @@ def transformers_model(
     """With weights large enough that attention and MLP matter beside the residual stream."""
     torch.manual_seed(0)
     config.initializer_range = 0.08
-    model = TransformersMistral._from_config(config, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
     inv_freq = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype)
     model.model.rotary_emb.inv_freq = inv_freq  # float32, as from_pretrained keeps it
@@ -69,8 +100,9 @@ def compare(
     return relative(logits, reference), float((out.loss - reference_loss).detach().abs()), errors
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "variant"), [*product(CASES, VARIANTS), *((case, "hf") for case in LLAMA_CASES)]
+)
 def test_reference_equals_transformers_in_float32(case: str, variant: str) -> None:
     logits, loss, grads = compare(case, variant, "fp32", "reference", batch=2, tokens=64)
     assert logits <= 1e-5

@@ -76,7 +76,7 @@ class ModelArguments:
     # config and init_from are free: a resume compares the content of the model configuration, and loads the weights
     # from the checkpoint
     config: str = option(
-        "Model configuration: the name of a file in model/configs, the path of a MistralConfig JSON file, "
+        "Model configuration: the name of a file in model/configs, the path of a Mistral or Llama config.json, "
         "or a repository ORG/NAME on the Hugging Face Hub.",
         resume="free",
         example="tiny",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import load_config, trained_length
+from model.config import load_config, make_config, trained_length
 from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import find_weights, read_hf_folder, stored_compute
@@ -207,8 +207,6 @@ def plan_model(path: Path, compute: Any) -> Plan:
     Raises:
         CheckpointError, ValueError: The configuration, or the weights of a Hugging Face folder, cannot be read.
     """
-    from transformers import MistralConfig
-
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
         compute = compute or stored_compute(find_weights(path, config))
@@ -228,7 +226,7 @@ def plan_model(path: Path, compute: Any) -> Plan:
     return Plan(
         path,
         state,
-        MistralConfig.from_dict(state.model_config),
+        make_config(state.model_config),
         variant,
         precision,
         trained["max_seq_length"],

@@ -18,7 +18,7 @@ FRONT_MATTER = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
-- mistral
+- {model_type}
 ---
 """
 COMPRESSED = "compressed-tensors"
@@ -71,8 +71,9 @@ def write_card(
     rows = "".join(
         f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in facts.items() if value
     )
+    front = FRONT_MATTER.format(**model_config)
     (out / "README.md").write_text(
-        f"{FRONT_MATTER}{MARK}\n\n# {checkpoint.resolve().parent.parent.name}\n\n| | |\n|---|---|\n{rows}\n"
+        f"{front}{MARK}\n\n# {checkpoint.resolve().parent.parent.name}\n\n| | |\n|---|---|\n{rows}\n"
         "License, intended use and limitations: please fill in.\n",
         encoding="utf-8",
     )

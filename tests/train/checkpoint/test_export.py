@@ -15,20 +15,27 @@ import tokenizers
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralForCausalLM
 
-from model.config import load_config, load_sizes
-from tests.conftest import refused
+from fp8_inference_demo.engine import Engine
+from model.build import build_model
+from model.config import load_config, load_sizes, rope_parameters
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import numbers, random_ids, refused
+from tests.published import small_llama
+from tests.train.runs import run
 from train import export
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
     CheckpointError,
     checkpoint_name,
+    committed,
     describe_file,
     write_manifest,
 )
-from train.data.encoder import TextEncoder
+from train.data.encoder import TextEncoder, tokenizer_of
 from train.data.format import DataError
 from train.evaluation.models import plan_model
 
@@ -180,6 +187,45 @@ def test_the_trained_length_is_recorded_and_is_the_default_context(trained: Path
     assert (config["trained_sequence_length"], config["max_position_embeddings"]) == (64, 2048)
     assert load_sizes(str(folder)).trained_sequence_length == 64 == plan_model(folder, None).max_seq_length
     assert "| sequence length | 64 |" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_llama_is_trained_exported_decoded_and_trained_on(
+    settings: dict, tmp_path: Path, logged: list[str], scaled: bool
+) -> None:
+    """Longer positions than trained ones are logged unless RoPE scaling extends them."""
+    values = small_llama("Llama-3.2-1B")
+    if scaled:
+        values["rope_scaling"] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    else:
+        values["rope_scaling"] = None
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    hf = run(settings, model={"config": str(tmp_path)}, max_steps=2) / "hf"
+    assert scaled != any(
+        {64, 512} <= {*numbers(line)} for line in logged if "trained_sequence_length" in line
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    assert type(theirs).__name__ == "LlamaForCausalLM" and "- llama" in (hf / "README.md").read_text()
+    assert rope_parameters(theirs.config) == rope_parameters(load_config(str(tmp_path)))
+    ids = random_ids(theirs.config, 1, 96)
+    precision = Precision(PrecisionConfig(compute="fp32", backend="reference"))
+    ours = build_model(load_config(str(hf)), "te_layer", precision, init_from=str(hf))
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        torch.testing.assert_close(ours(ids).logits, logits, rtol=1e-4, atol=1e-5)
+        engine = Engine.load(hf, "fp32", max_length=100)
+        torch.testing.assert_close(
+            engine.forward.logits(engine.forward.prefill(ids)[0]), logits[0], rtol=1e-4, atol=1e-5
+        )
+    model = {"config": str(hf), "init_from": str(hf), "variant": "hf"}
+    again = run(
+        settings, model=model, precision={"compute": "bf16"}, output_dir=str(tmp_path / "again"), max_steps=2
+    )
+    out = tmp_path / "fp8"
+    export.export(
+        committed(again / "checkpoints")[-1], out, tokenizer_of(settings["data"]["sources"]), "hf-fp8"
+    )
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_another_tokenizer_is_refused_unless_it_is_given(tmp_path: Path, data: Path) -> None:

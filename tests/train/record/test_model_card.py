@@ -32,7 +32,11 @@ def card(tmp_path: Path) -> Card:
         config: dict = CONFIG, step: int = 2, former: str = "", quantization: dict | None = None
     ) -> str:
         out, old = (Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))
-        model_config = {"max_position_embeddings": 2048, "quantization_config": quantization}
+        model_config = {
+            "model_type": "mistral",
+            "max_position_embeddings": 2048,
+            "quantization_config": quantization,
+        }
         (out / "config.json").write_text(json.dumps(model_config))
         if former:
             (old / "README.md").write_text(former)
