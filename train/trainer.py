@@ -2,12 +2,12 @@
 
 run -> run_training -> start_run -> Trainer -> Trainer.fit -> export_last
 
-A Trainer trains one phase of precision.schedule, or the rest of it after a fallback (precision.on_trouble). Its model,
-engine and precision never change. If the next step needs another precision, `fit` saves and returns, and `run_training`
-builds the next Trainer from that checkpoint.
+A Trainer trains one phase of precision.schedule. Its model, engine and precision never change. If the next step needs
+another precision, `fit` saves and returns, and `run_training` builds the next Trainer from that checkpoint. This also
+happens when a module falls back to a safer recipe (precision.on_trouble).
 
 A step waits for the GPU only for logging, FP8 health checks, evaluation and saving. It waits for a background save only
-if the next save is due. Every rank must call the functions and methods at the same points.
+if the next save is due. All ranks must call the functions and methods at the same points.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ FP8_ADVICE = (
 
 
 class TrainingError(UserError):
-    """The run cannot continue. The message names the step and what to do."""
+    """Raised if the training cannot continue. The message names the step and a remedy."""
 
     code = "training"
 
@@ -120,7 +120,7 @@ class TrainingError(UserError):
 
 
 def run(args: TrainingArguments) -> int:
-    """Initialize the process group, lock the run folder and train. Return the exit status 0 or STOPPED."""
+    """Initialize the process group, lock the run folder and train. Return the exit status, 0 or STOPPED."""
     distributed.init_distributed()
     status = 0
     with contextlib.ExitStack() as folder:
@@ -140,7 +140,7 @@ def run(args: TrainingArguments) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """Train with one Trainer per precision, then export the model.
+    """Train with one Trainer for each precision of the run, then export the model.
 
     Args:
         args: The resolved arguments.
@@ -184,7 +184,7 @@ def run_training(args: TrainingArguments) -> None:
     except Stopped as stopped:
         with Watchdog(args.hang_timeout_s) as watchdog:
             watchdog.set_position("waiting for all ranks to stop")
-            # a full disk does not matter: the checkpoint exists, and the exit status reports the stop
+            # ignore a full disk, because the checkpoint exists and the exit status reports the stop
             if is_main:
                 with contextlib.suppress(OSError):
                     write_stopped(folder.path, stopped)
@@ -194,11 +194,11 @@ def run_training(args: TrainingArguments) -> None:
 
 
 def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
-    """Run the preflight checks and build the first Trainer. Does not write to the run folder.
+    """Run the preflight checks and build the first Trainer, without writing to the run folder.
 
     Raises:
         PreflightError: The ranks differ, or the gradients of the first step are wrong.
-        Other errors of the functions below.
+        Other errors: See the functions called here.
     """
     if is_enabled(args):
         watchdog.phase("comparing the ranks and measuring their links")
@@ -212,13 +212,13 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
     describe_run(args, data, state)
     trainer = Trainer(args, data, state, checkpoint, watchdog)
     if is_enabled(args) and state.step < args.max_steps:
-        watchdog.phase("checking the gradients of a step")
+        watchdog.phase("checking the gradients of one step")
         check_gradients(args, trainer.engine, trainer.micro_step, trainer.precision, data.train, state)
     return trainer
 
 
 def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Export the last checkpoint, if there is one, to hf/, unless that is done. Called on rank 0 only."""
+    """Export the last checkpoint to hf/, unless it was already exported or does not exist. Call on rank 0 only."""
     if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
             f"training is complete; exporting {checkpoint}. If this fails, the same command{resume_option(args)} "
@@ -244,20 +244,20 @@ def seed_generators(args: TrainingArguments) -> None:
 
 
 def build_ds_config(args: TrainingArguments) -> dict[str, Any]:
-    """Return the DeepSpeed configuration. It is the same in every phase."""
+    """Return the DeepSpeed configuration, which is the same in every phase of precision.schedule."""
     return resolve_ds_config(args, dist.get_world_size())
 
 
 def bytes_to_read(*places: Path | str | None) -> int:
-    """Return the total size in bytes of the files in these folders.
+    """Return the total size in bytes of the files in the given folders. Collective.
 
-    Only rank 0 reads the sizes, to keep the load on a shared file system low.
+    Only rank 0 reads the file sizes, to limit the load on a shared file system.
     """
     return distributed.call_on_rank_0(lambda: total_bytes(*(Path(place) for place in places if place)))
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
-    """Return the ranks that pass each value. Collective."""
+    """Group the ranks by the value that each rank passes. Return value -> ranks. Collective."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return {found: [r for r, other in enumerate(every) if other == found] for found in dict.fromkeys(every)}
@@ -268,15 +268,15 @@ def ranks_by_value(value: str) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run."""
+    """Training data and evaluation data of a run."""
 
     train: SampleStream
-    held_out: dict[str, SampleStream]  # evaluation data by name of the loss
-    unigram_loss: float  # loss of a unigram model on the samples of eval_loss, nats per token
+    held_out: dict[str, SampleStream]  # evaluation data, keyed by loss name
+    unigram_loss: float  # loss of a unigram model on the samples of eval_loss, in nats per token
 
 
 def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
-    """Open the data. With data.verify, each rank verifies its share of the shards.
+    """Open the training and evaluation data. With data.verify, each rank verifies its share of the shards.
 
     Raises:
         DataError, ValueError: The data are damaged or do not fit the model.
@@ -302,11 +302,14 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
 def load_start_position(
     args: TrainingArguments, stream: SampleStream, watchdog: Watchdog
 ) -> tuple[RunState, Path | None]:
-    """Return the position at which the run starts, and the checkpoint to resume from (None: a new run).
+    """Find the position at which the run starts, and the checkpoint to resume from.
+
+    Returns:
+        The run state, and the path of the checkpoint. The path is None for a new run.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or belongs to a run that this one does not continue.
-        ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no step.
+        CheckpointError: The checkpoint is damaged, or this run cannot continue from it.
+        ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no steps.
     """
     state = RunState(
         step=0,
@@ -339,11 +342,11 @@ def build_model_and_precision(
 
     Args:
         args: The arguments of one phase.
-        checkpoint: The checkpoint to resume from. None: the weights come from model.init_from.
+        checkpoint: The checkpoint to resume from. If None, the weights come from model.init_from.
         fallbacks: Module name -> recipe (see `Precision`).
 
     Raises:
-        ValueError: model.config does not name a model, or see `build_model`.
+        ValueError: model.config is not a model, or `build_model` refuses the configuration.
         BackendError: Transformer Engine or the attention backend is not available.
     """
     config, precision = load_config(args.model.config), Precision(args.precision, fallbacks=fallbacks)
@@ -366,35 +369,38 @@ def build_model_and_precision(
 
 @dataclass(frozen=True)
 class StartupReport:
-    """Results of the startup check."""
+    """Results of the startup check for the log and run.json."""
 
-    fp8: str  # summary: number of FP8 modules, number of modules, recipe
+    fp8: str  # summary: number of FP8 modules, total number of modules, recipe
     attention: str  # attention backend of this rank
-    attention_by_rank: dict[str, list[int]]
-    lines: list[str]  # as logged
+    attention_by_rank: dict[str, list[int]]  # attention backend -> ranks
+    lines: list[str]  # log lines of the check
 
 
 def check_later_phases(
     args: TrainingArguments, model: nn.Module, device: torch.device, fallbacks: dict[str, str]
 ) -> None:
-    """Check that this machine supports all phases of precision.schedule and the fallbacks of precision.on_trouble.
+    """Check that the hardware supports all phases of precision.schedule and the fallbacks of precision.on_trouble.
 
     Raises:
-        PrecisionError: A phase or a fallback is not supported.
+        PrecisionError: A phase or fallback is not supported.
     """
     for section in phase_precisions(args.precision):
         precision = Precision(section, device, fallbacks)
         if precision.fp8:
             check_precision(model, precision)
             if section.on_trouble == "escalate":
-                precision.require("block", "precision.on_trouble escalate needs it; set it to warn")
+                precision.require(
+                    "block",
+                    'precision.on_trouble "escalate" needs this recipe, so set precision.on_trouble to "warn"',
+                )
 
 
 def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Precision) -> StartupReport:
-    """Check and log which FP8 GEMMs and which attention backend run.
+    """Run the startup check of the FP8 GEMMs and the attention backend, and log the results.
 
     Raises:
-        StartupCheckError: They differ from the configuration.
+        StartupCheckError: The GEMMs or the attention backend in use differ from the configuration.
     """
     lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
     log_lines(f"modules: {backend_in_use(model, precision)}", *lines)
@@ -431,7 +437,7 @@ def build_engine_and_resume(
     """
     saved = None if checkpoint is None else read_state(checkpoint)
     if saved is None or not fits_fp8_state(saved, precision):
-        if checkpoint is not None and precision.has_state:  # scales depend on the weights
+        if checkpoint is not None and precision.has_state:  # the calibrated scales depend on the weights
             model.load_state_dict(read_weights(checkpoint))
         size = args.per_device_train_batch_size
         first = state.consumed_samples + dist.get_rank() * size
@@ -454,7 +460,7 @@ def build_engine_and_resume(
 
 
 def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> None:
-    """Log the configuration, the model and the data."""
+    """Log a summary of the configuration, the model and the data."""
     config, stream, most = load_config(args.model.config), data.train, args.max_steps
     tokens_per_step = args.train_batch_size_tokens or 0
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
@@ -475,7 +481,7 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
 
 
 def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
-    """Log and return the predicted memory and speed of the first phase. None if they cannot be predicted."""
+    """Predict the memory and speed of the current phase, and log them. Return None if they cannot be predicted."""
     phase_args = phase_arguments(args, phase_at(args, state.step, state.consumed_tokens))
     setting = Setting.from_run(
         phase_args, build_ds_config(args), load_config(args.model.config), dist.get_world_size()
@@ -491,13 +497,13 @@ def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
 
 
 def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path | None) -> MetricsLogger:
-    """Open the run folder for writing, after all checks have passed.
+    """Open the run folder for writing. Call this after all checks have passed.
 
-    Moves checkpoints and exports of steps after `checkpoint` to another folder, and records the configuration changes
-    of a resume in metrics.jsonl.
+    On a resume, checkpoints and exports of later steps are moved to another folder, and configuration changes are
+    recorded in metrics.jsonl.
 
     Raises:
-        OSError, ValueError: output_dir cannot be written, or see `MetricsLogger`.
+        OSError, ValueError: output_dir or a file in it cannot be read or written.
     """
     is_main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if is_main:
@@ -524,7 +530,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
 
 
 def describe_start(trainer: Trainer) -> dict[str, Any]:
-    """Return the entry of this start in run.json, without its time. {} on ranks other than 0."""
+    """Return the facts about this start for run.json, or {} on ranks other than 0. Collective."""
     args, state, checkpoint = trainer.args, trainer.state, trainer.first_checkpoint
     hosts = ranks_by_value(socket.gethostname())
     if dist.get_rank() != 0:
@@ -558,26 +564,26 @@ def describe_start(trainer: Trainer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an optimizer step. Reading a tensor waits for the GPU."""
+    """Result of an optimizer step. Reading a tensor of the result waits for the GPU."""
 
     loss: torch.Tensor  # mean over the micro-batches of this rank; float32 scalar on the device
-    share: torch.Tensor | None  # share of tokens with a label; None: all tokens have one
-    skipped: bool  # no weight changed, on any rank
-    gemms: Gemms | None  # FP8 GEMMs that ran, if the step is logged
+    share: torch.Tensor | None  # fraction of the tokens that have a label; None if all tokens have one
+    skipped: bool  # whether the step was skipped, so that no weight changed on any rank
+    gemms: Gemms | None  # counts of the FP8 GEMMs that ran, if the step is logged
     health_check: HealthCheck | None  # FP8 health check, if one was due
 
 
 class Trainer:
-    """Trains a run up to the next change of precision, or to its end.
+    """Trainer for one precision of a run. Trains until the precision changes or the run ends.
 
-    Collective: every rank must build a Trainer and call its methods at the same points.
+    Collective: all ranks must build a Trainer and call its methods at the same points.
 
     Args:
         args: The resolved arguments of the whole run.
-        data: The data of the run.
-        state: The position of the run. The Trainer updates it in place.
-        checkpoint: The checkpoint of this position. None: a new run.
-        watchdog: Reports the startup phase that hangs.
+        data: The training and evaluation data.
+        state: The position of the run, which the Trainer updates in place.
+        checkpoint: The checkpoint at this position, or None for a new run.
+        watchdog: Watchdog that reports a startup phase that hangs.
     """
 
     def __init__(
@@ -612,17 +618,17 @@ class Trainer:
     def fit(self, metrics: MetricsLogger, stop_vote: StopVote) -> Path | None:
         """Train until the precision changes or the run ends.
 
-        If an error ends the run, a background save is completed first.
+        After an error, a background save that is in progress is completed before the error is raised.
 
         Returns:
-            The checkpoint of the last step, or None with save_strategy no.
+            The checkpoint of the last step, or None if save_strategy is "no".
 
         Raises:
-            Stopped: A signal requested a stop. The step and its checkpoint are complete.
-            TrainingError: max_skipped_steps steps in a row were skipped, the loss of a step that was not skipped is not
-                finite, or FP8 stopped running.
-            ReplicaError: The weights of ranks differ.
-            SaveError: A save failed, and on_save_failure is stop or it was the last save.
+            Stopped: A signal requested a stop. The current step and its checkpoint are complete.
+            TrainingError: max_skipped_steps consecutive steps were skipped, the loss of a step is not finite although
+                the step was not skipped, or GEMMs no longer run in FP8.
+            ReplicaError: The weights differ between ranks.
+            SaveError: A save failed, and on_save_failure is "stop" or it was the last save.
         """
         args, engine, samples = self.args, self.engine, self.data.train
         self.metrics, self.stop_vote = metrics, stop_vote
@@ -646,8 +652,8 @@ class Trainer:
                 while not self._is_over():
                     self._run_step()
             except Exception:
-                # The save belongs to an earlier step, and its threads do not need the main thread. So it is committed
-                # even if only this rank has failed. The watchdog limits the wait.
+                # The save belongs to an earlier step, and its threads do not need the main thread. So the save is
+                # committed even if only this rank has failed. The watchdog limits the wait.
                 try:
                     self._finish_save()
                 except Exception as error:  # the original exception decides the exit status
@@ -659,7 +665,7 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint of the current step, or None with save_strategy no."""
+        """Path of the checkpoint of the current step, or None if save_strategy is "no"."""
         if self.state.step == self.first_step:
             return self.first_checkpoint
         return (
@@ -671,7 +677,7 @@ class Trainer:
     # ---------------------------------------------------------------- a step
 
     def _run_step(self) -> None:
-        """Take a step, then check, log, evaluate and save as configured."""
+        """Run one optimizer step, then check, log, evaluate and save as configured."""
         args, state, record = self.args, self.state, dict[str, Any]()
         step = self.take_step()
         number = state.step
@@ -699,7 +705,7 @@ class Trainer:
                 self._log(step, loss, record, ends_phase=is_last or ends)
         if self._check_fp8(step, record):
             save = ends = True
-        if evaluate:  # if a stop is requested, the resumed run evaluates this step
+        if evaluate:  # if a stop is requested, this step is evaluated when the run resumes
             stop = state.evaluation_due = stop or not self._evaluate(record)
         if record:
             self._write_metrics(record)
@@ -709,7 +715,7 @@ class Trainer:
             raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
-        """Run forward and backward of all micro-batches and the optimizer step. Does not wait for the GPU."""
+        """Run the forward and backward passes of all micro-batches and the optimizer step, without a GPU sync."""
         args, state, engine, stream = self.args, self.state, self.engine, self.data.train
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
@@ -717,7 +723,7 @@ class Trainer:
         first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()
-        # GEMMs in torchao's compiled layers cannot be counted; the startup check has fixed what they run
+        # GEMMs in torchao's compiled layers cannot be counted. The startup check has verified these layers.
         counts = self._is_logged(state.step + 1) and uses_transformer_engine(self.model)
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else contextlib.nullcontext() as gemms:
@@ -746,7 +752,7 @@ class Trainer:
         return Step(loss, share, skipped, gemms, check)
 
     def _is_over(self) -> bool:
-        """Return whether the run has no more steps or the next step has another precision."""
+        """Return whether the run has no more steps, or the next step needs another precision."""
         state = self.state
         return (
             state.step >= self.args.max_steps
@@ -758,29 +764,33 @@ class Trainer:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
 
     def _report_skip(self, step: Step, record: dict[str, Any]) -> None:
-        """Report a skipped step.
+        """Log a skipped step, and add the reason to `record`.
 
         Raises:
-            TrainingError: Too many steps in a row were skipped.
+            TrainingError: max_skipped_steps consecutive steps were skipped.
         """
         number, most = self.state.step, self.args.max_skipped_steps
         found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
         losses = ranks_without_finite_loss(step.loss)
-        why = f"losses by rank: {losses}" if losses else "the loss is finite, a gradient is not"
-        logger.info(f"step {number} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}")
+        why = (
+            f"non-finite losses by rank: {losses}" if losses else "the loss is finite, but a gradient is not"
+        )
+        logger.info(
+            f"step {number} was skipped on all ranks without changing weights: {why}; {samples_text(found)}"
+        )
         record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
             self._write_metrics(record)
             raise TrainingError(
-                f"the gradients of the last {most} steps, to step {number}, were not finite and no weight changed. "
+                f"the last {most} steps, up to step {number}, were skipped because their gradients were not finite. "
                 f"{FP8_ADVICE}"
             )
 
     def _vote(self) -> tuple[bool, bool]:
-        """Agree with the other ranks whether to stop, and whether a save is due by time. Returns both.
+        """Agree with all ranks on whether to stop, and whether a save is due after save_minutes. Return both.
 
-        Only rank 0 decides by time, since clocks differ, and not before a background save is complete, so that no step
-        waits for it.
+        Only rank 0 checks the time, because clocks differ. It requests no save while a background save is in progress,
+        because the step would have to wait for that save.
         """
         minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
         is_late = bool(minutes) and time.monotonic() - self.last_save >= 60 * minutes
@@ -793,9 +803,12 @@ class Trainer:
         return stop, save_by_time
 
     def _roll_back(self, record: dict[str, Any]) -> bool:
-        """Report spikes in the last steps. Return whether the run was rolled back to a checkpoint before them.
+        """Log recent spikes of the loss and gradient norm, and roll the run back if on_spike is "rollback".
 
         Waits for the GPU.
+
+        Returns:
+            Whether the run was rolled back to a checkpoint before the spikes.
         """
         spikes = self.health.find_spikes(self.tokens)
         for spike in spikes:
@@ -817,22 +830,22 @@ class Trainer:
             metrics=self.metrics,
             stream=self.data.train,
         )
-        self.watchdog.renew(f"decided about a rollback; the run is at step {self.state.step}")
+        self.watchdog.renew(f"checked for a rollback; the run is at step {self.state.step}")
         self._start_clock()
         return rolls_back
 
     def _mean_loss(self, step: Step) -> float:
-        """Return the mean loss of the step over all ranks. Waits for the GPU.
+        """Return the mean loss of a step over all ranks. Collective. Waits for the GPU.
 
         Raises:
-            TrainingError: See `fit`.
+            TrainingError: The loss is not finite although the step was not skipped, or GEMMs did not run in FP8.
         """
         loss = _mean_over_ranks(step.loss)
         if step.share is not None:
             loss /= _mean_over_ranks(step.share)
         if not (step.skipped or math.isfinite(loss)):
             raise TrainingError(
-                f"the loss of step {self.state.step} is {loss} and the step was not skipped. {FP8_ADVICE}"
+                f"the loss of step {self.state.step} is {loss}, but the step was not skipped. {FP8_ADVICE}"
             )
         if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
             raise TrainingError(f"step {self.state.step}: {problem}")
@@ -865,10 +878,10 @@ class Trainer:
         self._start_clock()
 
     def _check_fp8(self, step: Step, record: dict[str, Any]) -> bool:
-        """Evaluate the FP8 health check of the step, if there was one. Return whether modules fall back."""
+        """Judge the FP8 health check of a step, if one was due. Return whether modules fall back to a safer recipe."""
         number, alarms = self.state.step, self.health.fp8_alarms
         if step.health_check is None:
-            # an earlier precision had them
+            # end the alarms of an earlier precision that had health checks
             if alarms.active and not has_health_checks(self.model, self.precision):
                 record |= alarms.judge(number, {})
             return False
@@ -884,11 +897,14 @@ class Trainer:
         return bool(fallbacks)
 
     def _evaluate_first(self) -> None:
-        """Run an evaluation that a stopped run left undone, or evaluate the weights of model.init_from as step 0.
+        """Evaluate before the first step, if necessary.
+
+        An evaluation that a stopped run did not complete is repeated. The weights of model.init_from are evaluated as
+        step 0.
 
         Raises:
-            Stopped: A stop was requested during an evaluation left by a stopped run. If it was requested during the
-                evaluation of step 0, the run stops after its first step instead.
+            Stopped: A stop was requested during a repeated evaluation. During the evaluation of step 0, a stop request
+                takes effect only after the first step.
         """
         state, losses = self.state, dict[str, Any]()
         if not (state.evaluation_due or (state.step == 0 and self.args.model.init_from)):
@@ -900,9 +916,10 @@ class Trainer:
             raise Stopped(state.step, self.checkpoint, resume_option(self.args))
 
     def _evaluate(self, record: dict[str, Any]) -> bool:
-        """Add the losses of the evaluation data and of their unigram model to `record`.
+        """Add the losses on the evaluation data, and the loss of a unigram model, to `record`.
 
-        Returns False on every rank if a stop is requested meanwhile.
+        Returns:
+            Whether the evaluation was completed. All ranks return False if a stop is requested meanwhile.
         """
 
         def should_stop() -> bool:
@@ -923,7 +940,7 @@ class Trainer:
         return losses is not None
 
     def _save(self, is_last: bool) -> None:
-        """Save a checkpoint, in the background unless it is the last save of this Trainer.
+        """Save a checkpoint. With save_async, all saves except the last one of this Trainer run in the background.
 
         Raises:
             SaveError: See `_finish_save`.
@@ -940,13 +957,13 @@ class Trainer:
         self._start_clock()
 
     def _finish_save(self, is_last: bool = False) -> None:
-        """Wait for a background save, if there is one, and log its result. Collective, except after an error.
+        """Wait for the pending save, if there is one, and log its result. Collective, except after an error.
 
         Args:
-            is_last: No other save follows.
+            is_last: Whether this is the last save.
 
         Raises:
-            SaveError: The save failed, and on_save_failure is stop or no other save follows.
+            SaveError: The save failed, and on_save_failure is "stop" or this is the last save.
         """
         if not self.saver.pending:
             return
@@ -968,17 +985,17 @@ class Trainer:
         self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
 
     def _start_clock(self) -> None:
-        """Measure throughput from this step on."""
+        """Restart the throughput measurement at the current step."""
         self.clock, self.clock_step = time.perf_counter(), self.state.step
 
 
 def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
-    """Replace a Trainer by one with the precision of the next step, built from its last checkpoint.
+    """Build the Trainer with the precision of the next step from the last checkpoint of the previous Trainer.
 
-    The memory of the old Trainer is freed before the new one is built.
+    The memory of the previous Trainer is freed first.
 
     Returns:
-        The new Trainer, and the entry in run.json that describes the change.
+        The new Trainer, and the entry for run.json that describes the change.
     """
     began, phase = time.monotonic(), trainer.phase
     args, data, state, checkpoint = trainer.args, trainer.data, trainer.state, trainer.checkpoint
@@ -1007,7 +1024,10 @@ def _is_due(number: int, every: int) -> bool:
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
-    """Return the mean over ranks. Every rank has the same number of tokens, so it is also the mean over tokens."""
+    """Return the mean of a scalar over all ranks. Collective.
+
+    All ranks have the same number of tokens, so this is also the mean over tokens.
+    """
     value = value.clone()
     dist.all_reduce(value)
     return float(value / dist.get_world_size())
