@@ -1,10 +1,11 @@
 """Initial scales for delayed scaling.
 
-Delayed scaling casts with a scale from earlier passes. Before the first pass there is none, and Transformer Engine
-starts with 1. This is good enough for activations, but not for gradients. The gradients of a mean over thousands of
-tokens are about 1e-6, below the resolution of e4m3 (2e-3) and e5m2 (1.5e-5). Most of the first backward would be lost,
-and because Adam scales gradients of any size to full steps, its first steps would go in wrong directions. Calibration
-runs a few passes over the first micro-batch to fill the amax histories, and discards the gradients.
+Delayed scaling casts tensors to FP8 with a scale from earlier passes. Before the first pass, Transformer Engine uses a
+scale of 1. This is good enough for activations, but not for gradients: the gradients of a mean over thousands of tokens
+are about 1e-6, below the resolution of e4m3 (2e-3) and e5m2 (1.5e-5). Most of the first backward pass would be lost,
+and because Adam scales gradients of any size to full steps, the first steps would go in wrong directions. Calibration
+therefore runs a few passes over the first micro-batch to fill the amax histories (recent maximum absolute values), and
+discards the gradients.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ def calibrate(
     accumulation: int,
     documents: Documents | None = None,
 ) -> list[str]:
-    """Fill the amax histories of a model that has not trained yet, and return lines for the log.
+    """Fill the amax histories of an untrained model for delayed scaling, and return lines for the log.
 
-    Only FP8 state changes. With other recipes, or with precision.calibration_passes 0, this does nothing.
+    Only FP8 state changes. With other recipes, or if precision.calibration_passes is 0, this function does nothing.
 
-    There is more than one pass, because a gradient cast with a wrong scale makes all gradients below it wrong. The
-    residual stream, which is not cast, limits the error to one layer.
+    Several passes are needed, because a gradient cast with a wrong scale makes the gradients of all earlier layers
+    wrong. The residual stream, which is not cast, limits this error to one layer per pass.
 
     Args:
-        input_ids: int64 [B, T], a micro-batch of the run on the model's device, as labels and documents.
-        accumulation: micro-batches per step; the run divides its loss by it.
+        input_ids: int64 [B, T] (B rows of T tokens), a training micro-batch on the model's device.
+        labels: int64 [B, T] on the same device.
+        accumulation: micro-batches per step. The training loss is divided by this number.
+        documents: document boundaries on the same device, for a model with a document mask.
     """
     passes = precision.config.calibration_passes
     if not (precision.has_state and passes):

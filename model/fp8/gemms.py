@@ -1,8 +1,8 @@
-"""Count the FP8 GEMMs that ran, forward and backward, by their operands.
+"""Count the FP8 GEMMs that actually ran in the forward and backward pass.
 
-Neither the type of a module nor an enabled switch shows that FP8 runs. For example, with NVTE_BACKWARD_OVERRIDE
-Transformer Engine computes all gradients of the recipes current and block in bf16, and its modules still report `fp8`.
-Each weight has three GEMMs: the output, the gradient of the input and the gradient of the weight.
+Neither the type of a module nor an enabled switch proves that FP8 runs. For example, with NVTE_BACKWARD_OVERRIDE,
+Transformer Engine computes all gradients for the recipes current and block in bf16, but its modules still report `fp8`.
+Each weight has three GEMMs: the output, the input gradient and the weight gradient.
 
     with count_gemms(model, precision) as gemms:
         model(ids, labels=labels).loss.backward()
@@ -29,11 +29,11 @@ _counting: list[Gemms] = []  # nested contexts; only the innermost counts
 
 
 class Gemms:
-    """Counts of the FP8 GEMMs that ran. Recomputed GEMMs in the backward do not count.
+    """Counts of the FP8 GEMMs that ran. GEMMs recomputed during the backward pass are not counted.
 
     Attributes:
-        forward: count for each module, in its forward.
-        backward: count for all gradients together.
+        forward: number of forward GEMMs per module.
+        backward: number of gradient GEMMs in all modules together.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -65,45 +65,48 @@ class Gemms:
 
     @property
     def ran(self) -> list[str]:
-        """Return the modules with an FP8 GEMM in their forward."""
+        """Return the names of the modules that ran an FP8 GEMM in their forward pass."""
         return [name for name, count in self.forward.items() if count]
 
     def problem(self, passes: int = 1, backward: bool = True) -> str:
-        """Return the difference between planned and actual GEMMs of `passes` passes and what to do, or "".
+        """Return how the FP8 GEMMs that ran differ from the planned ones and what to do, or "" if they match.
 
-        backward: whether each forward had a backward.
+        Args:
+            passes: number of counted passes.
+            backward: whether each forward pass was followed by a backward pass.
         """
         if self.weights and not self.ran:
             return (
-                "FP8 is configured, but no module ran FP8; set precision.compute to bf16 to train without it"
+                "FP8 is configured, but no module ran FP8; set precision.compute to bf16 to train without FP8"
             )
         planned = {name: weights * passes for name, weights in self.weights.items()}
         wrong = sorted(name for name in {*planned, *self.ran} if self.forward[name] != planned.get(name, 0))
         if wrong:
             return (
                 f"{len(wrong)} modules did not run in their planned precision, such as {wrong[0]} "
-                f"({self.forward[wrong[0]]} FP8 GEMMs, not {planned.get(wrong[0], 0)}); check precision.bf16_modules"
+                f"({self.forward[wrong[0]]} FP8 GEMMs instead of {planned.get(wrong[0], 0)}); check "
+                "precision.bf16_modules"
             )
         of_modules = 2 * sum(planned[name] for name in self.backwards)
         expected = of_modules + self.gradients_alone * passes if backward else 0
         if self.backward != expected:
             return (
-                f"the backward of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; "
-                "unset environment variables (NVTE_...) that change Transformer Engine's precision, and install the "
-                "versions of requirements-gpu.txt"
+                f"the backward pass of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs instead of "
+                f"{expected}. Unset the environment variables NVTE_..., which change Transformer Engine's precision, "
+                "and install the versions in requirements-gpu.txt"
             )
         return ""
 
     def lines(self) -> list[str]:
-        """Return lines for the log."""
+        """Return log lines that list the modules running FP8."""
         return self.report.lines(self.recipe, len(self.ran))
 
 
 @contextmanager
 def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
-    """Context that counts the FP8 GEMMs of `model`, which may be a single module.
+    """Count the FP8 GEMMs that `model`, or a single module, runs inside this context manager.
 
-    torchao models run without torch.compile in it. In nested contexts only the innermost counts.
+    torchao models run without torch.compile inside the context. If contexts are nested, only the innermost one counts.
     """
     gemms = Gemms(model, precision)
     with ExitStack() as stack:
@@ -124,7 +127,7 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
-    """Count the GEMMs of a replayed CUDA graph, as counted during its capture."""
+    """Add the GEMMs of a replayed CUDA graph, which were counted during its capture, to the active count."""
     if _counting:
         _counting[-1].forward.update(forward)
         _counting[-1].backward += backward

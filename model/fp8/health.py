@@ -5,11 +5,11 @@
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 
-quantizers.intercept_quantizations passes each operand to the check together with its source. The check changes no
-number and draws no random number. Only the first quantization of an operand counts: a recomputation repeats it, and a
-weight is quantized only in the first micro-batch of a step.
+quantizers.intercept_quantizations passes each operand to the check, together with the tensor that was quantized. The
+check does not change results and draws no random numbers. Only the first quantization of an operand is counted, because
+recomputation repeats it. Weights are quantized only in the first micro-batch of a step.
 
-Nothing here waits for the GPU, so a CUDA graph (model/graphs.py) can contain the check.
+No function here waits for the GPU, so a CUDA graph (model/graphs.py) can contain the check.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _watching: list[HealthCheck | None] = []
 
 
 class HealthCheck:
-    """Totals of the operands of all FP8 GEMMs of a TE or reference model, for one forward and backward.
+    """Collector of statistics for the operands of all FP8 GEMMs in one forward and backward pass.
+
+    Supports models built from Transformer Engine modules or from the CPU reference implementation.
 
     Attributes:
-        gemms: names of the GEMMs; a LayerNormMLP has <module>.fc1 and <module>.fc2. Includes an lm_head with FP8 GEMMs
-            only for its gradients (model/head.py).
+        gemms: names of the GEMMs. A LayerNormMLP has <module>.fc1 and <module>.fc2. An lm_head with FP8 gradients
+            (model/head.py) is included.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -67,12 +69,14 @@ class HealthCheck:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which this check collects totals, also from a CUDA graph that was captured with a check."""
+        """Collect totals inside this context manager, also from a CUDA graph that was captured with a health check."""
         with intercept_quantizations(self.precision.te, self._note), _innermost(self):
             yield
 
     def totals(self) -> torch.Tensor:
-        """Return float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN for an operand that was not quantized."""
+        """Return the collected totals: float64 [GEMMs, OPERANDS, TOTALS] on the device, NaN for operands that were not
+        quantized.
+        """
         if self._replayed is not None:
             return self._replayed
         device = next((t.device for t in self._seen.values()), self.precision.device)
@@ -88,7 +92,7 @@ class HealthCheck:
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
     ) -> None:
-        """Collect the totals of an operand; called by intercept_quantizations."""
+        """Collect the totals of one operand. This is the callback for intercept_quantizations."""
         if _watching[-1] is not self:
             return
         if self._slots.keys().isdisjoint(slots):  # a module's first forward creates its quantizers
@@ -108,7 +112,7 @@ class HealthCheck:
 
 
 def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """Return the modules of `model` with FP8 GEMMs by name, including an lm_head whose gradients are FP8 GEMMs."""
+    """Return the modules of `model` with FP8 GEMMs, keyed by name. An lm_head with FP8 gradients is included."""
     planned = fp8_modules(model, precision).planned
     return {
         name: module
@@ -118,18 +122,17 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 
 
 def has_health_checks(model: nn.Module, precision: Precision) -> bool:
-    """Return whether FP8 health checks run (precision.health_steps): `model` has FP8 operands, and not of torchao."""
+    """Return whether FP8 health checks run for `model` (precision.health_steps). torchao modules are not supported."""
     is_on = precision.config.health_steps > 0 and precision.fp8 and not precision.torchao
     return is_on and bool(modules_with_operands(model, precision))
 
 
 def check_due(model: nn.Module, precision: Precision, step: int, again: bool = False) -> HealthCheck | None:
-    """Return a health check for the first micro-batch of `step`, or None.
-
-    None means that no check is due or no module has FP8 operands.
+    """Return a health check for the first micro-batch of `step`, or None if no check is due or no module runs FP8.
 
     Args:
-        again: the last check found trouble. With on_trouble escalate, this step checks again to confirm it.
+        again: whether the last check found a problem. With on_trouble: escalate, a second check in this step confirms
+            it.
     """
     steps = precision.config.health_steps
     again &= precision.config.on_trouble == "escalate"
@@ -147,33 +150,37 @@ def _innermost(check: HealthCheck | None) -> Iterator[None]:
 
 
 def pause_collection() -> Any:
-    """Context in which no check collects, for example for warm-up passes before a graph capture."""
+    """Suspend the active health check inside this context manager, for example for warm-up passes before a graph
+    capture.
+    """
     return _innermost(None)
 
 
 def is_collecting() -> bool:
-    """Return whether a check is collecting."""
+    """Return whether an FP8 health check is collecting statistics."""
     return bool(_watching) and _watching[-1] is not None
 
 
 def add_replay_totals(totals: torch.Tensor) -> None:
-    """Pass the totals of a replayed CUDA graph to the running check, which copies them: the next replay overwrites
-    them.
+    """Copy the totals of a replayed CUDA graph into the active health check. The next replay overwrites the
+    original.
     """
     if _watching and (check := _watching[-1]) is not None:
         check._replayed = totals.clone()
 
 
 def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
-    """Return the totals of an operand [M, N]: float64 [TOTALS].
+    """Compute the health-check totals for one quantized operand [M, N]: float64 [TOTALS].
 
-    Sums are in float32 within a row (or a block of the kernel), and in float64 across rows.
+    Sums are computed in float32 within a row (on a GPU within a block) and in float64 across rows.
 
     Args:
-        source: the tensor that was quantized. On a CPU always a "matrix", because the reference quantizes nothing else.
+        source: the tensor that was quantized. On a CPU, its kind is always "matrix", because the CPU reference
+            implementation does not fuse quantization with other operations.
         codes: float8 [M, N].
-        scale_inv: float32, one for the tensor or one per tile, as in QuantizedMatrix. On a GPU, tiles have 128 columns.
-        moments: also compute the sums of x, x^3 and x^4; otherwise they are 0.
+        scale_inv: float32 inverse scales, one for the tensor or one per tile, as in QuantizedMatrix. On a GPU, tiles
+            have 128 columns.
+        moments: whether to compute the sums of x, x^3 and x^4, which are 0 otherwise.
     """
     if codes.is_cuda:
         kernel: Any = importlib.import_module("model.fused.operand_totals")
@@ -201,20 +208,20 @@ def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moment
 
 
 def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
-    """Return the norm of each row in float32, in one pass without copying `x`. Order 0 counts nonzero elements."""
+    """Compute the norm of each row in float32 without copying `x`. Order 0 counts nonzero elements."""
     return torch.linalg.vector_norm(x, order, dim=1, dtype=torch.float32)
 
 
 def statistics(totals: torch.Tensor) -> torch.Tensor:
-    """Return float64 [..., STATISTICS] from `totals` [..., TOTALS]; NaN if unknown.
+    """Compute the health statistics, float64 [..., STATISTICS], from `totals` [..., TOTALS]. Unknown values are NaN.
 
     - underflow: share of the nonzero elements that became 0.
-    - saturated: share of the nonzero elements that clamping made smaller than rounding would have.
-    - range: the largest magnitude times its scale, divided by the format's largest value. Above 1 it was clamped. Far
-      below 1 a scale lags behind or the margin is wide.
-    - error: |quantized - x| / |x|, Euclidean.
-    - kurtosis: fourth central moment divided by the square of the second, 3 for a normal distribution. Only for the
-      input of the last GEMM of an MLP.
+    - saturated: share of the nonzero elements that were clamped to a smaller value than rounding would give.
+    - range: the largest magnitude times its scale, divided by the format's largest value. A value above 1 was clamped.
+      A value far below 1 means that the scale lags behind or that the margin is wide.
+    - error: |quantized - x| / |x| in the Euclidean norm.
+    - kurtosis: fourth central moment divided by the squared variance, 3 for a normal distribution. Only for the input
+      of the last GEMM of an MLP.
     """
     nonzero, kept, saturated, error2, x2, x1, x3, x4, n, largest = totals.unbind(-1)
     mean = x1 / n

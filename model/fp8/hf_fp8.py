@@ -1,14 +1,14 @@
-"""FP8 weights in Hugging Face folders; model/hf_folder.py reads them.
+"""Write FP8 weights to Hugging Face folders. model/hf_folder.py reads them.
 
-transformers, vLLM and SGLang read these two formats:
+transformers, vLLM and SGLang support these two formats for a matrix with R rows and C columns:
 
-| config.json's quantization_config                  | in model.safetensors, for each FP8 matrix NAME [R, C]         |
+| quantization_config in config.json                 | tensors in model.safetensors for each FP8 matrix NAME [R, C]  |
 |----------------------------------------------------|---------------------------------------------------------------|
 | compressed-tensors, float-quantized, a scale a row | NAME float8_e4m3fn, NAME_scale [R, 1]                         |
 | fp8, weight_block_size [128, 128]                  | NAME float8_e4m3fn, NAME_scale_inv [ceil(R/128), ceil(C/128)] |
 
-In both formats a value is code * scale, whatever the scale is called. The server quantizes activations, by row or by
-128 values of a row.
+In both formats, a weight is code * scale, although one format names the scale "scale_inv". The inference server
+quantizes activations with one scale per row or per 128 values in a row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from model.te_reference.quantize import BLOCK, Quantized, quantize_blocks
 
 
 def quantize_rows(weight: torch.Tensor) -> Quantized:
-    """Quantize [R, C] with one scale per row: its largest magnitude / 448, or 1 for a row of zeros.
+    """Quantize a matrix [R, C] (R rows, C columns) to FP8 with one scale per row.
 
-    float64 is converted to float32 first.
+    The scale is the largest magnitude in the row divided by 448 (the e4m3 maximum), or 1 for a row of zeros. float64
+    input is converted to float32 first.
     """
     weight = weight.float() if weight.dtype == torch.float64 else weight
     codes, scale = quantize_blocks(weight, (1, weight.shape[1]), torch.float8_e4m3fn, power_2_scale=False)
@@ -33,9 +34,11 @@ def quantize_rows(weight: torch.Tensor) -> Quantized:
 
 
 def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
-    """Return the quantization_config of config.json for FP8 weights with a scale per row, or per block with `blocks`.
+    """Return the quantization_config entry of config.json for FP8 weights.
 
-    unquantized: names of the Linears that are not quantized.
+    Args:
+        blocks: whether each 128 x 128 block has a scale; otherwise each row has a scale.
+        unquantized: names of the Linear modules that are not quantized.
     """
     if blocks:
         return {
@@ -61,7 +64,7 @@ def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
 
 
 def to_stored_tensors(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
-    """Return the tensors to store for `weights` by name. All FP8 weights must have the same format."""
+    """Return the tensors to store for `weights`, keyed by name. All FP8 weights must have the same format."""
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if isinstance(weight, Quantized):

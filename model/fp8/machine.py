@@ -1,6 +1,6 @@
-"""Describe the machine and software for reports, and suppress log messages that users need not read.
+"""Describe the hardware and software for reports, and filter irrelevant log messages.
 
-The description has hardware and versions, but no host, user or path.
+The description contains no host name, user name or path.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "liger-kerne
 
 
 def drop_log_messages(logger: str, *prefixes: str) -> None:
-    """Drop messages with these beginnings that are logged to exactly `logger`."""
+    """Drop messages that start with one of `prefixes` and are logged directly to the logger named `logger`."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(prefixes))
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (machine, versions).
+    """Return two dictionaries that describe the hardware and the software versions.
 
-    machine has the processor, GPU, GPU memory and driver. versions has Python, torch, CUDA, cuDNN, the FP8 backend
-    ("fp8") and the relevant packages that are installed.
+    The hardware dictionary contains the processor, GPU, GPU memory and driver. The versions dictionary contains Python,
+    torch, CUDA, cuDNN, the FP8 backend ("fp8") and relevant packages that are installed.
     """
     import torch
 
@@ -61,7 +61,7 @@ def describe() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def headline(machine: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
-    """Summarize `describe` in one line for the log."""
+    """Summarize the result of `describe` in one log line."""
     return f"{machine.get('gpu', machine['cpu'])}, torch {versions['torch']}, FP8 by {versions['fp8']}"
 
 
@@ -74,7 +74,7 @@ def _cpu_model() -> str:
 
 
 def _driver_version() -> str | None:
-    """Return the NVIDIA driver's version, or None if nvidia-smi is missing or fails."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -84,5 +84,5 @@ def _driver_version() -> str | None:
 
 
 def _cudnn(number: int) -> str:
-    """Return a version in the encoding of cuDNN 9 as text: 91900 -> "9.19.0"."""
+    """Convert cuDNN 9's integer version to text: 91900 -> "9.19.0"."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

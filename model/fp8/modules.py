@@ -1,4 +1,4 @@
-"""The GEMM modules of a model: which ones run FP8, which ones do not, and why."""
+"""Select the GEMM modules of a model that run FP8, and explain why the other modules do not."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ MOVED_TO_BF16 = "precision.on_trouble moved it to bf16"
 
 @dataclass
 class FP8Report:
-    """Which GEMM modules are planned to run FP8. gemms.py counts those that do.
+    """The GEMM modules planned to run FP8, and the reasons why others do not. gemms.py counts the modules that actually
+    run FP8.
 
     Attributes:
-        planned: names of the modules.
+        planned: names of the modules planned to run FP8.
         kept: the other modules, with the reason.
-        fallbacks: the modules of `planned` with a fallback, and its name.
+        fallbacks: the modules in `planned` that use a fallback, with its name.
     """
 
     planned: list[str]
@@ -41,7 +42,9 @@ class FP8Report:
     fallbacks: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
-        """Return lines for the log: one for FP8, one per fallback, and one per reason for high precision."""
+        """Return log lines: one for FP8, one for each fallback, and one for each reason to keep modules in high
+        precision.
+        """
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
@@ -53,7 +56,7 @@ class FP8Report:
 
 
 def group_by_value(items: dict[str, str]) -> dict[str, list[str]]:
-    """Group the keys of `items` by their value."""
+    """Group the keys of a dictionary by their value."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)
@@ -65,7 +68,7 @@ def format_names(names: list[str]) -> str:
 
 
 def run_with_recipe(module: nn.Module, te: Any, recipe: Any) -> None:
-    """Run `module` and all its submodules under an autocast of their own: with `recipe`, or None for no FP8."""
+    """Run `module` and all its submodules in a separate autocast context with `recipe`. None disables FP8."""
     stack: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -83,13 +86,18 @@ def run_with_recipe(module: nn.Module, te: Any, recipe: Any) -> None:
 
 
 def uses_transformer_engine(model: nn.Module) -> bool:
-    """Return whether the modules of `model`, a variant or a single module, are TE's or its reference's."""
+    """Return whether a model or module is built from Transformer Engine modules or their CPU reference
+    implementation.
+    """
     variant = getattr(model, "variant", None)
     return variant is None or VARIANTS[variant].te
 
 
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """Return the modules with GEMMs by name: TE's, or torch's and torchao's Linear in transformers' own model."""
+    """Return the modules of `model` that run GEMMs, keyed by name.
+
+    These are Transformer Engine's modules with weights, or the Linear modules of a transformers or torchao model.
+    """
     kinds: tuple[type, ...] = (nn.Linear,)
     if uses_transformer_engine(model):
         kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
@@ -97,19 +105,23 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the GEMM weights of a module, each [outputs, inputs], or partitioned at ZeRO 3."""
+    """Return the weights of a module that GEMMs multiply, each [outputs, inputs]. With ZeRO 3, the weights are
+    partitioned.
+    """
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
 
 
 def bf16_pattern(name: str, patterns: list[str]) -> str | None:
-    """Return the first of `patterns` (precision.bf16_modules) that matches the module `name` or a parent of it."""
+    """Return the first pattern (from precision.bf16_modules) that matches the module `name` or a parent module, or
+    None.
+    """
     parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
     return next((pattern for pattern in patterns if fnmatch.filter(parents, pattern)), None)
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Return which GEMM modules of `model` are planned to run FP8, and which are not and why."""
+    """Return which GEMM modules of `model` are planned to run FP8, and why the others are not."""
     report = FP8Report([], {}, {})
     for name, module in gemm_modules(model, precision).items():
         reason = None
@@ -133,10 +145,12 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
-    """Make the modules of `model` run in `precision`.
+    """Configure the modules of `model` to run in `precision`.
 
-    Modules that match `bf16_modules` stay in bf16, and modules of `fallbacks` get their own autocast. With torchao, the
-    FP8 modules replace the planned ones. Raises PrecisionError: as `check_precision`.
+    Modules that match `bf16_modules` stay in bf16, and modules in `fallbacks` get their own autocast context. With
+    torchao, FP8 modules replace the planned Linear modules.
+
+    Raises PrecisionError: for the same reasons as `check_precision`.
     """
     if not precision.fp8:
         return
@@ -163,9 +177,9 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def check_precision(model: nn.Module, precision: Precision) -> list[str]:
-    """Return the names of the modules of `model` that would run FP8, without changing the model.
+    """Return the names of the modules that would run FP8, without changing `model`.
 
-    Raises PrecisionError: a pattern of `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
+    Raises PrecisionError: a pattern in `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
     or no module is left to run FP8.
     """
     patterns = precision.config.bf16_modules
@@ -174,14 +188,14 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
         if not fnmatch.filter(names, pattern):
             examples = ", ".join(names[:3] + names[-1:])
             raise PrecisionError(
-                f"precision.bf16_modules: {pattern!r} matches no module; examples of names: {examples}",
+                f"precision.bf16_modules: {pattern!r} matches no module; examples of module names: {examples}",
                 code="no_such_module",
                 key="precision.bf16_modules",
             )
     report = fp8_modules(model, precision)
     if not report.planned and MOVED_TO_BF16 not in report.kept.values():
         raise PrecisionError(
-            f"precision.bf16_modules {patterns} leaves no module to run FP8; remove patterns, or set "
+            f"precision.bf16_modules {patterns} excludes every module from FP8; remove patterns, or set "
             "precision.compute to bf16",
             code="no_fp8_module",
             key="precision.bf16_modules",
@@ -191,7 +205,10 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
 
 
 def _check_features(model: nn.Module, planned: list[str]) -> None:
-    """Raise PrecisionError if FP8 does not accept the sizes of modules. It lists all, as patterns over layers."""
+    """Raise PrecisionError if FP8 does not support the sizes of a planned module.
+
+    The message lists all affected modules, with one name pattern for all layers.
+    """
     patterns, weights = dict[str, None](), dict[str, None]()
     for name in planned:
         for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
@@ -201,13 +218,13 @@ def _check_features(model: nn.Module, planned: list[str]) -> None:
     if patterns:
         raise PrecisionError(
             f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
-            f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
+            f"model's sizes, or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
             code="fp8_dimensions",
             key=next(iter(patterns)),
         )
 
 
 def _rounds_scales_of_gradients(recipe: Any) -> bool:
-    """Return whether the recipe rounds the scales of gradients to powers of two."""
+    """Return whether a recipe rounds gradient scales to powers of two."""
     parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
     return parameters is not None and parameters.power_2_scale

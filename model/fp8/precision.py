@@ -1,9 +1,9 @@
-"""The precision of a model on this machine.
+"""The precision of a model on the current hardware.
 
-`Precision` resolves the "precision" section of the training configuration (`recipes.PrecisionConfig`) for this
-hardware. It holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. If
-FP8 is configured but unavailable, it raises `PrecisionError`; a run never falls back to bf16 silently. torchao
-implements the recipes tensorwise and rowwise, Transformer Engine the others.
+`Precision` resolves the "precision" section of the training configuration (`recipes.PrecisionConfig`) for the current
+hardware. It provides the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast
+context. If FP8 is configured but unavailable, it raises `PrecisionError`; training never falls back to bf16 silently.
+torchao implements the recipes tensorwise and rowwise, Transformer Engine the others.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 # Advice for the case that this machine lacks the recipe of a module's fallback.
 FALLBACK_ADVICE = (
-    "modules of this checkpoint fell back to it (precision.on_trouble). Resume on a machine that has it, or start over "
-    "with --resume_from_checkpoint never; to evaluate, pass evaluate.py --precision bf16"
+    "modules of this checkpoint fell back to this recipe (precision.on_trouble). Resume on a GPU that supports it, or "
+    "start over with --resume_from_checkpoint never. To evaluate, pass evaluate.py --precision bf16"
 )
 
 
 class PrecisionError(UserError, ValueError):
-    """The configured precision is unavailable or contradictory."""
+    """Raised when the configured precision is unavailable on this hardware or contradictory."""
 
     code = "precision"
 
 
 def check_fp8_gpu() -> None:
-    """Raise PrecisionError if there is a GPU and it does not support FP8."""
+    """Raise PrecisionError if the current GPU does not support FP8. Does nothing without a GPU."""
     if torch.cuda.is_available() and (
         why := fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
@@ -51,22 +51,23 @@ def check_fp8_gpu() -> None:
 
 
 def first_key(problem: str) -> str:
-    """Return the configuration key at the beginning of a message of `problems`."""
+    """Return the configuration key at the start of an error message from `PrecisionConfig.problems`."""
     return problem.split()[0].rstrip(":")
 
 
 class Precision:
-    """A `PrecisionConfig` resolved on this machine.
+    """A `PrecisionConfig` resolved for the current hardware.
 
     Attributes:
-        te: namespace of TE modules.
-        recipe: TE's recipe object or torchao's Float8LinearConfig; None unless compute is fp8.
+        te: namespace with Transformer Engine's modules or their CPU reference implementation.
+        recipe: TE's recipe object or torchao's Float8LinearConfig. None unless compute is fp8.
         dtype: dtype of parameters and activations.
-        device: the device given, otherwise the GPU if there is one.
-        emulated: see PrecisionConfig.
-        fallbacks: fallbacks (precision.on_trouble) by module name, each one of FALLBACK_ORDER.
+        device: the given device; by default the GPU, or the CPU if there is none.
+        emulated: whether FP8 is emulated on the CPU (see PrecisionConfig).
+        fallbacks: fallback of each module (precision.on_trouble), keyed by module name. The values are in
+            FALLBACK_ORDER.
 
-    Raises PrecisionError: the section is invalid, or this machine cannot run its FP8.
+    Raises PrecisionError: the configuration is invalid, or the hardware does not support its FP8 recipe.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Precision:
             raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
         if config.auto:
             raise PrecisionError(
-                "precision.auto: only a training run can measure; set it to false, or use the precision section of a "
-                "run's train_config.json, which contains the choice",
+                "precision.auto is true, but only training can measure precisions; set auto to false, or use the "
+                "precision section in a run's train_config.json, which contains the measured choice",
                 key="precision.auto",
             )
         self.config = config
@@ -109,20 +110,21 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Return whether scales come from earlier passes, so that checkpoints must save FP8 state."""
+        """Return whether scales depend on earlier passes, so that checkpoints must contain FP8 state."""
         return self.fp8 and RECIPES[self.config.recipe].has_state
 
     @property
     def torchao(self) -> bool:
-        """Return whether torchao runs FP8 instead of TE."""
+        """Return whether torchao runs FP8 instead of Transformer Engine."""
         return self.fp8 and RECIPES[self.config.recipe].package == "torchao"
 
     @cached_property
     def te(self) -> SimpleNamespace:
-        """Return the namespace of TE modules. It is loaded on first use, because transformers' own model and torchao
-        need none.
+        """Return the namespace with Transformer Engine's modules or their CPU reference implementation.
 
-        Raises PrecisionError: this machine cannot load the backend.
+        The backend is loaded on first use, because transformers' own model and torchao do not need it.
+
+        Raises PrecisionError: the backend cannot be loaded.
         """
         try:
             return te_backend.load(self.config.backend)
@@ -130,9 +132,10 @@ class Precision:
             raise self._error(error) from error
 
     def require(self, recipe_name: str, *instead: str) -> None:
-        """Raise PrecisionError unless this machine supports the recipe or fallback `recipe_name`.
+        """Raise PrecisionError unless the current hardware supports the recipe or fallback `recipe_name`.
 
-        instead: see te_backend.require_fp8.
+        Args:
+            instead: advice for the error message (see te_backend.require_fp8).
         """
         try:
             if self.torchao:
@@ -143,22 +146,22 @@ class Precision:
             raise self._error(error) from error
 
     def _error(self, error: te_backend.BackendError) -> PrecisionError:
-        """Convert a backend error to a configuration error."""
+        """Convert a backend error to a PrecisionError about precision.backend."""
         message = f"precision.backend {self.config.backend!r}: {error}"
         return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
     def module_recipe(self, name: str) -> str:
-        """Return the recipe of the FP8 module `name`, or its fallback in `fallbacks` if that is safer."""
+        """Return the recipe of the FP8 module `name`, or its fallback if that is safer than the configured recipe."""
         base = self.config.recipe
         return max(base, self.fallbacks[name], key=FALLBACK_ORDER.index) if name in self.fallbacks else base
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether the gradients of an lm_head in bf16 are FP8 GEMMs, provided that its sizes allow it."""
+        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, provided that its sizes allow this."""
         return self.config.head_gradients and self.module_recipe("lm_head") not in ("bf16_backward", "bf16")
 
     def next_fallback(self, name: str, module: nn.Module) -> tuple[str, str]:
-        """Return the current recipe or fallback of the FP8 module `name` and its next fallback."""
+        """Return the current recipe or fallback of the FP8 module `name`, and the next safer fallback."""
         if getattr(module, "fp8_gradients", False):
             return "block", "bf16"
         fallbacks = list(FALLBACK_ORDER)
@@ -168,7 +171,7 @@ class Precision:
         return recipe_name, fallbacks[fallbacks.index(recipe_name) + 1]
 
     def make_recipe(self, recipe_name: str) -> Any:
-        """Return the recipe object of a recipe or fallback; None for bf16."""
+        """Create the recipe object for a recipe or fallback. Returns None for bf16."""
         if self.torchao:
             return torchao_fp8.linear_config(recipe_name, self.emulated)
         if recipe_name == "bf16":
@@ -199,7 +202,7 @@ class Precision:
         return recipe
 
     def autocast(self) -> Any:
-        """Return the context for a model's forward. The backward must not run in it."""
+        """Return the context manager for a model's forward pass. Do not run the backward pass inside the context."""
         if not self.fp8 or self.torchao:
             return nullcontext()
         return self.te.autocast(enabled=True, recipe=self.recipe)

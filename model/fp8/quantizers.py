@@ -1,9 +1,10 @@
-"""Intercept the quantization of GEMM operands, in Transformer Engine and in its reference.
+"""Intercept the quantization of GEMM operands in Transformer Engine and in its CPU reference implementation.
 
-In Transformer Engine this wraps the kernels that cast, alone or after a norm or an activation. They compute the same as
-before. Transformer Engine's own library for this, nvdlfw-inspect, changes the computation: norms and SwiGLU then write
-bf16 and separate kernels cast it, which gives other numbers with delayed scaling. Its per-step Python code also does
-not run in a replayed CUDA graph.
+In Transformer Engine, this module wraps the kernels that cast tensors to FP8, including the kernels that fuse the cast
+with a norm or activation. The kernels compute the same results as before. Transformer Engine's own library for this
+purpose, nvdlfw-inspect, changes the computation: norms and SwiGLU then write bf16 and separate kernels cast the result,
+which changes the numbers with delayed scaling. In addition, its per-step Python code does not run in a replayed CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from model.te_reference.quantize import BLOCK
 
 @dataclass(frozen=True)
 class Source:
-    """The matrix [M, N] that was quantized, or the inputs of a kernel that computes it in float32 and casts it.
+    """The matrix [M, N] that was quantized, or the inputs of a kernel that computes this matrix in float32 and casts
+    it.
 
     Attributes:
         kind: kind of source, which determines `parts`.
-        parts: by kind:
+        parts: tensors for each kind:
             "matrix": (x [M, N],).
-            "norm": (x [M, N], inverse rms float32 [M], weight [N]).
-            "swiglu": (x [M, 2 N],) with gate and up side by side.
+            "norm": (x [M, N], inverse RMS float32 [M], weight [N]).
+            "swiglu": (x [M, 2 N],), gate and up side by side.
             "swiglu_gradient": (x [M, N], gradient of silu(gate) * up [M, N / 2]).
             "loss_gradient": (logits [M, N], labels [M], then from model/fused/cross_entropy.py: statistics float32 [M,
-            2], number of labels that count, upstream gradient).
-        rounded: the result was rounded to the dtype of x before the cast.
+            2], number of labels that are not ignored, upstream gradient).
+        rounded: whether the result was rounded to the dtype of x before the cast.
     """
 
     kind: str
@@ -48,16 +50,16 @@ _notes: list[QuantizationCallback] = []  # callbacks of the open contexts, inner
 
 @contextmanager
 def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> Iterator[None]:
-    """Context that calls `note(slots, source, codes, scale_inv)` for each operand that `te` quantizes.
+    """Call `note(slots, source, codes, scale_inv)` for each operand that `te` quantizes inside this context manager.
 
-    Arguments of `note`:
-        slots: identifiers of the operand; look each up in `quantizer_slots`.
-        source: the source [M, N].
+    Arguments of `note`, for an operand with M rows and N columns:
+        slots: identifiers of the operand; look up each one in `quantizer_slots`.
+        source: the tensor that was quantized.
         codes: float8 [M, N].
-        scale_inv: float32, one for the tensor or one per tile ([M, N / 128], [M / 128, N / 128]).
+        scale_inv: float32, one for the tensor or one per tile ([M, N / 128] or [M / 128, N / 128]).
 
-    Kernels that fuse a norm or activation with the cast round to the activation dtype in between, except with delayed
-    scaling. Codes and scales are always those that the GEMM uses.
+    Kernels that fuse a norm or activation with the cast round to the activation dtype before the cast, except with
+    delayed scaling. Codes and scales are always the ones that the GEMM uses.
     """
     _notes.append(note)
     try:
@@ -68,11 +70,12 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
 
 
 def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
-    """Report an operand that `module` casts itself, without an intercepted quantizer.
+    """Report an operand that `module` quantizes itself, without an intercepted quantizer.
 
     Args:
-        operand: number as in `quantizer_slots`.
-        made: (codes, scale_inv), or Transformer Engine's tensor with block scaling. If it has only columnwise data, it
+        operand: operand number (0 input, 1 weight, 2 output gradient), as in `quantizer_slots`.
+        source: the tensor that was quantized.
+        made: (codes, scale_inv), or Transformer Engine's tensor with block scaling. A tensor with only columnwise data
             is reported as the transpose of `source`, which must be a "matrix".
     """
     if not _notes:
@@ -141,8 +144,9 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_quantize(arguments: Any, result: Any) -> Any:
-    """(tensor, quantizer, optional output, ...) -> output. A cached weight has its own quantizer; its address
-    identifies it.
+    """Extract the operand from a call quantize(tensor, quantizer, optional output, ...) -> output.
+
+    A cached weight has its own quantizer, so its address identifies the weight.
     """
     tensor, quantizer, *made = arguments
     made = made[0] if made and made[0] is not None else result
@@ -150,12 +154,14 @@ def _of_quantize(arguments: Any, result: Any) -> Any:
 
 
 def _of_bias_gradient(arguments: Any, result: Any) -> Any:
-    """(tensor, quantizer) -> (gradient of a bias, quantized)."""
+    """Extract the operand from a call bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized)."""
     return _of_quantize(arguments, result[1])
 
 
 def _of_rms_norm(arguments: Any, result: Any) -> Any:
-    """(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse rms [M])."""
+    """Extract the operand from a call rmsnorm_fwd(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse RMS
+    [M]).
+    """
     x, weight, quantizer = arguments[0], arguments[1].detach(), arguments[4]
     if quantizer is None:
         return None
@@ -163,13 +169,13 @@ def _of_rms_norm(arguments: Any, result: Any) -> Any:
 
 
 def _of_swiglu(arguments: Any, result: Any) -> Any:
-    """(x [M, 2 F], quantizer) -> quantized [M, F]."""
+    """Extract the operand from a call swiglu(x [M, 2 F], quantizer) -> quantized [M, F], with M rows and F features."""
     x, quantizer = arguments[:2]
     return None if quantizer is None else (quantizer, None, "swiglu", (_matrix(x),), result)
 
 
 def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
-    """(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
+    """Extract the operand from a call dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
         return None
@@ -195,8 +201,9 @@ _CASTING: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (codes, scale_inv) of Transformer Engine's FP8 tensor as in `intercept_quantizations`, or None for other
-    tensors.
+    """Return (codes, scale_inv) of a Transformer Engine FP8 tensor, or None for other tensors.
+
+    The layout is described in `intercept_quantizations`.
     """
     storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
     dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
@@ -211,9 +218,9 @@ def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes, scale_inv) of Transformer Engine's tensor with block scaling.
+    """Return (codes, scale_inv) of a Transformer Engine tensor with block scaling.
 
-    Without rowwise data these are the columns, which are stored as the rows of the transpose [N, M].
+    If the tensor has no rowwise data, these are the columnwise data, which are stored as rows of the transpose [N, M].
     """
     dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
     way = "columnwise" if made._rowwise_data is None else "rowwise"
@@ -225,9 +232,10 @@ def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, int]]:
-    """Return a map from operand identifiers of `module` to (GEMM number; 0 input, 1 weight, 2 gradient of the output).
+    """Map the operand identifiers of `module` to (GEMM number, operand), where operand is 0 input, 1 weight, 2 output
+    gradient.
 
-    The quantizers are created in the module's first FP8 forward.
+    Call this function after the module's first FP8 forward pass, which creates the quantizers.
     """
     if getattr(module, "fp8_gradients", False):  # it calls report_operand itself
         return {(id(module), operand): (0, operand) for operand in range(3)}

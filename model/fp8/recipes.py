@@ -1,6 +1,6 @@
-"""The FP8 recipes and the "precision" section of the training configuration.
+"""FP8 recipes and the "precision" section of the training configuration.
 
-Does not import torch: commands check their arguments with it.
+This module does not import torch, so commands can check their arguments quickly.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def fits_fp8(*features: int) -> bool:
-    """Return whether FP8 GEMMs accept matrices of these sizes."""
+    """Return whether FP8 GEMMs support matrices with these sizes."""
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
 def fp8_gpu_problem(gpu: str, capability: tuple[int, int]) -> str:
-    """Return the reason FP8 is refused on a GPU of this name and compute capability, or ""."""
+    """Return why FP8 is not supported on a GPU with this name and compute capability, or "" if it is supported."""
     if capability[0] == 9:
         return ""
     return (
-        f"FP8 needs a GPU of compute capability 9.x (H100, H200, H800, GH200), and {gpu} has "
+        f"FP8 needs a GPU with compute capability 9.x (H100, H200, H800, GH200), but {gpu} has "
         f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """An FP8 recipe.
+    """An FP8 scaling recipe and the configuration keys it uses.
 
     Attributes:
-        package: "te" (Transformer Engine and its CPU reference) or "torchao".
-        has_state: whether scales depend on earlier steps, so that checkpoints must save them.
-        knobs: the keys of PrecisionConfig that this recipe reads. Keys that every recipe reads are not listed.
+        package: "te" (Transformer Engine and its CPU reference implementation) or "torchao".
+        has_state: whether scales depend on earlier steps, so that checkpoints must contain them.
+        knobs: the keys of PrecisionConfig that only some recipes read, including this one.
     """
 
     name: str
@@ -75,7 +75,7 @@ FALLBACK_ORDER = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
-    """Return the recipe keys of a "precision" section that none of its recipes reads, in any phase or fallback."""
+    """Return the recipe keys in a "precision" section that none of its recipes reads, in any phase or fallback."""
     read: set[str] = set()
     for phase in precision.get("schedule") or [{}]:
         own = {**precision, **phase}
@@ -88,7 +88,7 @@ def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
 
 
 def forward_recipe(recipe_name: str) -> str:
-    """Return the recipe of the forward pass at a fallback of FALLBACK_ORDER, which must not be "bf16"."""
+    """Return the recipe used in the forward pass for a recipe or fallback in FALLBACK_ORDER other than "bf16"."""
     return "block" if recipe_name == "bf16_backward" else recipe_name
 
 
@@ -103,7 +103,7 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 
 
 
 def optimizer_state_bytes(states: str, moments: str) -> float:
-    """Return the bytes per parameter of the optimizer's states.
+    """Return the bytes of optimizer state per parameter.
 
     Args:
         states: a value of PrecisionConfig.optimizer_states.
@@ -119,58 +119,68 @@ BF16_MOMENTS_MAX_BETA2 = 0.98
 
 @dataclass(config=STRICT)
 class PrecisionSettings:
-    """The keys of the "precision" section that a phase of its schedule may change."""
+    """The keys of the "precision" section that a phase of the precision schedule may change."""
 
-    compute: Compute = option("Precision of the matrix products.", "fp8")
+    compute: Compute = option("Precision of matrix multiplications.", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
-        "FP8 scaling recipe. tensorwise and rowwise are for the variant torchao, the others for te_*.",
+        "FP8 scaling recipe. The variant torchao supports tensorwise and rowwise. te_linear and te_layer support "
+        "the other recipes.",
         "delayed",
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
-        "hybrid stores gradients in e5m2, which has more range and half the precision.", "e4m3"
+        "FP8 number format. hybrid uses e4m3, except for gradients, which use e5m2 with more range and half the "
+        "precision.",
+        "e4m3",
     )
-    margin: int = option("delayed: divide each scale by 2^margin.", 0, ge=0)
+    margin: int = option("Divide each scale by 2^margin (recipe delayed only).", 0, ge=0)
     amax_history_len: int = option(
-        "delayed: length of the amax history, in micro-batches (for weights: in FP8 copies of the weight).",
+        "Length of the amax history (recipe delayed only). Activations and gradients add one entry per "
+        "micro-batch. Weights add one entry each time they are quantized.",
         16,
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "delayed: compute the scale from the largest or the most recent amax of the history.", "max"
+        "Whether the largest or the most recent amax in the history determines the scale (recipe delayed only).",
+        "max",
     )
-    reduce_amax: bool = option("delayed: share amax between ranks.", True)
+    reduce_amax: bool = option("Use the largest amax of all ranks (recipe delayed only).", True)
     calibration_passes: int = option(
-        "delayed: passes over the first micro-batch that set the initial scales. 0: all scales start at 1.",
+        "Number of passes over the first micro-batch to set the initial scales (recipe delayed only). With 0, all "
+        "scales start at 1.",
         4,
         ge=0,
     )
     power_2_scales: bool | None = option(
-        "current and block: round scales to powers of two. null: true for block, false for current.", None
+        "Round scales down to powers of two (recipes current and block only). null means true for block and false "
+        "for current.",
+        None,
     )
-    amax_epsilon: float = option("current and block: lower bound of amax.", 0.0, ge=0)
+    amax_epsilon: float = option("Lower bound for amax (recipes current and block only).", 0.0, ge=0)
     fast_accumulation_wgrad: bool = option(
-        "delayed and current: compute weight gradients with the tensor cores' fast accumulation, which is "
-        "less exact.",
+        "Compute weight gradients with the tensor cores' fast but less exact accumulation (recipes delayed and "
+        "current only).",
         False,
     )
     bf16_modules: list[str] = option(
-        "Name patterns (* and ?) of modules that stay in bf16, with everything in them.",
+        "Name patterns (* and ?) for modules that stay in bf16, including their submodules.",
         ["lm_head"],
     )
     fp8_head_gradients: bool = option(
-        "te_*: compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling.",
+        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer).",
         True,
         before=False,
     )
     health_steps: int = option(
-        "te_*: steps between FP8 health checks, which record statistics of GEMM operands. 0: no checks.",
+        "Number of steps between FP8 health checks, which record statistics of GEMM operands (te_linear and "
+        "te_layer). 0 disables the checks.",
         100,
         ge=0,
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "escalate: a module that fails two of four health checks falls back permanently to a safer recipe "
-        "(current, block, block with bf16 gradients, bf16).",
+        "What to do when FP8 health checks find a problem. warn only logs the problem. escalate permanently "
+        "switches a module that fails two of four checks to a safer recipe (current, block, block with bf16 "
+        "gradients, bf16).",
         "warn",
         resume="free",
     )
@@ -178,10 +188,12 @@ class PrecisionSettings:
 
 # The end of a phase. The next phase starts there. The last phase lasts until the end of the run.
 PHASE_ENDS = {
-    "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the phase ends")],
-    "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which the phase ends")],
+    "until_step": Annotated[int, Field(gt=0, description="The phase ends after this training step.")],
+    "until_tokens": Annotated[
+        int, Field(gt=0, description="The phase ends after this number of training tokens.")
+    ],
     "until_share": Annotated[
-        float, Field(gt=0, lt=1, description="share of max_steps after which the phase ends")
+        float, Field(gt=0, lt=1, description="The phase ends after this share of max_steps.")
     ],
 }
 if TYPE_CHECKING:
@@ -200,86 +212,96 @@ else:
 
 
 def phase_end_step(phase: PrecisionPhase, max_steps: int) -> int:
-    """Return the step after which a phase ends in a run of `max_steps`. The phase must not have until_tokens."""
+    """Return the step after which a precision phase ends, in training with `max_steps` steps.
+
+    The phase must not have the key until_tokens.
+    """
     return phase.get("until_step", round(phase.get("until_share", 1.0) * max_steps))
 
 
 def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int) -> bool:
-    """Return whether a phase has ended after `step` steps and `tokens` tokens. It must not be the last phase."""
+    """Return whether a precision phase has ended after `step` steps and `tokens` tokens. It must not be the last
+    phase.
+    """
     if "until_tokens" in phase:
         return tokens >= phase["until_tokens"]
     return step >= phase_end_step(phase, max_steps)
 
 
 def find_phase(phases: list[PrecisionPhase], max_steps: int, step: int, tokens: int) -> int:
-    """Return the index of the phase of the next step, after `step` steps and `tokens` tokens."""
+    """Return the index of the precision phase for the next step, after `step` steps and `tokens` tokens."""
     last = len(phases) - 1
     return next((n for n in range(last) if not is_phase_over(phases[n], max_steps, step, tokens)), last)
 
 
 @dataclass(config=STRICT)
 class PrecisionConfig(PrecisionSettings):
-    """The "precision" section. Keys that the chosen recipe does not read must keep their default."""
+    """The "precision" section of the training configuration. Keys that the recipe does not read must keep their
+    default.
+    """
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "FP8 implementation. auto: the reference only without CUDA.", "auto"
+        "FP8 implementation. auto uses Transformer Engine if there is a GPU, and otherwise the CPU reference "
+        "implementation.",
+        "auto",
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "Storage of AdamW's states. fp32: float32 weight and moments. The others store the weight as its bf16 "
-        "copy plus 16 bits, and moments in optimizer_moments (bf16_remainder) or in torchao's 8 bits (int8, "
-        "fp8). They need ZeRO 1 with data_types.grad_accum_dtype fp32.",
+        "Storage format for AdamW states. fp32 stores a float32 master weight and float32 moments. The other "
+        "values store only the 16 bits that the bf16 weight lacks, and moments in the type optimizer_moments "
+        "(bf16_remainder) or in torchao's 8-bit formats (int8, fp8). They need ZeRO 1 with "
+        "data_types.grad_accum_dtype fp32.",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option(
-        "bf16_remainder: type of AdamW's two moments.", "bf16"
+        "Type of AdamW's two moments if optimizer_states is bf16_remainder.", "bf16"
     )
     gradient_communication: Literal["fp32", "bf16"] | None = option(
-        "Type in which ranks reduce gradients. null: the type of the weights, even with float32 accumulation.",
+        "Type in which ranks reduce gradients. null uses the type of the weights, even with float32 accumulation.",
         None,
     )
     schedule: list[PrecisionPhase] | None = option(
-        "List of phases. A phase has the keys of this section that it changes and, except the last, its end: "
-        "until_step, until_tokens or until_share.",
+        "List of phases with different precisions. Each phase contains the keys of this section that it changes. "
+        "Each phase except the last also contains its end: until_step, until_tokens or until_share.",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
-        "te_* with compute fp8: at startup, measure FP8 and bf16, CUDA graphs and attention backends for "
-        "about a minute, and use the fastest. A resumed run keeps the choice.",
+        "At startup, measure FP8 and bf16, CUDA graphs and attention backends for about a minute, and use the "
+        "fastest combination (te_linear and te_layer with compute fp8). A resumed run keeps the choice.",
         False,
         resume="free",
     )
 
     @property
     def emulated(self) -> bool:
-        """Return whether the CPU reference emulates FP8."""
+        """Return whether the CPU reference implementation emulates FP8."""
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether the gradients of a bf16 lm_head are computed with FP8 GEMMs if its sizes allow it."""
+        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, provided that its sizes allow this."""
         asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
         return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
     @property
     def moment_type(self) -> str:
-        """Return the type of AdamW's moments, a key of MOMENT_BYTES."""
+        """Return the storage type of AdamW's moments, a key of MOMENT_BYTES."""
         states = self.optimizer_states
         return self.optimizer_moments if states == "bf16_remainder" else states
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes per parameter of optimizer states, excluding the weight that the model computes with."""
+        """Return the bytes of optimizer state per parameter, excluding the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         return optimizer_state_bytes(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """Return a copy with another recipe. Keys that only the old recipe reads get their default."""
+        """Return a copy with another recipe. Keys that the new recipe does not read are reset to their default."""
         defaults = PrecisionConfig()
         left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(
@@ -287,7 +309,7 @@ class PrecisionConfig(PrecisionSettings):
         )
 
     def problems(self) -> list[str]:
-        """Return a message for each contradiction in this section."""
+        """Return an error message for each contradiction between keys of this section."""
         problems: list[str] = []
         recipe = RECIPES[self.recipe]
         torchao = recipe.package == "torchao"
@@ -304,16 +326,17 @@ class PrecisionConfig(PrecisionSettings):
                 if knob not in recipe.knobs and value not in (default, FORMER_DEFAULTS.get(knob, default)):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
-                        f"precision.{knob} is for recipe {readers} only, but the recipe is {self.recipe}; remove it"
+                        f"precision.{knob} applies only to recipe {readers}, but the recipe is {self.recipe}; remove "
+                        f"{knob}"
                     )
             if self.on_trouble == "escalate" and not (self.health_steps or torchao):
                 problems.append(
-                    "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; set it, "
-                    "for example to 100, or set on_trouble to warn"
+                    "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; set "
+                    "health_steps, for example to 100, or set on_trouble to warn"
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
-                    f"precision.backend transformer_engine does not support recipe {self.recipe} of torchao; remove "
+                    f"precision.backend transformer_engine does not support torchao's recipe {self.recipe}; remove "
                     "backend"
                 )
         if self.compute in ("fp16", "fp32"):
@@ -324,12 +347,12 @@ class PrecisionConfig(PrecisionSettings):
                 )
             if self.gradient_communication == "bf16":
                 problems.append(
-                    f"precision.gradient_communication bf16 would round the gradients of precision.compute "
-                    f"{self.compute}; remove it, or set it to fp32"
+                    f"precision.gradient_communication bf16 would round gradients, which are {self.compute} according "
+                    "to precision.compute; remove gradient_communication, or set it to fp32"
                 )
         if self.optimizer_states != "bf16_remainder" and self.optimizer_moments != "bf16":
             problems.append(
-                "precision.optimizer_moments is for optimizer_states bf16_remainder only, but optimizer_states is "
+                "precision.optimizer_moments applies only to optimizer_states bf16_remainder, but optimizer_states is "
                 f"{self.optimizer_states}; remove optimizer_moments"
             )
         return problems

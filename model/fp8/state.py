@@ -1,4 +1,4 @@
-"""Read, copy, load and reset the state of delayed scaling."""
+"""Read, copy, load and reset the state of delayed scaling (scales and amax histories)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}  # tensors of a GEMM, by directio
 
 
 def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return the scales and amax histories of delayed scaling as float32 tensors, without copying them.
+    """Return the scales and amax histories for delayed scaling as float32 tensors, without copying them.
 
-    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "<module>.scaling_fwd.amax_history" ([history, 3 x GEMMs]) and
-    the same for scaling_bwd (2 x GEMMs). Recipes without state and modules with a fallback (Precision.module_recipe)
-    have none.
-    TE also keeps scales for attention, which nothing uses; they are skipped. TE's own `_extra_state` is not used,
-    because it is a pickle that TE refuses to load.
+    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "<module>.scaling_fwd.amax_history" ([history, 3 x GEMMs]), and
+    the same for scaling_bwd (2 x GEMMs). The result is empty for recipes without state, and excludes modules with a
+    fallback (Precision.module_recipe).
+
+    Transformer Engine (TE) also keeps unused scales for attention; these are skipped. TE's own `_extra_state` is not
+    used, because it is a pickle that TE refuses to load.
     """
     state = {}
     if precision.has_state:
@@ -41,16 +42,16 @@ def _is_attention(module: nn.Module | None) -> bool:
 
 
 def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return a copy of `fp8_state` on the same device."""
+    """Return a copy of the FP8 state (see `fp8_state`) on the same device."""
     return {key: tensor.detach().clone() for key, tensor in fp8_state(model, precision).items()}
 
 
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
-    """Load the result of `fp8_state`, and allocate the state of modules that have not run yet.
+    """Load a state returned by `fp8_state`, and allocate the state of modules that have not run yet.
 
-    Saved tensors of attention and of modules that have fallen back since then are ignored.
+    Saved tensors are ignored if they belong to attention or to a module that has fallen back since then.
 
-    Raises PrecisionError: the saved tensors do not match the model in name or shape.
+    Raises PrecisionError: the names or shapes of the saved tensors do not match the model.
     """
     modules = dict(model.named_modules())
     places = {key: (["", "", *key.rsplit(".", 2)])[-3:] for key in saved}
@@ -71,8 +72,8 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     shapes, expected = ({key: tuple(t.shape) for key, t in tensors.items()} for tensors in (loaded, state))
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
         raise PrecisionError(
-            f"{len(wrong)} tensors of the saved FP8 state do not fit the model, such as {wrong[0]}: its saved shape is "
-            f"{shapes.get(wrong[0])}, and the model needs {expected.get(wrong[0])} (None: no such tensor)",
+            f"{len(wrong)} tensors in the saved FP8 state do not match the model. For example, {wrong[0]} has shape "
+            f"{shapes.get(wrong[0])}, but the model needs {expected.get(wrong[0])} (None means no such tensor)",
             code="fp8_state",
             key=wrong[0],
         )
@@ -82,7 +83,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
 
 
 def reset_fp8_state(model: nn.Module, precision: Precision) -> None:
-    """Reset to the state before the first forward: scales 1, histories 0."""
+    """Reset FP8 scales to 1 and amax histories to 0, as before the first forward pass."""
     with torch.no_grad():
         for key, tensor in fp8_state(model, precision).items():
             tensor.fill_(1.0 if key.endswith(".scale") else 0.0)

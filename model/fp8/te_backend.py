@@ -1,7 +1,7 @@
-"""Load Transformer Engine if a GPU can run it, otherwise the CPU reference.
+"""Load Transformer Engine if there is a GPU, otherwise the CPU reference implementation.
 
-`load` returns the same namespace of modules for both, so that a model is written once. Only this file and quantizers.py
-import transformer_engine.
+`load` returns the same namespace of modules for both backends, so that model code is written once. Only this file and
+quantizers.py import transformer_engine.
 """
 
 from __future__ import annotations
@@ -35,26 +35,30 @@ FUSED_SWIGLU = "fused_swiglu"
 
 
 class BackendError(UserError, RuntimeError):
-    """This machine lacks a backend. The message says what is missing."""
+    """Raised when a required backend or package is missing or unsupported. The message says what is missing."""
 
     code = "backend"
 
 
 def load(name: str = "auto") -> SimpleNamespace:
-    """Return the modules of a backend.
+    """Load a backend and return its modules.
 
     Args:
-        name: "transformer_engine", "reference", or "auto" (the reference only if there is no CUDA device).
+        name: "transformer_engine", "reference" (the CPU reference implementation), or "auto", which chooses the
+            reference implementation only without a CUDA device.
 
-    Returns: a namespace with MODULES, rotary embeddings, recipes and
-        checkpoint: recomputes activations; None in the reference, which keeps them.
-        cross_entropy, embedding, rotate, split_and_rotate, swiglu: functions of model/fused; None in the reference.
-        fused_swiglu: name of LayerNormMLP's activation whose kernels cast to FP8; in the reference the plain "swiglu".
-        linear: x W^T in the dtype of both.
-        fp8_gradients: see te_reference/gemm.py.
-        fp8_cross_entropy: the loss of model/head.py; None in the reference. `forward(logits [M, V], labels [M])`
-            returns (mean loss, statistics). `gradient(logits, statistics, upstream)` returns a gradient for
-            `fp8_gradients`, bit for bit as from `cross_entropy`.
+    Returns: a namespace with MODULES, rotary embeddings, recipes and the following. Functions from model/fused are None
+    in the reference implementation.
+        checkpoint: recomputes activations, or None in the reference implementation, which keeps them.
+        cross_entropy, embedding, rotate, split_and_rotate, swiglu: functions from model/fused.
+        fused_swiglu: name of the LayerNormMLP activation whose kernels cast to FP8, or "swiglu" in the reference
+            implementation.
+        linear: computes x @ W.T in the dtype of x and W.
+        fp8_gradients: computes both gradients of a linear layer in FP8 (see te_reference/gemm.py).
+        fp8_cross_entropy: the loss in model/head.py, or None in the reference implementation. `forward(logits [M, V],
+            labels [M])`, for M tokens and V vocabulary entries, returns (mean loss, statistics). `gradient(logits,
+            statistics, upstream)` returns a gradient for `fp8_gradients` that equals the one from `cross_entropy` bit
+            for bit.
 
     Raises BackendError: Transformer Engine cannot run, although it was requested or there is a CUDA device.
     """
@@ -90,7 +94,7 @@ def _load_reference() -> SimpleNamespace:
 def _load_transformer_engine() -> SimpleNamespace:
     if not torch.cuda.is_available():
         raise BackendError(
-            "Transformer Engine needs a CUDA device and there is none; set precision.backend to auto or reference",
+            "Transformer Engine needs a CUDA device, but none is available; set precision.backend to auto or reference",
             code="no_gpu",
         )
     _prefer_torchs_cudnn()
@@ -100,8 +104,8 @@ def _load_transformer_engine() -> SimpleNamespace:
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"there is a CUDA device, but transformer_engine cannot be imported ({error}); "
-            "run pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it",
+            f"there is a CUDA device, but transformer_engine cannot be imported ({error}). Run pip install -r "
+            "requirements-gpu.txt, or set precision.backend to reference, which is slow",
             code="not_installed",
         ) from error
     return SimpleNamespace(
@@ -124,13 +128,14 @@ def _load_transformer_engine() -> SimpleNamespace:
 
 
 def _register_fused_swiglu() -> str:
-    """Register the SwiGLU of model/fused/swiglu_fp8.py as an activation of LayerNormMLP, and return its name.
+    """Register the SwiGLU in model/fused/swiglu_fp8.py as an activation for LayerNormMLP, and return its name.
 
-    With delayed scaling the scale is known in advance, so the kernel that computes the gradient also casts it. With
-    other recipes, TE's kernels compute the gradient in bf16, write it, and read it back to cast it.
+    With delayed scaling, the scale is known in advance, so the kernel that computes the gradient also casts it to FP8.
+    With other recipes, Transformer Engine (TE) computes the gradient in bf16, writes it, and reads it back to cast it.
 
-    TE looks up activations in a private table by recipe: forward, backward, backward with cast. If the table does not
-    exist, or this machine's compilers miscompile the kernels, TE's own SwiGLU is used with a warning.
+    TE looks up activations by recipe in a private table of forward, backward and backward-with-cast functions. If the
+    table does not exist, or the installed compilers miscompile the kernels, TE's own SwiGLU is used and a warning is
+    logged.
     """
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     table_of = getattr(module, "_get_act_func_supported_list", None)
@@ -157,8 +162,9 @@ def _register_fused_swiglu() -> str:
 
 @lru_cache
 def _swiglu_in_fp8_works() -> bool:
-    """Check once per process, before the first FP8 pass, that the kernels are right: compilers have transposed bytes
-    wrongly.
+    """Check that the compiled FP8 SwiGLU kernels are correct, because some compilers transpose bytes wrongly.
+
+    The check runs once per process, before the first FP8 pass.
     """
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
     dtypes: Any = importlib.import_module("transformer_engine_torch").DType
@@ -169,17 +175,17 @@ def _swiglu_in_fp8_works() -> bool:
         kernels.matches_reference(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats
     )
     if not matches_reference:
-        _warn_about_swiglu(f"Triton {package_version('triton')} compiles model/fused/swiglu_fp8.py wrongly")
+        _warn_about_swiglu(f"Triton {package_version('triton')} miscompiles model/fused/swiglu_fp8.py")
     return matches_reference
 
 
 def _warn_about_swiglu(why: str) -> None:
-    instead = "Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt"
+    instead = "using Transformer Engine's slower SwiGLU. Install the versions in requirements-gpu.txt"
     warnings.warn(f"{why}: {instead}", stacklevel=3)
 
 
 def _head_products() -> dict[str, Any]:
-    """Return `linear`, `fp8_gradients` and `fp8_cross_entropy` of `load`."""
+    """Return the functions `linear`, `fp8_gradients` and `fp8_cross_entropy` for the namespace that `load` returns."""
     kernels: Any = importlib.import_module("transformer_engine_torch")
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -235,10 +241,10 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
 
 
 def _prefer_torchs_cudnn() -> None:
-    """Make TE load the cuDNN that torch bundles, unless the user chose one.
+    """Make Transformer Engine (TE) load the cuDNN that torch bundles, unless the user chose another one.
 
-    TE checks CUDNN_HOME first and prefers a system cuDNN to torch's. Two cuDNNs in a process cause a failed import or
-    an unfused attention, which is five times slower. `cudnn_versions` reports the result.
+    TE checks CUDNN_HOME first, and prefers a system cuDNN to torch's. Two cuDNN versions in one process cause a failed
+    import or unfused attention, which is five times slower. `cudnn_versions` reports the loaded versions.
     """
     try:
         home = list(importlib.import_module("nvidia.cudnn").__path__)[0]
@@ -248,12 +254,12 @@ def _prefer_torchs_cudnn() -> None:
 
 
 def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
-    """Raise BackendError unless the backend `te` supports FP8 with `recipe`, gradients included.
+    """Raise BackendError unless the backend `te` supports FP8 training with `recipe`.
 
-    precision.check_fp8_gpu checks whether the GPU is supported.
+    precision.check_fp8_gpu checks whether the GPU supports FP8.
 
     Args:
-        instead: advice for the case that block scaling is not available.
+        instead: advice for the error message if block scaling is not available.
     """
     if te.name != "reference" and recipe == "block":
         quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
@@ -266,10 +272,11 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
 
 @contextmanager
 def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
-    """Context whose models register in a separate process-wide FP8 state (see `forget_models`); restores the former
+    """Give the models created inside this context manager a separate process-wide FP8 state, then restore the former
     state.
 
-    The reference does not need this, because it does not keep released models.
+    The CPU reference implementation does not need this, because it does not keep references to released models. See
+    also `forget_models`.
     """
     if te.name == "reference":
         yield
@@ -285,16 +292,16 @@ def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
 
 
 def cudnn_versions() -> tuple[int, int]:
-    """Return the cuDNN versions that Transformer Engine and torch loaded, in cuDNN's encoding (91900 = 9.19.0)."""
+    """Return the cuDNN versions loaded by Transformer Engine and by torch, in cuDNN's encoding (91900 is 9.19.0)."""
     extension: Any = importlib.import_module("transformer_engine_torch")
     return int(extension.get_cudnn_version()), int(torch.backends.cudnn.version() or 0)
 
 
 @contextmanager
 def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
-    """Context that calls `note` at each GEMM of `te` with two FP8 operands, forward and backward.
+    """Call `note` for each GEMM with two FP8 operands that `te` runs inside this context manager, forward and backward.
 
-    All GEMMs go through one function, whose first and third arguments are the operands.
+    All GEMMs call one function, whose first and third arguments are the operands.
     """
     if te.name == "reference":
         module: Any = importlib.import_module("model.te_reference.quantize")
@@ -320,12 +327,12 @@ def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[N
 
 @contextmanager
 def single_forward(te: SimpleNamespace) -> Iterator[None]:
-    """Context for a forward whose backward is not FP8, for modules that may be recomputed.
+    """Context manager for the forward pass of a module that may be recomputed and whose backward pass does not use FP8.
 
-    With recomputation, Transformer Engine 2.20.2's Linear also quantizes its weight by columns in the first forward but
-    not in the second, although such a backward does not use the columns. The second forward then saves fewer tensors,
-    and the backward looks them up by their position. This context hides from Linear that it is recomputed; only delayed
-    scaling needs to know.
+    With recomputation, Linear in Transformer Engine 2.20.2 also quantizes its weight by columns in the first forward
+    pass but not in the second, although a backward pass without FP8 does not use the columns. The second forward pass
+    then saves fewer tensors, and the backward pass looks up saved tensors by their position. This context hides from
+    Linear that it is recomputed. Only delayed scaling needs this information.
     """
     if te.name == "reference":
         yield
@@ -345,11 +352,11 @@ _attention_environment: dict[str, str | None] = {}
 
 
 def choose_attention_backend(name: str) -> None:
-    """Set TE's attention from the next forward on.
+    """Select Transformer Engine's attention backend for the next forward passes.
 
     Args:
-        name: "fused" (cuDNN), "flash" (FlashAttention), "unfused", or "auto" (TE's choice within the user's
-            environment).
+        name: "fused" (cuDNN), "flash" (FlashAttention), "unfused", or "auto" (Transformer Engine's choice, with the
+            environment variables set by the user).
     """
     for variable in ATTENTION_BACKENDS["fused"]:
         before = _attention_environment.setdefault(variable, os.environ.get(variable))
@@ -369,14 +376,13 @@ FLASH_PACKAGES = ("flash-attn-4", "flash-attn-3", "flash-attn")
 
 
 def document_backends() -> tuple[str, ...]:
-    """Return the backends that attend within documents on this machine, the preferred one first.
+    """Return the attention backends that support document masks on this GPU, in order of preference.
 
-    Unfused attention is not one of them, because it pads each document to the longest.
-
-    The work of FlashAttention grows with the tokens. cuDNN launches its kernels for each document as if it had all
-    tokens of the batch. Its deterministic backward needs a workspace of about 128 bytes for each document, head and
-    pair of positions, so Transformer Engine refuses it at any relevant size. So cuDNN comes second, and is excluded if
-    kernels must be deterministic.
+    Unfused attention is excluded, because it pads each document to the longest one. FlashAttention comes first, because
+    its work grows with the number of tokens. cuDNN launches its kernels for each document as if the document contained
+    all tokens of the batch. cuDNN's deterministic backward needs a workspace of about 128 bytes for each document, head
+    and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is therefore excluded if kernels
+    must be deterministic.
     """
     flash = any(is_installed(package) for package in FLASH_PACKAGES)
     deterministic = (
@@ -387,7 +393,7 @@ def document_backends() -> tuple[str, ...]:
 
 
 def package_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
+    """Return the version of an installed package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -403,10 +409,11 @@ FLASH_ATTENTION_4 = "4.0.0b29"
 
 
 def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the attention backend for the configured `name`.
+    """Return the attention backend to use for the configured backend `name`.
 
-    For "auto" this is "flash" if FlashAttention-4 is installed and faster (FLASH_HEAD_DIMS, on Hopper GPUs), unless the
-    user's environment selects an attention. Otherwise it is `name`; TE then chooses for "auto".
+    For "auto", this is "flash" if FlashAttention-4 is installed and faster (FLASH_HEAD_DIMS, on Hopper GPUs), unless
+    the user selects an attention backend with environment variables. In all other cases it is `name`; for "auto",
+    Transformer Engine then chooses.
     """
     if name != "auto" or te.name == "reference":
         return name
@@ -420,10 +427,11 @@ def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_d
 
 
 def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> str:
-    """Return the attention backend within documents for the configured `name`: the preferred one for "auto", else
-    `name`.
+    """Return the attention backend to use with a document mask for the configured backend `name`.
 
-    Raises BackendError: the backend cannot attend within documents on this machine, or the dtype is float32, which only
+    For "auto", this is the preferred available backend.
+
+    Raises BackendError: the backend does not support document masks on this GPU, or the dtype is float32, which only
     unfused attention supports.
     """
     if te.name == "reference":
@@ -431,19 +439,20 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
     offered = document_backends()
     if dtype not in (torch.bfloat16, torch.float16) or not offered or name not in ("auto", *offered):
         raise BackendError(
-            f"data.document_mask: model.attention_backend {name} with {dtype} cannot attend within documents; "
-            f"available on this machine: {' or '.join(offered) or 'none'}, in 16 bits. flash needs a FlashAttention "
-            "package (pip install -r requirements-gpu.txt); fused (cuDNN) needs full_determinism false",
+            f"data.document_mask: model.attention_backend {name} does not support document masks with {dtype}. "
+            f"Available here, in 16 bits: {' or '.join(offered) or 'none'}. flash needs a FlashAttention package (pip "
+            "install -r requirements-gpu.txt), and fused (cuDNN) needs full_determinism false",
             key="data.document_mask",
         )
     return offered[0] if name == "auto" else name
 
 
 def forget_models() -> None:
-    """Drop the references that TE holds to the models of this process. None of them may run again.
+    """Release the references that Transformer Engine keeps to models in this process. No existing model may run
+    afterwards.
 
-    After each pass, TE updates the scales of every module that ever ran with delayed scaling. Without this, a model
-    would pay for released ones.
+    After each pass, Transformer Engine updates the scales of every module that ever ran with delayed scaling. Without
+    this function, released models would keep their memory and slow down later models.
     """
     quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
@@ -458,9 +467,10 @@ NO_ATTENTION_YET = "none yet"
 
 
 def attention_backend_in_use(te: SimpleNamespace) -> str:
-    """Return the attention of the last forward.
+    """Return the attention backend of the last forward pass.
 
-    It is "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first forward, or the reference's SDPA.
+    The result is "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first forward pass, or "torch SDPA"
+    for the CPU reference implementation.
     """
     if te.name == "reference":
         return "torch SDPA"

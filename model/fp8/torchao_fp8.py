@@ -1,10 +1,10 @@
-"""FP8 by torchao: transformers' model with torchao's Linears, and 8-bit optimizer moments.
+"""Interface to torchao: FP8 Linear modules for transformers' model, and 8-bit optimizer moments.
 
 No other file imports torchao.
 
-Both recipes compute scales from the current tensor, so they have no state. "tensorwise" has one scale per tensor (e4m3;
-gradients e5m2). "rowwise" has one per row or column of each GEMM operand (all e4m3, with powers of two as scales).
-Without a CUDA device torchao emulates them: operands are rounded to FP8 and multiplied in float32.
+Both recipes compute scales from the current tensor, so they have no state. "tensorwise" has one scale per tensor (e4m3,
+and e5m2 for gradients). "rowwise" has one power-of-two scale per row or column of each GEMM operand (e4m3). Without a
+CUDA device, torchao emulates FP8: operands are rounded to FP8 and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ drop_log_messages("torch.utils._pytree", "<enum ")
 
 @lru_cache
 def _torchao(module: str = "float8") -> Any:
-    """Return a module of torchao. Raises BackendError: it cannot be imported."""
+    """Import a torchao module by name.
+
+    Raises BackendError: torchao cannot be imported.
+    """
     try:
         return importlib.import_module(f".{module}", "torchao")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or choose another "
-            "model.variant or precision.optimizer_states",
+            f"torchao cannot be imported ({error}). Install torchao with {install_command('torchao')}, or choose "
+            "another model.variant or precision.optimizer_states",
             code="not_installed",
         ) from error
 
 
 def version(emulated: bool) -> str:
-    """Return "torchao" with its version for the log, and "(emulated)" if it only emulates."""
+    """Return the name and version of torchao for the log, with "(emulated)" if FP8 is emulated."""
     return f"torchao {installed_version('torchao')}" + (" (emulated)" if emulated else "")
 
 
@@ -56,21 +59,21 @@ def require() -> None:
 
 
 def linear_config(recipe: str, emulated: bool) -> Any:
-    """Return torchao's Float8LinearConfig for `recipe`."""
+    """Return torchao's Float8LinearConfig for an FP8 recipe."""
     return dataclasses.replace(_torchao().Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
 
 
 def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
-    """Replace the nn.Linear modules `names` of `model` by FP8 modules with the same parameters."""
+    """Replace the nn.Linear modules `names` in `model` with FP8 modules that have the same parameters."""
     _torchao().convert_to_float8_training(
         model, module_filter_fn=lambda _, name: name in names, config=config
     )
 
 
 class _InterceptGemms(TorchDispatchMode):
-    """Dispatch mode that calls `note` at each FP8 GEMM.
+    """Dispatch mode that calls `note` for each FP8 GEMM.
 
-    These are aten._scaled_mm or, if emulated, aten.mm of two of torchao's FP8 tensors.
+    These GEMMs are aten._scaled_mm or, with emulation, aten.mm of two torchao FP8 tensors.
     """
 
     def __init__(self, emulated: bool, note: Callable[[], None]) -> None:
@@ -89,9 +92,9 @@ class _InterceptGemms(TorchDispatchMode):
 
 @contextmanager
 def intercept_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
-    """Context that calls `note` at each GEMM with FP8 operands.
+    """Call `note` for each GEMM with FP8 operands that torchao runs inside this context manager.
 
-    It disables torch.compile, because the dispatch mode does not see compiled code.
+    torch.compile is disabled inside the context, because a dispatch mode does not see compiled code.
     """
     with torch.compiler.set_stance("force_eager"), _InterceptGemms(emulated, note):
         yield
@@ -105,8 +108,9 @@ STATE_DTYPES = {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}
 
 @lru_cache
 def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 256 values of a byte relative to the block's largest (Dettmers et al., arXiv:2110.02861), and
-    midpoints.
+    """Return the 256 values of an 8-bit code, relative to the block's largest value, and the midpoints between them.
+
+    Source: Dettmers et al., arXiv:2110.02861.
     """
     numbers = torch.tensor(_torchao(QUANTIZATION).create_dynamic_map(signed=signed), dtype=torch.float32)
     return numbers.to(device), ((numbers[1:] + numbers[:-1]) / 2).to(device)
@@ -115,14 +119,15 @@ def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Te
 def quantize_state(
     values: torch.Tensor, dtype: torch.dtype, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a float32 moment to 8 bits. Returns codes and a float32 scale for each STATE_BLOCK elements.
+    """Quantize a float32 optimizer moment to 8 bits. Returns codes and one float32 scale for each STATE_BLOCK elements.
 
-    Unsigned values (second moments) never become 0: with a first moment that is not 0, AdamW would then take a step of
-    that moment divided by epsilon.
+    Unsigned values (second moments) never become 0. With a nonzero first moment, AdamW would then divide this moment by
+    epsilon and take a huge step.
 
     Args:
-        values: float32, 1-D, with a length that is a multiple of STATE_BLOCK.
+        values: float32, 1-D. The length must be a multiple of STATE_BLOCK.
         dtype: dtype of the codes, from STATE_DTYPES.
+        signed: whether values can be negative (first moments).
     """
     if dtype == torch.uint8:
         scaled, scale = _torchao(QUANTIZATION).scale_tensor(values, STATE_BLOCK)
@@ -136,7 +141,7 @@ def quantize_state(
 
 
 def dequantize_state(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Return the float32 values for the result of `quantize_state`."""
+    """Convert the result of `quantize_state` back to float32 values."""
     if codes.dtype == torch.uint8:
         numbers = _numbers(signed, codes.device)[0]
         return _torchao(QUANTIZATION).dequant_with_qmap(codes, numbers, scale)
