@@ -31,7 +31,7 @@ def fp8_gpu_problem(gpu: str, capability: tuple[int, int]) -> str:
     if capability[0] == 9:
         return ""
     return (
-        f"FP8 needs a GPU with compute capability 9.x (H100, H200, H800, GH200), but {gpu} has "
+        f"FP8 needs a GPU of compute capability 9.x (H100, H200, H800, GH200), and {gpu} has "
         f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
     )
 
