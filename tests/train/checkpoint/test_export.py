@@ -35,7 +35,7 @@ from train.checkpoint.files import (
     describe_file,
     write_manifest,
 )
-from train.data.encoder import TextEncoder, _tokenizer_config
+from train.data.encoder import TextEncoder, find_tokenizer
 from train.data.format import DataError
 from train.evaluation.models import plan_model
 
@@ -223,7 +223,7 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     )
     out = tmp_path / "fp8"
     export.export(
-        committed(again / "checkpoints")[-1], out, _tokenizer_config(settings["data"]["sources"]), "hf-fp8"
+        committed(again / "checkpoints")[-1], out, find_tokenizer(settings["data"]["sources"]), "hf-fp8"
     )
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
