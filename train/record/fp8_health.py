@@ -2,9 +2,9 @@
 
     "fp8_health": {"model.layers.*.mlp.down_proj": {"input": {"underflow": [1e-05, ...], ...}, "weight": ..., ...}, ...}
 
-A list has one value per layer, in order; `*` in the name stands for the layer number. A value is null if it is not
-finite, or if the layer has none, for example because it is in precision.bf16_modules. model/fp8/health.py defines the
-statistics.
+Each list has one value per layer. In the module name, `*` replaces the layer number. A value is null if it is not
+finite, or if the layer has no value, for example because the layer is in precision.bf16_modules. model/fp8/health.py
+defines the statistics.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ OPERANDS = ("input", "weight", "gradient")
 
 
 def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
-    """Return the statistics of a health check over all ranks. Collective. Waits for the GPU.
+    """Reduce the statistics of an FP8 health check over all ranks, and return them in the format of metrics.jsonl.
+
+    Collective. Waits for the GPU.
 
     Args:
-        check: The health check of this rank.
+        check: The FP8 health check of this rank.
         layers: The number of layers of the model.
     """
     import torch.distributed as dist
@@ -52,7 +54,10 @@ def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
 
 
 def split(name: str) -> tuple[str, int]:
-    """Split "model.layers.7.mlp.fc1" into ("model.layers.*.mlp.fc1", 7); a name without a layer has layer 0."""
+    """Split a module name into a pattern and a layer number.
+
+    "model.layers.7.mlp.fc1" becomes ("model.layers.*.mlp.fc1", 7). A name without a layer number gets the number 0.
+    """
     match = re.search(r"\.(\d+)\.", name)
     return (
         (name, 0) if match is None else (name[: match.start(1)] + "*" + name[match.end(1) :], int(match[1]))
@@ -60,7 +65,7 @@ def split(name: str) -> tuple[str, int]:
 
 
 def values(health: dict[str, Any]) -> Iterator[tuple[str, str, str, list[float | None]]]:
-    """Yield (kind of GEMM, operand, statistic, value per layer) of a sample."""
+    """Yield (GEMM name pattern, operand, statistic, values by layer) for each list of an FP8 health sample."""
     for kind, operands in health.items():
         for operand, found in operands.items():
             for statistic, column in found.items():
@@ -68,7 +73,10 @@ def values(health: dict[str, Any]) -> Iterator[tuple[str, str, str, list[float |
 
 
 def scalars(health: dict[str, Any]) -> dict[str, float]:
-    """Return fp8_health/<statistic>/<operand>/<kind of GEMM> -> largest value over all layers, for trackers."""
+    """Return the largest value over all layers of each FP8 health statistic, for trackers.
+
+    The keys have the form fp8_health/<statistic>/<operand>/<GEMM name pattern>.
+    """
     largest = {}
     for kind, operand, statistic, column in values(health):
         if numbers := [value for value in column if value is not None]:

@@ -1,4 +1,4 @@
-"""Read the metrics and starts of a run for plots and tables. The run may still be in progress."""
+"""Read metrics.jsonl and run.json of a run for plots and tables. The run may still be in progress."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 EVALUATION = "eval_loss"
-SET_LOSS = "eval_loss/"  # prefix of the loss of one of data.eval_sources
-SMOOTHED_SHARE = 50  # a loss is smoothed over 1/50 of its values
+SET_LOSS = "eval_loss/"  # prefix of the keys for the losses on data.eval_sources
+SMOOTHED_SHARE = 50  # a loss curve is smoothed over 1/50 of its values
 
 
 class HistoryError(UserError, ValueError):
-    """The run has no metrics yet."""
+    """Raised if a run has no metrics yet."""
 
     code = "history"
 
 
 @dataclass
 class History:
-    """The metrics and starts of a run.
+    """History of a run: the contents of its metrics.jsonl and run.json.
 
     Attributes:
         path: The folder of the run.
         records: The lines of metrics.jsonl, oldest first.
-        starts: The starts in run.json whose steps are part of the run.
+        starts: The entries of run.json, one for each start and resume. Entries whose steps were discarded are omitted.
     """
 
     path: Path
@@ -39,16 +39,20 @@ class History:
     starts: list[dict[str, Any]]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return (tokens, values) of all lines with a number for `key`."""
+        """Return the token counts and the values of all records in which `key` is a number."""
         found = [(r["tokens"], r[key]) for r in self.records if is_number(r.get(key))]
         return [tokens for tokens, _ in found], [value for _, value in found]
 
     def last(self, key: str) -> Any:
-        """Return the newest value of `key`, or None."""
+        """Return the most recent value of `key` in the records, or None if there is none."""
         return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)
 
     def marks(self) -> list[tuple[int, str]]:
-        """Return (tokens, "stopped" | "resumed" | "rolled back"), sorted by tokens."""
+        """Return the stops, resumes and rollbacks of the run, for plots.
+
+        Returns:
+            A list of (tokens, "stopped" | "resumed" | "rolled back"), sorted by tokens.
+        """
         marks = [(r["tokens"], "rolled back") for r in self.records if "rollback" in r]
         marks += [(start["tokens"], "resumed") for start in self.starts[1:]]
         ends = (start["ended"] or {} for start in self.starts)
@@ -56,9 +60,10 @@ class History:
         return sorted(marks)
 
     def fp8(self) -> str:
-        """Describe what ran in FP8 in each start and phase of precision.schedule, without repetitions.
+        """Describe which modules ran in FP8, for each start of the run and each phase of precision.schedule.
 
-        For a phase with fallbacks (precision.on_trouble), this is the state after the last fallback.
+        Consecutive equal descriptions are merged. If modules fell back to a safer recipe (precision.on_trouble), a
+        phase is described as it was after the last fallback.
         """
         found: list[str] = []
         for start in self.starts:
@@ -70,17 +75,20 @@ class History:
         return "; then ".join(found)
 
     def ended(self) -> dict[str, Any]:
-        """Return how the last start ended: "how", and after an error "why"."""
+        """Return how the run ended after its last start, with the keys "how" and, after an error, "why"."""
         return (self.starts and self.starts[-1]["ended"]) or {"how": "running or killed"}
 
 
 def typical_speed(speeds: list[float]) -> float | None:
-    """Return the median speed. Ignores the first of several values, which includes compilation and allocations."""
+    """Return the median of the speeds, or None if there are none.
+
+    The first of several speeds is ignored, because it includes compilation and memory allocation.
+    """
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def read_history(path: Path) -> History:
-    """Read the run in the folder `path`.
+    """Read the history of the run in the folder `path`.
 
     Raises:
         HistoryError: metrics.jsonl has no valid lines.
@@ -91,7 +99,8 @@ def read_history(path: Path) -> History:
     records = [record for record in map(parse_record, lines) if record is not None]
     if not records:
         raise HistoryError(
-            f"{folder.metrics} has no valid lines yet; wait for the first log line of the run", key=str(path)
+            f"{folder.metrics} has no valid lines yet. Wait until the run has logged its first step",
+            key=str(path),
         )
     return History(path, records, remove_abandoned(read_starts(folder)))
 
@@ -106,7 +115,10 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove the starts of an earlier run in the same folder, and starts whose steps a later start repeated."""
+    """Remove the entries of run.json that do not belong to the current run.
+
+    These are the starts of an earlier run in the same folder, and starts whose steps were repeated by a later start.
+    """
     kept: list[dict[str, Any]] = []
     for start in starts:
         while kept and (start["step"] < kept[-1]["step"] or start["step"] == 0):
@@ -130,7 +142,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def table(histories: list[History]) -> str:
-    """Return a text table with a row of newest values for each run; "-" for unknown values."""
+    """Return a text table with the latest values of each run, one row per run. Unknown values are shown as "-"."""
     rows = [("run", "step", "loss", "eval_loss", "tokens", "tokens/s", "state", "FP8")]
     for history in histories:
         last = history.records[-1]

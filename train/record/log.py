@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-# Only these loggers show levels below "warning": other packages report every request and compilation there.
+# Only these loggers show levels below "warning". Other packages log every request and compilation at these levels.
 OWN_LOGGERS = ("__main__", "fp8_inference_demo", "model", "test_fp8", "train")
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
 _handlers: list[logging.Handler] = []  # handlers added by the last configure_logging
@@ -26,15 +26,15 @@ def configure_logging(
     console: Literal["stdout", "stderr"] = "stdout",
     has_file: bool = False,
 ) -> None:
-    """Send log messages to the console. A second call replaces the first.
+    """Configure logging to the console. A second call replaces the configuration of the first.
 
-    A console that is closed or a log file on a full disk loses messages and does not end the program.
+    If the console is closed or the disk is full, messages are lost, but the program continues.
 
     Args:
         level: The minimum level on the console.
         rank: The rank of this process. On ranks other than 0, the console shows only errors.
         console: The stream for messages below "error". Errors always go to stderr.
-        has_file: Keep all messages until `open_log_file` writes them.
+        has_file: Whether `open_log_file` will be called. All messages are kept until then.
     """
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # do not print a traceback for a message that cannot be written
@@ -58,9 +58,9 @@ def configure_logging(
 
 
 def open_log_file(path: Path) -> None:
-    """Start to append log messages to the file `path`.
+    """Append log messages to the file `path`, after a header line with the time and the command.
 
-    Writes a line with time and command, the messages kept by `configure_logging`, and all later messages.
+    The file also gets the messages that were logged since the call of `configure_logging`.
 
     Raises:
         OSError: The file cannot be written.
@@ -83,7 +83,7 @@ def _add(handler: logging.Handler) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """A formatter with %(prefix)s, which marks warnings and errors."""
+    """Log formatter that provides %(prefix)s, a prefix for warnings and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.prefix = PREFIXES.get(record.levelno, "")

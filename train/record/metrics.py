@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 # Dense bf16 peak of the tensor cores of SXM GPUs (NVIDIA H100 and H200 data sheets, without sparsity). The H800 differs
 # from the H100 only in NVLink and fp64.
 HOPPER_SXM_BF16_TFLOPS = 989.0
-# Keys that a start writes at its first step. If an earlier start saved no checkpoint, its lines with them are moved.
+# Keys that are written once at the step where a run starts or resumes. If the run resumes again at the same step, the
+# earlier lines with these keys are moved to another file.
 START_KEYS = ("changes", "began_at")
 
 
 def hopper_sxm(device_name: str) -> str | None:
-    """Return "H100", "H200" or "H800" for an SXM GPU, else None. PCIe and NVL cards have lower clocks.
+    """Return the name of a Hopper SXM GPU, which is "H100", "H200" or "H800", or None for any other GPU.
+
+    PCIe and NVL cards are excluded, because they have lower clock rates.
 
     Args:
         device_name: The result of torch.cuda.get_device_name().
@@ -37,7 +40,11 @@ def hopper_sxm(device_name: str) -> str | None:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a GPU (see `hopper_sxm`) in TFLOP/s, or None if it is not known."""
+    """Return the peak throughput of a GPU for dense bf16 in TFLOP/s, or None if it is not known.
+
+    Args:
+        device_name: The result of torch.cuda.get_device_name().
+    """
     return HOPPER_SXM_BF16_TFLOPS if hopper_sxm(device_name) else None
 
 
@@ -48,8 +55,8 @@ def mfu(
 
     Args:
         tokens_per_second_per_gpu: Throughput of one GPU.
-        flops_per_token: FLOPs of forward and backward, without recomputation.
-        peak_tflops_per_gpu: Peak of one GPU in TFLOP/s.
+        flops_per_token: FLOPs of the forward and backward passes for one token, without recomputation.
+        peak_tflops_per_gpu: Peak throughput of one GPU in TFLOP/s.
     """
     if peak_tflops_per_gpu is None:
         return None
@@ -57,17 +64,17 @@ def mfu(
 
 
 class MetricsLogger:
-    """Writer of the metrics of a run: metrics.jsonl, log lines and trackers. Does nothing on ranks other than 0.
+    """Logger for the metrics of a run. Writes metrics.jsonl, log lines and trackers, on rank 0 only.
 
-    A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>; a new run moves all
-    lines. Lines that cannot be written, for example because the disk is full, are written later.
+    A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>. A new run moves all
+    lines. Lines that cannot be written, for example because the disk is full, are kept and written later.
 
     Args:
         folder: The folder of the run.
-        config: TrainingArguments.to_dict().
+        config: The configuration as returned by TrainingArguments.to_dict().
         is_main: Whether this is rank 0.
-        start_step: Number of steps that are already done.
-        evaluates_again: The evaluation of start_step is repeated, so its old line is also moved.
+        start_step: Number of completed steps.
+        evaluates_again: Whether the evaluation at start_step is repeated. Its earlier line is then moved, too.
 
     Raises:
         OSError: metrics.jsonl cannot be read or rewritten.
@@ -93,14 +100,16 @@ class MetricsLogger:
         path = self.folder.metrics
         if path.exists() and (discarded := discard_after(path, step, again)):
             logger.info(f"metrics: the lines after step {step} were moved to {discarded.name}")
-        # a buffer keeps what could not be written, and the next flush writes it
+        # the buffer keeps lines that could not be written, and the next flush writes them
         self._file = path.open("ab", buffering=2**20)
         self._trackers = Trackers(self.folder, self.config, step)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Log the metrics of a step. They must have "step" (completed optimizer steps) and "tokens".
+        """Write the metrics of a step to metrics.jsonl, the log and the trackers.
 
-        The file has null for NaN.
+        Args:
+            metrics: Values by key, with "step" (the number of completed optimizer steps) and "tokens". In
+                metrics.jsonl, values that are not finite become null.
         """
         if not self.is_main:
             return
@@ -111,7 +120,9 @@ class MetricsLogger:
             self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            logger.warning(f"{self._file.name} cannot be written: {error}; its lines are written later")
+            logger.warning(
+                f"{self._file.name} cannot be written: {error}. The lines are kept and written later"
+            )
         if summary := _summarize(metrics):
             if speed := metrics.get("tokens_per_second"):
                 seconds = (total - step) * self.config["train_batch_size_tokens"] / speed
@@ -120,7 +131,7 @@ class MetricsLogger:
         self._trackers.log(metrics)
 
     def draw_last(self) -> None:
-        """Draw loss.png and health.png of the whole run. Log a warning on failure."""
+        """Draw loss.png and health.png for the whole run. If this fails, log a warning."""
         try:
             history = read_history(self.folder.path)
             plots.draw([history], self.folder.loss_plot)
@@ -131,13 +142,13 @@ class MetricsLogger:
             logger.warning(f"no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
-        """Continue from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
+        """Continue logging from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
         if self.is_main:
             self.close()
             self._open(step)
 
     def close(self) -> None:
-        """Close the file and the trackers. A second call does nothing."""
+        """Close metrics.jsonl and the trackers. A second call does nothing."""
         if not self.is_main or self._file.closed:
             return
         try:
@@ -148,18 +159,18 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | None:
-    """Move lines of metrics.jsonl to another file.
+    """Move the lines of later steps from metrics.jsonl to another file.
 
-    Moves lines of steps after `step`, lines that cannot be parsed, and lines of `step` that have a key in `again`. The
-    last line that stays ends with a newline.
+    Lines that cannot be parsed, and lines of `step` that have a key in `again`, are also moved. The last line that is
+    kept ends with a newline.
 
     Args:
-        path: metrics.jsonl.
-        step: The last step to keep. 0: move all lines.
+        path: The path of metrics.jsonl.
+        step: The last step to keep. If it is 0, all lines are moved.
         again: Keys that will be written again at `step`.
 
     Returns:
-        The other file, or None if no line was moved.
+        The path of the other file, or None if no line was moved.
 
     Raises:
         OSError: The disk is full. `path` is unchanged.
@@ -180,7 +191,7 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | No
 
 
 def _summarize(metrics: dict[str, Any]) -> str:
-    """Return the log line for these metrics."""
+    """Format the metrics of a step as text for the log."""
     formats = {
         "loss": "loss {:.4f}",
         "eval_loss": "eval_loss {:.4f}",

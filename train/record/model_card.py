@@ -1,4 +1,4 @@
-"""Write the README.md (model card) of an exported model from the records of its run. The user adds license and use."""
+"""Write the model card (README.md) of an exported model. The user adds the license and the intended use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.config import model_name
 from train.files import to_json_text
 from train.record.history import EVALUATION, HistoryError, read_history
 
-# A later export recognizes its own card by this line.
+# A later export replaces a README.md only if it contains this line.
 MARK = "<!-- written by train/export.py from the run's files; without this line an export leaves the card as it is -->"
 # Metadata for the Hugging Face Hub.
 FRONT_MATTER = """---
@@ -34,15 +34,15 @@ def write_card(
     step: int,
     tokens: int,
 ) -> None:
-    """Write README.md to an export, or copy it from the former export if the user has changed it.
+    """Write the model card README.md of an exported model, or keep the existing one if it belongs to the user.
 
     Args:
-        out: The folder of the export, which has a config.json.
-        former: The export that `out` replaces.
-        checkpoint: RUN/checkpoints/step-NNNNNNNN.
+        out: The folder of the new export, which contains config.json.
+        former: The folder of the export that `out` replaces.
+        checkpoint: The path of the exported checkpoint, RUN/checkpoints/step-NNNNNNNN.
         config: The training configuration of the checkpoint.
-        step: The number of steps of the checkpoint.
-        tokens: The number of tokens of the checkpoint.
+        step: The number of training steps at the checkpoint.
+        tokens: The number of training tokens at the checkpoint.
     """
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
@@ -80,7 +80,10 @@ def write_card(
 
 
 def _run_facts(run: Path, step: int) -> dict[str, str]:
-    """Return the losses up to `step`, and facts from run.json about the last start before it. {} without metrics."""
+    """Return model card entries about the training: the losses at `step`, startup check, GPUs, versions and commit.
+
+    If the run has no metrics, return {}.
+    """
     try:
         history = read_history(run)
     except (HistoryError, OSError):

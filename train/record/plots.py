@@ -1,4 +1,4 @@
-"""Draw loss.png and health.png of a run, and comparisons of several runs."""
+"""Draw loss.png and health.png for a run, and comparison plots for several runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.record.fp8_health import FP8_HEALTH, OPERANDS, STATISTICS, values
 from train.record.history import EVALUATION, SET_LOSS, History, smoothed
 
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}
-# Panels of loss.png: key of metrics.jsonl, label, relative height.
+# Panels of loss.png: key of metrics.jsonl, axis label, relative height.
 CURVES = (
     ("loss", "loss (nats per token)", 4),
     ("learning_rate", "learning rate", 1),
@@ -28,9 +28,9 @@ PANELS = {
 
 
 def draw(histories: list[History], path: Path) -> None:
-    """Draw loss (raw and smoothed), evaluation losses, learning rate, gradient norm and tokens/s against tokens.
+    """Plot loss (raw and smoothed), evaluation losses, learning rate, gradient norm and tokens/s against tokens.
 
-    For a single run, also mark stops, resumes and rollbacks.
+    For a single run, stops, resumes and rollbacks are also marked.
 
     Raises:
         OSError: `path` cannot be written.
@@ -87,10 +87,12 @@ def _draw_marks(axes: list[Any], history: History) -> None:
 
 
 def draw_health(history: History, path: Path) -> bool:
-    """Draw the FP8 health of a run: one panel per statistic and operand, with layers of GEMMs against steps.
+    """Plot the FP8 health samples of a run as heat maps, with one panel for each statistic and GEMM operand.
+
+    The vertical axis shows the GEMMs of all layers, and the horizontal axis shows the steps.
 
     Returns:
-        Whether the run has FP8 health samples. Without them, nothing is drawn.
+        Whether the run has FP8 health samples. Without samples, no file is written.
 
     Raises:
         OSError: `path` cannot be written.
@@ -108,7 +110,7 @@ def draw_health(history: History, path: Path) -> bool:
     shown = [name for name in STATISTICS if any(statistic == name for statistic, _ in panels)]
     height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
     with open_figure(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
-        figure.suptitle("FP8 health: GEMM operands, layers from top to bottom, against steps")
+        figure.suptitle("FP8 health of the GEMM operands by training step, with layers from top to bottom")
         for statistic, axis_row in zip(shown, axes, strict=True):
             for operand, axis in zip(OPERANDS, axis_row, strict=True):
                 if rows := panels.get((statistic, operand), {}):
@@ -123,7 +125,10 @@ def draw_health(history: History, path: Path) -> bool:
 def _draw_panel(
     axis: Any, statistic: str, rows: dict[tuple[str, int], list[float | None]], steps: list[int]
 ) -> Any:
-    """Draw a row of cells per layer. A cell spans the steps since the previous sample. Return the image."""
+    """Draw a heat map of one FP8 health statistic with one row per layer. Return the image.
+
+    A cell spans the steps since the previous sample.
+    """
     import numpy as np
     from matplotlib.colors import LogNorm, Normalize
 

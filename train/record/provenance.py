@@ -1,7 +1,7 @@
-"""Write and read run.json, {"starts": [...]}. Each start of a run has its startup check, versions, commit, command and
-hosts.
+"""Write and read run.json, which has the form {"starts": [...]}.
 
-A new run in the same folder begins with a start at step 0. `ended` is null while a start runs or if it was killed.
+Each entry describes one start or resume of the run: startup check, versions, commit, command and hosts. A new run in
+the same folder begins with an entry at step 0. `ended` is null while the run is in progress, or if it was killed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# Keys that do not change the computation of a run, only its location and output.
+# Configuration keys that do not change the computation of a run, only its location and output.
 NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint", "log_level")
 # Keys that earlier versions wrote to run.json, and their names today.
 FORMER_KEYS = {"proof": "startup_checks", "stages": "phases", "stage": "phase", "new_stage": "new_phase"}
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the starts in run.json, or [] if the file is missing or cannot be read."""
+    """Return the entries of run.json, one for each start of the run, or [] if the file is missing or unreadable."""
     try:
         text = folder.run.read_text(encoding="utf-8")
         return json.loads(text, object_hook=lambda item: {FORMER_KEYS.get(k, k): v for k, v in item.items()})[
@@ -40,18 +40,17 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 class RunRecord:
-    """A context manager that adds a start to run.json and records how it ended.
+    """Context manager that adds an entry to run.json when a run starts, and records in it how the run ended.
 
-    Set `part` while the run does something other than training, for example "export".
+    Set `part` while the run does something other than training, for example "export". If run.json cannot be written, a
+    warning is logged.
 
     Args:
         folder: The folder of the run.
-        start: "time" (seconds since the epoch), "step", "tokens" and other facts at the start.
-        position: Returns the number of completed steps and tokens.
+        start: Facts about the start, including "time" (seconds since the epoch), "step" and "tokens".
+        position: Function that returns the number of completed steps and tokens.
         expected: Exception type -> how the run ended. Other exceptions are recorded as "failed", with "why".
         is_main: Whether this is rank 0. Other ranks write nothing.
-
-    If run.json cannot be written, a warning is logged.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sources_sha256(*folders: str) -> str:
-    """Return the SHA-256 hash of the Python files in these folders of the repository."""
+    """Return the SHA-256 hash of all Python files in the given folders of the repository."""
     source = hashlib.sha256()
     for path in sorted(p for folder in folders for p in (REPOSITORY / folder).rglob("*.py")):
         source.update(path.read_bytes())
@@ -118,7 +117,7 @@ def sources_sha256(*folders: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the sources, or without git GIT_COMMIT or "unknown".
+    """Return the git commit of the sources. Without git, return the environment variable GIT_COMMIT or "unknown".
 
     ", changed since" is appended if files other than benchmark results differ from the commit.
     """

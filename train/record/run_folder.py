@@ -1,16 +1,16 @@
-"""The layout of a run's output_dir. Does not import torch."""
+"""Paths of the files in a run's output_dir. This module does not import torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-# File in a folder written by train/export.py that names the exported checkpoint
+# Name of the file in an exported folder that identifies the exported checkpoint.
 EXPORTED_FROM = "exported_from.json"
 
 
 def export_folder_problem(out: Path) -> str:
-    """Return the reason that an export must not replace the folder `out`, or ""."""
+    """Return the reason why an export must not replace the folder `out`, or "" if it may."""
     if out.is_symlink():
         return f"{out} is a link"
     if out.exists() and not (out / EXPORTED_FROM).exists():
@@ -19,7 +19,7 @@ def export_folder_problem(out: Path) -> str:
 
 
 class RunFolder:
-    """The paths of a run's files, which may not exist.
+    """Paths of the files of a run, which may not exist.
 
     Args:
         path: output_dir of the resolved arguments.
@@ -29,8 +29,8 @@ class RunFolder:
         self.path = path = Path(path or "output")
         self.train_config = path / "train_config.json"  # resolved configuration
         self.ds_config = path / "ds_config.json"  # DeepSpeed configuration
-        self.run = path / "run.json"  # starts of the run (train/record/provenance.py)
-        self.log = path / "train.log"  # log of rank 0, all starts
+        self.run = path / "run.json"  # one entry for each start of the run (train/record/provenance.py)
+        self.log = path / "train.log"  # log of rank 0
         self.logs = path / "logs"  # logs of the other ranks
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
@@ -41,11 +41,11 @@ class RunFolder:
         self.hf = path / "hf"  # trained model in Hugging Face format
         self.stopped = path / "stopped.json"  # exists from a requested stop until the run is resumed
         self.lock = path / "run.lock"  # exists while the run is in progress (train/monitor/lock.py)
-        # one line per Slurm job that started the run, and the files that existed then
+        # one line for each Slurm job: its id, and the newest checkpoint when the job first started
         self.slurm_job = path / "slurm_job"
 
     def exported(self) -> tuple[str, str]:
-        """Return the name and identity (train/checkpoint/files.py) of the checkpoint exported to hf/, or "", ""."""
+        """Return the name and the manifest hash of the checkpoint exported to hf/, or ("", "") without an export."""
         try:
             origin = json.loads((self.hf / EXPORTED_FROM).read_text())
             return str(origin["checkpoint"]), str(origin["manifest_sha256"])

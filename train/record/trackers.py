@@ -1,6 +1,7 @@
-"""Send metrics to wandb and TensorBoard (report_to). Used only on rank 0.
+"""Send metrics to wandb and TensorBoard (report_to), on rank 0 only.
 
-A resumed run continues its run in the tracker, also after a rollback. A new run in the same folder starts a new one.
+After a resume or a rollback, the existing tracker run is continued. A new run in the same folder starts a new tracker
+run.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from train.record.history import is_number
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-FLUSH_S = 30  # maximum delay until TensorBoard sees a line
+FLUSH_S = 30  # maximum delay in seconds until metrics appear in TensorBoard
 
 
 class TrackerError(UserError, ValueError):
-    """A tracker in report_to cannot be used."""
+    """Raised if a tracker in report_to is not installed."""
 
     code = "tracker_not_installed"
 
 
 def names(report_to: str | Sequence[str]) -> list[str]:
-    """Return the names of the trackers in the key report_to."""
+    """Return the names of the trackers in the value of the configuration key report_to."""
     asked = [report_to] if isinstance(report_to, str) else report_to
     return [name for name in dict.fromkeys(asked) if name != "none"]
 
@@ -44,7 +45,7 @@ def check_installed(report_to: str | Sequence[str]) -> None:
     """
     for name in names(report_to):
         spec = importlib.util.find_spec(name)
-        # without an origin it is only a folder of that name, such as the one wandb creates in the working directory
+        # a module without an origin is only a folder, such as the folder wandb/ that wandb creates
         if spec is None or spec.origin is None:
             raise TrackerError(
                 f"report_to {json.dumps(name)} needs the package {name}, which is not installed. Install it with "
@@ -54,11 +55,13 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """All configured trackers. A tracker that raises an error is logged and not used again; the run continues.
+    """Group of all configured trackers.
+
+    If a tracker raises an error, a warning is logged, the tracker is dropped, and the run continues.
 
     Args:
         folder: The folder of the run.
-        config: TrainingArguments.to_dict().
+        config: The configuration as returned by TrainingArguments.to_dict().
         start_step: Number of completed steps, 0 for a new run.
     """
 
@@ -89,15 +92,16 @@ class Trackers:
         except Exception as error:
             self._open.pop(name, None)
             logger.warning(
-                f"{name}: {type(error).__name__}: {error}; the run continues without it. metrics.jsonl has all lines"
+                f"{name} failed with {type(error).__name__}: {error}. The run continues without this tracker. "
+                "metrics.jsonl has all metrics"
             )
 
 
 class Wandb:
-    """The wandb tracker. Online with a key (WANDB_API_KEY or netrc), offline without one.
+    """Tracker that logs to wandb. It logs offline if there is no API key in WANDB_API_KEY or netrc.
 
-    wandb cannot delete lines. After a rollback, or a resume from an earlier step, the wandb run has these steps twice,
-    and the later lines are valid.
+    wandb cannot delete metrics. After a rollback or a resume from an earlier step, the wandb run has the repeated steps
+    twice. The later values are valid.
     """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
@@ -121,10 +125,12 @@ class Wandb:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
-            logger.info(f"wandb: no API key, logging offline; to upload, run: wandb sync {self.run.dir}/..")
+            logger.info(
+                f"wandb has no API key and logs offline. To upload, run: wandb sync {self.run.dir}/.."
+            )
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # no step= argument: wandb merges lines of the same step and drops lines that are not newer than its last step
+        # no step= argument, because wandb merges calls with the same step and drops calls with earlier steps
         self.run.log(metrics)
 
     def close(self) -> None:
@@ -132,19 +138,22 @@ class Wandb:
 
 
 class TensorBoard:
-    """The TensorBoard tracker. Writes to tensorboard/ of the run; `tensorboard --logdir output` shows all runs."""
+    """Tracker that logs to TensorBoard, in the run's tensorboard/ folder.
+
+    `tensorboard --logdir output` shows all runs.
+    """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # TensorBoard hides later steps of older event files; a new run may write a step 0
+        # TensorBoard hides steps from purge_step on in older event files. A new run may write step 0.
         purge_step = start_step + 1 if start_step else 0
         self.writer = SummaryWriter(str(folder.tensorboard), purge_step=purge_step, flush_secs=FLUSH_S)
         if start_step == 0:
             self.writer.add_text("configuration", f"```json\n{json.dumps(config, indent=1)}\n```", 0)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # for example fp8_alarms, an object with counts
+        # for example fp8_alarms, a dictionary with counts
         inner = {f"{k}/{name}": n for k, v in metrics.items() if isinstance(v, dict) for name, n in v.items()}
         for key, value in (metrics | inner).items():
             if key not in ("step", "time") and is_number(value):
