@@ -1,10 +1,11 @@
-"""Predict memory and speed of a run, and recommend settings.
+"""Predict the GPU memory and speed of a training run, and recommend settings.
 
-`setting`, `memory`, `speed`, `recommend` and `plan` do not need torch. `autotune` measures the fastest precision, for
-precision.auto.
+- `setting` collects the settings that determine memory and speed.
+- `memory` predicts GPU memory for the startup checks, train/plan.py, the tables in docs/hardware.md and the run's log.
+- `speed` predicts the time of a step.
+- `recommend` selects the fastest setting that fits into GPU memory.
+- `plan` creates the output of train/plan.py.
+- `autotune` measures which precision is the fastest, for precision.auto. Only this module needs torch.
 
-`memory` is the only model of GPU memory: the startup checks, train/plan.py, the tables of docs/hardware.md and the log
-of a run use it.
-
-May import train.config, train.checkpoint and what these may, and model.
+This package may import model, train.config and train.checkpoint, and everything that those packages may import.
 """

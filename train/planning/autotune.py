@@ -1,7 +1,6 @@
-"""Apply precision.auto to a training run: rank 0 measures, and all ranks use its choice.
+"""Apply precision.auto to a training run: rank 0 measures the candidates, and all ranks use the fastest one.
 
-The choice replaces the configured values, as if the user had written it. A resumed run keeps the choice of its
-checkpoint.
+The chosen values replace the configured ones. A resumed run keeps the values from its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Return the arguments with the measured choice and `precision.auto` false. Collective.
+    """Resolve precision.auto by measuring, and return the arguments with the fastest precision settings. Collective.
 
     Args:
-        args: resolved arguments.
+        args: The resolved training arguments. Without precision.auto, they are returned unchanged.
 
     Raises:
-        ValueError, PrecisionError: see `autotune`.
+        ValueError, PrecisionError: See `autotune`.
         CheckpointError: The checkpoint to resume from is damaged.
     """
     precision = args.precision
@@ -36,7 +35,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         return args
     if precision.emulated:
         logger.info(
-            "precision.auto: no GPU to measure on; precision, CUDA graphs and attention stay as configured"
+            "precision.auto: there is no GPU to measure; using the configured precision, CUDA graphs and attention"
         )
         return replace(args, precision=replace(precision, auto=False))
     task = make_task(args, world_size)
@@ -45,7 +44,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         checkpoint = checkpoint_to_resume(args)
         if checkpoint is None:
             return autotune(task)
-        logger.info(f"precision.auto: keeping the choice of {checkpoint}")
+        logger.info(f"precision.auto: using the settings that were chosen for {checkpoint}")
         saved = read_state(checkpoint).train_config
         return Choice(
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]
@@ -55,14 +54,14 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),
-        # The checkpoint's run may have used CUDA graphs that this configuration does not support.
+        # The checkpoint may come from a run with CUDA graphs, which this configuration may not support.
         speed=replace(args.speed, cuda_graphs=choice.cuda_graphs and task.graphs_allowed),
         model=replace(args.model, attention_backend=choice.attention_backend),
     )
 
 
 def make_task(args: TrainingArguments, world_size: int) -> Task:
-    """Return the task of `autotune` for a run."""
+    """Return the description of a training run that `autotune` needs for its measurements."""
     ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
     stage = ds_config["zero_optimization"]["stage"]
     main_grad = (

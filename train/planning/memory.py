@@ -1,12 +1,16 @@
-"""Predict the GPU memory of a rank.
+"""Predict the GPU memory that a rank needs for training.
 
-The prediction is a sum of parts: weights, gradients and optimizer states, as ZeRO divides them between ranks;
-activations, as each variant saves them for its backward pass; and temporary tensors of a step.
+The prediction is a sum of several parts:
 
-The bytes per token follow from the sources of Transformer Engine 2.20.2 (`prepare_for_saving` in LayerNormLinear,
-LayerNormMLP and Linear) and of DeepSpeed 0.19.8. In the formulas, H is the hidden size, I the intermediate size, q and
-kv the widths of all query and key heads, and V the vocabulary size. An element takes 2 bytes unless it is FP8.
-tests/train/planning compares the predictions with the measured peaks in test_fp8/results/.
+- weights, gradients and optimizer states, which ZeRO divides between ranks,
+- activations that the model saves for the backward pass,
+- temporary tensors in a step.
+
+The bytes per token are derived from the source code of Transformer Engine 2.20.2 (`prepare_for_saving` in
+LayerNormLinear, LayerNormMLP and Linear) and DeepSpeed 0.19.8. In the formulas, H is the hidden size, I the
+intermediate size, q and kv the total widths of all query heads and all key heads, and V the vocabulary size. An element
+takes 2 bytes unless it is FP8. tests/train/planning compares the predictions with the peaks measured in
+test_fp8/results/.
 """
 
 from __future__ import annotations
@@ -19,28 +23,30 @@ from model.config import GIB, layer_matrix_parameters, num_parameters, state_par
 from model.fp8.recipes import FULL_STATES, STATE_CHUNK
 from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, layer_widths
 
-# cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
+# Transformer Engine and torch each have a cuBLAS workspace, with 32 MiB on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
-# Memory of the CUDA context and cuDNN, of NCCL, and the share lost to fragmentation: an allowance, not measured here.
+# Assumed memory for the CUDA context with cuDNN, assumed memory for NCCL, and assumed fraction lost to fragmentation.
 CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
-# Bytes per element with block scaling, which has a float32 scale per 128 elements.
+# Bytes per FP8 element with block scaling, which stores a float32 scale for every 128 elements.
 BLOCK_SCALES = 1 + 4 / 128
-# Bytes per element of the matrix that Muon orthogonalizes: in float32 the gradient, two tensors of momentum and the
-# update, and three tensors in 16 bits.
+# Bytes per element of a matrix that Muon orthogonalizes. The gradient, two momentum tensors and the update are float32,
+# and three more tensors have 16 bits per element.
 MUON_BYTES = 4 * 4 + 3 * 2
 MAX_MICRO_BATCH = 2**24
-# Float32 tensors of STATE_CHUNK elements that a step with packed states needs (train/engine/states.py).
+# Number of temporary float32 tensors with STATE_CHUNK elements in a step with packed optimizer states
+# (train/engine/states.py).
 STEP_TENSORS = 6
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The predicted GPU memory of a rank, in GiB.
+    """The predicted peak of a rank's GPU memory.
 
     Attributes:
-        parts: memory at the moment of the peak by purpose.
-        moment: the time of the peak within a step.
-        measured_as_gib: the peak that torch.cuda.max_memory_allocated reports. It is lower with CUDA graphs.
+        parts: Maps each purpose to its memory at the peak, in GiB.
+        moment: The part of a step in which the peak occurs.
+        measured_as_gib: The peak as torch.cuda.max_memory_allocated would report it, in GiB. With CUDA graphs, torch
+            does not count all memory.
     """
 
     parts: dict[str, float]
@@ -49,15 +55,15 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
-        """Return the sum of the parts."""
+        """Return the peak of the memory in tensors, in GiB."""
         return sum(self.parts.values())
 
     def described(self) -> str:
-        """Return the parts as text, without negligible ones."""
+        """List the memory for each purpose as text, without negligible amounts."""
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 
     def needed_gib(self, ranks: int) -> float:
-        """Return the GPU memory that the run needs, including memory outside of tensors."""
+        """Return the GPU memory that the run needs, including memory outside of tensors, in GiB."""
         return self.peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + (NCCL_GIB if ranks > 1 else 0)
 
 
@@ -65,14 +71,14 @@ class Memory:
 
 
 def saved_by_layer(s: Setting, fp8: bool) -> float:
-    """Return the bytes per token that a layer saves for its backward pass.
+    """Return the size of the activations that a layer saves for the backward pass, in bytes per token.
 
     Args:
-        fp8: whether the GEMMs of the layer are FP8.
+        fp8: Whether the layer computes its GEMMs in FP8.
     """
     H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
-    # q, k, v and the output; log-sum-exp; 1/rms of two norms
+    # q, k, v and the attention output; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
     inputs = 2 * 2 * H  # inputs of the two norms: the residual stream
     # gate and up, and silu(gate) unless the backward pass recomputes it
@@ -89,18 +95,18 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 
 
 def head_bytes(s: Setting) -> float:
-    """Return the bytes per token between the last layer and the start of lm_head's backward pass.
+    """Return the memory for the lm_head and the loss at the start of the backward pass, in bytes per token.
 
-    At that point the logits take the most memory.
+    Most of this memory is for the logits.
     """
     H, _, _, _, V = layer_widths(s.sizes)
     if not s.args.speed.fused_cross_entropy:
-        # in float32: log_softmax, its gradient, and the gradient of the loss; the norm as in a layer
+        # three float32 tensors: log_softmax, its gradient and the gradient of the loss; the norm is as in a layer
         return 12 * V + 6 * H
-    # input of the norm, input of lm_head and its gradient; the logits, which their gradient overwrites
+    # input of the norm, input of lm_head with its gradient, and the logits, which are overwritten by their gradient
     if s.fp8_head:
         return 4 * V + 5 * H
-    # row-wise and column-wise FP8 copies of the logits' gradient
+    # the gradient of the logits also has a row-wise and a column-wise FP8 copy
     return 2 * V + 6 * H + (BLOCK_SCALES * 2 * V if s.fp8_head_gradients else 0)
 
 
@@ -108,7 +114,7 @@ def head_bytes(s: Setting) -> float:
 
 
 def _buckets(s: Setting) -> float:
-    """Return the bytes of DeepSpeed's communication buffers during a micro-batch."""
+    """Return the size of DeepSpeed's communication buffers during a micro-batch, in bytes."""
     if s.zero_stage == 3:
         return 2 * (min(s.parameters, MOST_LIVE_PARAMETERS) + s.reduce_bucket)
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
@@ -117,7 +123,7 @@ def _buckets(s: Setting) -> float:
 
 
 def _in_the_step(s: Setting) -> float:
-    """Return the bytes of temporary tensors in the optimizer's step, when all activations are freed."""
+    """Return the size of temporary tensors during the optimizer step, in bytes."""
     H, I, q, _, _ = layer_widths(s.sizes)  # noqa: E741
     muon = MUON_BYTES * H * max(q, I) if s.args.optim == "muon" else 0
     if s.zero_stage == 0:
@@ -125,14 +131,13 @@ def _in_the_step(s: Setting) -> float:
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.bf16_optimizer:
-        # To reduce the gradients, even on one rank, DeepSpeed joins those of less than a bucket in one tensor, and
-        # casts them.
+        # To reduce gradients, even on one rank, DeepSpeed copies all that fit into a bucket to one tensor and casts it.
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks) if s.packs else 0
-        # Muon's exchange of matrices that two ranks share comes later and needs less.
+        # Muon later exchanges matrices that are split between two ranks, which needs less memory.
         return max(reduced, decoded, muon)
-    # a flat 16-bit copy and its float32 cast; float32 gradients of ZeRO 2 are already flat
+    # a flat 16-bit copy and a float32 copy of the gradients; with ZeRO 2, float32 gradients are already flat
     return 0 if s.float32_gradients else (4 + 2) * s.parameters / s.ranks
 
 
@@ -140,10 +145,10 @@ def _in_the_step(s: Setting) -> float:
 
 
 def predict_memory(s: Setting) -> Memory:
-    """Predict the memory of a run at its peak, in the phase of precision.schedule that needs the most.
+    """Predict the peak GPU memory of a run, in the phase of precision.schedule that needs the most memory.
 
     Raises:
-        PlanError: The setting is not `is_planned`.
+        PlanError: Memory cannot be predicted for this model variant or precision.
     """
     if not s.is_planned:
         raise PlanError(
@@ -155,13 +160,13 @@ def predict_memory(s: Setting) -> Memory:
 
 
 def _predict_phase_memory(s: Setting) -> Memory:
-    """Predict the memory at the peak of one phase.
+    """Predict the peak GPU memory in one phase of precision.schedule.
 
-    The peak is at the start of the backward pass, in the backward pass of the last layer, in the optimizer's step, or,
-    for small models, in an evaluation.
+    The peak occurs at the start of the backward pass, in the backward pass of the last layer, in the optimizer step, or
+    in an evaluation, which applies only to small models.
 
-    CUDA graphs are captured before the moments of the optimizer and the 16-bit gradients exist. After the capture,
-    torch does not count the memory of the graphs as allocated.
+    CUDA graphs are captured before the optimizer moments and the 16-bit gradients are allocated. After the capture,
+    torch does not count the graphs' memory as allocated.
     """
     H, I, _, _, V = layer_widths(s.sizes)  # noqa: E741
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
@@ -171,7 +176,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
     state = state_parts_gib(
         s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.args.optim
     )
-    # parameters with both a 16-bit gradient and the float32 gradient to which it is added
+    # number of parameters that have both a 16-bit gradient and the float32 gradient to which it is added
     twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
     state["gradients"] += 2 * twice / GIB
     copied_layers = s.fp8_layers if s.keeps_fp8_weights or not s.recompute else min(s.fp8_layers, 1)
@@ -179,20 +184,21 @@ def _predict_phase_memory(s: Setting) -> Memory:
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
-        # each capture after the first keeps gradients of its own
+        # each captured graph after the first allocates its own gradients
         running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * 2 * s.parameters / GIB
     kept = layers * 2 * H if s.recompute else of_layers
-    # FP8 copies for the two gradients of the head, computed one after the other: the weight, then the input
+    # lm_head computes its input gradient with an FP8 copy of the weight, then its weight gradient with an FP8 copy of
+    # the input
     of_head = H * max(V, s.tokens) / GIB if s.fp8_head_gradients else 0
     head = {"activations": per_token * kept, "logits": per_token * head_bytes(s) + of_head}
-    # gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, with their row-wise and
-    # column-wise FP8 copies; SwiGLU's output is already freed
+    # Gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, each with a row-wise and a
+    # column-wise FP8 copy. SwiGLU's output is already freed.
     of_mlp = 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
     backward = {
         "activations": per_token * (kept + (one_layer if s.recompute else 0)),
         "backward of a layer": per_token * of_mlp,
     }
-    # An evaluation saves nothing for a backward pass. It needs the logits, their float32 copy and log_softmax.
+    # An evaluation saves no activations. It needs the logits, their float32 copy and log_softmax.
     eval_tokens = s.seq_length * (s.micro_batch if s.eval_batch is None else s.eval_batch)
     logits = eval_tokens / GIB * (10 * V + 4 * H)
     after = always | copied if s.keeps_fp8_weights else always
@@ -207,7 +213,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
     of_passes, of_later = (max(sum(p.values()) for p in moments.values()) for moments in (passes, later))
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
-        # all optimizer states except the unpacked float32 weight, which exists from the start
+        # unpacked float32 weights are allocated before the capture, all other optimizer states after it
         early = 0 if s.packs else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
         late = state["optimizer"] - early
         shown = max(of_passes - late - 2 * twice / GIB, of_later)
@@ -221,7 +227,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
 
 
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
-    """Return the largest micro-batch that fits into a GPU, in samples, or 0 if none fits."""
+    """Return the largest micro-batch size that fits into GPU memory, in samples, or 0 if no size fits."""
     largest = bisect_left(
         range(1, MAX_MICRO_BATCH),
         True,
@@ -234,10 +240,10 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
 
 
 def least_memory_gib(s: Setting) -> float:
-    """Return a lower bound of the GPU memory of a rank, in GiB.
+    """Return a lower bound for the GPU memory that a rank needs, in GiB.
 
-    It counts weights, gradients in the type of the weights, and optimizer states. ZeRO 0 counts as ZeRO 1, because
-    DeepSpeed partitions the optimizer of 16-bit weights.
+    The bound includes weights, gradients in the data type of the weights, and optimizer states. ZeRO 0 is treated like
+    ZeRO 1, because DeepSpeed partitions the optimizer states of 16-bit weights in both stages.
     """
     parts = state_parts_gib(
         s.sizes, max(s.zero_stage, 1), s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim
@@ -246,22 +252,22 @@ def least_memory_gib(s: Setting) -> float:
 
 
 def weight_bytes(compute: str) -> int:
-    """Return the bytes per weight of the model with a value of precision.compute."""
+    """Return the size of a model weight in bytes, for a value of precision.compute."""
     return 4 if compute == "fp32" else 2
 
 
 def checkpoint_bytes(
     sizes: Any, zero_stage: int, compute: str, optimizer_bytes: float = FULL_STATES, optim: str = "adamw"
 ) -> int:
-    """Return the bytes of weights and optimizer states in a checkpoint. FP8 state and small files are not counted.
+    """Return the size of a checkpoint in bytes, without FP8 state and small files.
 
-    Float32 weights and moments take 12 bytes per parameter, or 8 for parameters that Muon trains. The weights in the
-    type of the model come on top, except with ZeRO 3, which saves only the float32 weights, and for float32 models
-    without ZeRO, which have a single copy. With packed states (train/engine/states.py), the bf16 weights are saved
-    twice.
+    Float32 weights and moments take 12 bytes per parameter, or 8 bytes for parameters that Muon trains. The weights in
+    the model's data type are saved in addition, with two exceptions: ZeRO 3 saves only the float32 weights, and float32
+    models without ZeRO have a single copy. With packed optimizer states (train/engine/states.py), the bf16 weights are
+    saved twice.
 
     Args:
-        optimizer_bytes: bytes per parameter of AdamW's states, less than FULL_STATES if they are packed.
+        optimizer_bytes: Size of AdamW's states in bytes per parameter. Packed states take less than FULL_STATES.
     """
     once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
     is_packed = compute != "fp32" and optimizer_bytes < FULL_STATES

@@ -1,4 +1,4 @@
-"""Create the plan that train/plan.py prints, and the prediction that a run logs at startup."""
+"""Create the plan that train/plan.py prints, and the prediction that a training run logs at startup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_tokens(text: str) -> int:
-    """Parse a number of tokens: "600B" is 600,000,000,000.
+    """Parse a number of tokens such as "600B", which means 600,000,000,000.
 
     Raises:
         PlanError: The text is not a positive number of tokens.
@@ -36,15 +36,15 @@ def parse_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for training a model on a number of tokens.
+    """The predictions and recommendations that train/plan.py prints for a training run.
 
     Attributes:
-        model: name of the model.
-        tokens: tokens of the run.
-        configured: the configured setting.
-        recommended: the recommended setting for the same number of GPUs.
-        by_gpus: the recommended setting by number of GPUs, or None if the model does not fit.
-        checkpoint_bytes: bytes of a checkpoint.
+        model: Name of the model.
+        tokens: Total number of training tokens.
+        configured: Predictions for the configured setting.
+        recommended: Predictions for the recommended setting on the same number of GPUs.
+        by_gpus: Maps numbers of GPUs to the recommended setting, or to None if the model does not fit.
+        checkpoint_bytes: Size of a checkpoint, in bytes.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Plan:
     checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON data."""
+        """Return the plan as a JSON object."""
         s = self.configured.setting
         return {
             "model": self.model,
@@ -76,13 +76,14 @@ class Plan:
 
 
 def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -> Plan:
-    """Plan a run.
+    """Predict memory and speed of a training run, and recommend settings.
 
     Args:
-        model: name of the model.
-        s: the configured setting.
-        tokens: tokens of the run.
-        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
+        model: Name of the model.
+        s: The configured setting.
+        gpu: The GPU model.
+        tokens: Total number of training tokens.
+        network_gbit_s: Network bandwidth between nodes, in Gbit/s per GPU.
 
     Raises:
         PlanError: The model does not fit on `s.ranks` GPUs in any setting.
@@ -95,7 +96,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
             f"{model} with {s.parameters / 1e6:,.0f} M parameters does not fit on {s.ranks} x {gpu.name} "
             f"({gpu.memory_gib:.0f} GiB) in any setting. Use "
             + ", or ".join(
-                [*enough, "a GPU with more memory", "a smaller model.config, or a smaller max_seq_length"]
+                [*enough, "a GPU with more memory", "a smaller model.config", "a smaller max_seq_length"]
             )
         )
     checkpoint = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.args.optim)
@@ -103,7 +104,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
 
 
 def lines(p: Plan) -> list[str]:
-    """Return the lines of the plan as text."""
+    """Format a plan as the lines of text that train/plan.py prints."""
     s, gpu = p.configured.setting, p.configured.gpu
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
@@ -119,7 +120,7 @@ def lines(p: Plan) -> list[str]:
             else [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
         ),
         "",
-        "Recommended settings for other numbers of GPUs (the model does not fit on numbers that are not listed):",
+        "Recommended settings by number of GPUs. The model does not fit on numbers that are not listed.",
         "",
     ]
     rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
@@ -131,7 +132,7 @@ def lines(p: Plan) -> list[str]:
 
 
 def _details(p: Planned, tokens: int) -> list[str]:
-    """Return the lines about memory, speed and time of a setting."""
+    """Format the predicted memory, speed and training time of a setting as lines of text."""
     s, e, days = p.setting, p.estimate, p.days(tokens)
     return [
         f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.described()}",
@@ -145,7 +146,7 @@ def _details(p: Planned, tokens: int) -> list[str]:
 
 
 def _row(p: Planned, tokens: int) -> dict[str, str]:
-    """Return a row of the table of recommended settings, by column name."""
+    """Return one row of the table of recommended settings, as a dictionary by column name."""
     s, days = p.setting, p.days(tokens)
     return {
         "GPUs": str(s.ranks),
@@ -165,10 +166,11 @@ def _row(p: Planned, tokens: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory and speed of a run that is about to start.
+    """The predicted GPU memory and speed of a run, which the run logs at startup.
 
     Attributes:
-        estimate: None if the GPU is not in `GPUS`.
+        memory: The predicted GPU memory of a rank.
+        estimate: The predicted speed, or None if the GPU is not in `GPUS`.
     """
 
     memory: Memory
@@ -176,16 +178,16 @@ class Prediction:
 
     @classmethod
     def make(cls, s: Setting, device_name: str) -> Prediction:
-        """Predict memory and speed of a run.
+        """Predict GPU memory and speed of a run.
 
         Args:
-            device_name: result of torch.cuda.get_device_name().
+            device_name: Name of the GPU as returned by torch.cuda.get_device_name().
         """
         name = hopper_sxm(device_name)
         return cls(predict_memory(s), estimate(s, GPUS[name.lower()]) if name else None)
 
     def line(self) -> str:
-        """Return a line for the log with the prediction."""
+        """Format the predicted memory and speed as a log line."""
         e = self.estimate
         speed = (
             f"; {e.tokens_per_second:,.0f} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
@@ -193,6 +195,6 @@ class Prediction:
         return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.described()}){speed}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as JSON data."""
+        """Return the predicted memory and speed as a JSON object."""
         memory = {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts}
         return memory | (asdict(self.estimate) if self.estimate else {})

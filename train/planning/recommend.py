@@ -13,14 +13,15 @@ from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
 MAX_SUGGESTED_MICRO_BATCH = 128  # samples
-NEARLY_AS_FAST = 0.01  # if speeds differ by at most this share, the simpler setting is recommended
-# Packed optimizer states must be this much faster, because they round the moments (docs/validation.md).
+NEARLY_AS_FAST = 0.01  # if speeds differ by at most this fraction, the simpler setting is recommended
+# Packed optimizer states are recommended only if they are faster by this fraction, because they round the moments
+# (docs/validation.md).
 CLEARLY_FASTER = 0.1
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A setting with its predicted memory and speed on a GPU."""
+    """A training setting with its predicted memory and speed on a GPU model."""
 
     setting: Setting
     gpu: Gpu
@@ -29,7 +30,7 @@ class Planned:
 
     @classmethod
     def predict(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
-        """Predict memory and speed of a setting."""
+        """Predict GPU memory and speed for a training setting."""
         return cls(setting, gpu, predict_memory(setting), estimate(setting, gpu, network_gbit_s))
 
     @property
@@ -39,15 +40,15 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits into the memory of the GPU."""
+        """Return whether the run fits into GPU memory."""
         return self.needed_gib <= self.gpu.memory_gib
 
     def days(self, tokens: int) -> float:
-        """Return the days that training on `tokens` tokens takes."""
+        """Return the predicted time for training on `tokens` tokens, in days."""
         return tokens / self.estimate.tokens_per_second / 86400
 
     def to_json(self, tokens: int) -> dict[str, Any]:
-        """Return the setting and its predictions for `tokens` tokens as JSON data."""
+        """Return the setting and the predictions for training on `tokens` tokens as a JSON object."""
         s = self.setting
         return {
             "gpus": s.ranks,
@@ -69,10 +70,11 @@ class Planned:
 
 
 def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return the optimizer states to consider, the least packed first. Muon and packed states need ZeRO 1.
+    """Return the candidates for precision.optimizer_states, starting with the one that needs the most memory.
 
     Returns:
-        Tuples of precision.optimizer_states, type of the moments and ZeRO stages.
+        Tuples of precision.optimizer_states, the type of the moments, and the ZeRO stages to consider. Muon and packed
+        states need ZeRO 1.
     """
     if s.args.optim == "muon":
         return [("fp32", "fp32", (1,))]
@@ -81,18 +83,20 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
-    """Return the fastest setting that fits, or None.
+    """Return the fastest setting that fits into GPU memory, or None if no setting fits.
 
-    The candidates are `s`, and ZeRO 1 to 3 with and without recomputation. The number of tokens per step is part of the
-    training recipe, so it does not change: only micro-batches that divide the samples of a rank's step are candidates.
-    Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that
-    are NEARLY_AS_FAST, `s` comes first, then the lowest ZeRO stage, no recomputation and the least memory.
+    The candidates are the configured setting, and ZeRO 1 to 3 with and without recomputation. The number of tokens per
+    step stays the same, so only micro-batch sizes that divide a rank's samples per step are candidates. Optimizer
+    states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that are
+    NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then no recomputation, and then the
+    least memory.
 
     Args:
-        s: the configured setting.
-        ranks: number of GPUs.
-        batch_tokens: tokens of a step over all ranks.
-        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
+        s: The configured setting.
+        gpu: The GPU model.
+        ranks: Number of GPUs.
+        batch_tokens: Number of tokens per step, summed over all ranks.
+        network_gbit_s: Network bandwidth between nodes, in Gbit/s per GPU.
     """
     chosen: Planned | None = None
     for states, moments, zero_stages in optimizer_options(s):
@@ -111,9 +115,10 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
 def _fitting(
     s: Setting, gpu: Gpu, zero_stages: tuple[int, ...], batch_tokens: int, network_gbit_s: float
 ) -> Iterator[Planned]:
-    """Yield the variations of `s` that fit, with the accumulation that is nearest to `batch_tokens`.
+    """Yield the variations of a setting that fit into GPU memory.
 
-    A ZeRO stage other than that of `s` has the DeepSpeed settings of train_args/ds_config_zero*.json.
+    The number of micro-batches per step is chosen so that a step has about `batch_tokens` tokens. ZeRO stages other
+    than the configured one use the DeepSpeed settings from train_args/ds_config_zero*.json.
     """
     samples = max(1, round(batch_tokens / (s.seq_length * s.ranks)))
     sizes = range(s.micro_batch_unit, min(samples, MAX_SUGGESTED_MICRO_BATCH) + 1, s.micro_batch_unit)

@@ -1,4 +1,7 @@
-"""The settings of a run that determine its memory and speed: model, precision, batch, ZeRO and ranks. Without torch."""
+"""Collect the settings that determine the memory and speed of a run, such as precision, batch size and ZeRO stage.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +23,62 @@ from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_precisions, phase_shares
 
-# DeepSpeed's defaults of reduce_bucket_size and stage3_max_live_parameters, in elements.
+# DeepSpeed's default values for reduce_bucket_size and stage3_max_live_parameters, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
-ZERO_3_BUCKET = 50_000_000  # reduce_bucket_size of ds_config_zero3.json, in elements
-PLANNED = {"fp8", "bf16"}  # the values of precision.compute that can be planned
+ZERO_3_BUCKET = 50_000_000  # reduce_bucket_size in ds_config_zero3.json, in elements
+PLANNED = {"fp8", "bf16"}  # values of precision.compute for which memory and speed can be predicted
 
 
 def layer_widths(sizes: Any) -> tuple[int, int, int, int, int]:
-    """Return the widths (H hidden, I intermediate, q of all query heads, kv of all key heads, V vocabulary)."""
+    """Return the widths of a model's tensors.
+
+    Returns:
+        The hidden size H, the intermediate size I, the total width q of all query heads, the total width kv of all key
+        heads, and the vocabulary size V.
+    """
     D = head_dim(sizes)
     q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
     return sizes.hidden_size, sizes.intermediate_size, q, kv, sizes.vocab_size
 
 
 class PlanError(UserError):
-    """The request cannot be planned."""
+    """An error raised if memory and speed cannot be predicted for the requested run."""
 
     code = "plan"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of one rank of a run.
+    """The settings that determine the GPU memory and speed of a training run.
 
-    The fields of `precision_fields` have the values of the first phase of precision.schedule. `phases` returns a
-    setting for each phase. Memory and speed can be predicted only for some settings (`is_planned`).
+    If the run has a precision.schedule, the fields that differ between its phases have the values of the first phase.
+    `phases` returns one setting per phase. `is_planned` is true if memory and speed can be predicted.
     """
 
-    args: TrainingArguments  # the other fields override these values
+    args: TrainingArguments  # the other fields take precedence over these values
     sizes: Any
     compute: str
     recipe: str
-    fp8_layers: int  # layers whose GEMMs are FP8
+    fp8_layers: int  # number of layers that compute their GEMMs in FP8
     fp8_head: bool
-    fp8_head_gradients: bool  # the gradients of an lm_head with a bf16 forward pass are FP8 GEMMs
-    health: bool  # FP8 health checks are on; they need a second CUDA graph
+    fp8_head_gradients: bool  # a bf16 lm_head computes its gradients in FP8
+    health: bool  # FP8 health checks are on, which need a second CUDA graph
     cuda_graphs: bool
     recompute: bool
     micro_batch: int
-    eval_batch: int | None  # samples of an evaluation batch. None: as micro_batch. 0: no evaluation.
+    eval_batch: int | None  # samples per evaluation batch; None if equal to micro_batch, 0 without evaluation
     seq_length: int
     accumulation: int
     ranks: int
     zero_stage: int
-    float32_gradients: bool  # the gradients of 16-bit weights accumulate in float32
+    float32_gradients: bool  # gradients of 16-bit weights accumulate in float32
     optimizer_states: str
-    moments: str  # type of AdamW's moments, a key of MOMENT_BYTES
+    moments: str  # data type of AdamW's moments, a key of MOMENT_BYTES
     reduces_in_float32: bool  # ranks reduce gradients in float32 (precision.gradient_communication)
     reduce_bucket: int  # elements
     overlap_comm: bool
-    # For each phase: its share of the steps and its `precision_fields`. Empty without a schedule.
+    # For each phase of precision.schedule, its fraction of the steps and its `precision_fields`. Empty without a
+    # schedule.
     schedule: tuple[tuple[float, dict[str, Any]], ...] = ()
 
     @classmethod
@@ -81,14 +90,14 @@ class Setting:
         ranks: int,
         max_steps: int | None = None,
     ) -> Setting:
-        """Create the setting of a run.
+        """Create the setting for a training run.
 
         Args:
-            args: resolved arguments.
-            ds_config: result of `resolve_ds_config` for these arguments.
-            sizes: configuration of the model.
-            ranks: number of ranks.
-            max_steps: number of steps of the run; by default args.max_steps.
+            args: The resolved training arguments.
+            ds_config: The result of `resolve_ds_config` for these arguments.
+            sizes: The model configuration.
+            ranks: The number of ranks.
+            max_steps: The number of steps in the run. Defaults to args.max_steps.
         """
         sections = zip(
             phase_shares(args, max_steps or args.max_steps), phase_precisions(args.precision), strict=True
@@ -121,79 +130,79 @@ class Setting:
 
     @property
     def phases(self) -> list[tuple[float, Setting]]:
-        """Return (share of the steps, setting) for each phase of precision.schedule."""
+        """Return the fraction of the steps and the setting for each phase of precision.schedule."""
         return [(share, replace(self, schedule=(), **own)) for share, own in self.schedule] or [(1.0, self)]
 
     @property
     def is_planned(self) -> bool:
-        """Return whether memory and speed can be predicted: te_layer and te_linear in FP8 and bf16."""
+        """Return whether memory and speed can be predicted, which needs te_layer or te_linear in FP8 or bf16."""
         return VARIANTS[self.args.model.variant].te and {phase.compute for _, phase in self.phases} <= PLANNED
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Return whether DeepSpeed uses its BF16_Optimizer."""
+        """Return whether DeepSpeed uses its BF16_Optimizer class, which accumulates gradients in float32."""
         return self.zero_stage == 1 and self.float32_gradients
 
     @property
     def main_grad(self) -> bool:
-        """Return whether GEMMs add weight gradients into float32 buffers."""
+        """Return whether the weight-gradient GEMMs accumulate directly into float32 buffers."""
         return self.args.speed.main_grad and self.bf16_optimizer
 
     @property
     def fp8(self) -> bool:
-        """Return whether the run computes in FP8."""
+        """Return whether the run trains in FP8."""
         return self.compute == "fp8"
 
     @property
     def micro_batch_unit(self) -> int:
-        """Return the number of samples by which a micro-batch must be divisible.
+        """Return the number of samples of which the micro-batch size must be a multiple.
 
-        FP8 GEMMs need rows (batch x sequence) in multiples of 16.
+        FP8 GEMMs need a number of rows (batch size x sequence length) that is divisible by 16.
         """
         return FP8_TRAIN_ROW_MULTIPLE // gcd(FP8_TRAIN_ROW_MULTIPLE, self.seq_length) if self.fp8 else 1
 
     @property
     def packs(self) -> bool:
-        """Return whether AdamW's states are packed."""
+        """Return whether AdamW's states are stored in a packed format, which takes less memory than float32."""
         return self.bf16_optimizer and self.optimizer_bytes < FULL_STATES
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes per parameter of AdamW's states."""
+        """Return the size of AdamW's states, in bytes per parameter."""
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return optimizer_state_bytes(self.optimizer_states, self.moments)
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model."""
+        """Return the number of parameters in the model."""
         return num_parameters(self.sizes)
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens in a micro-batch."""
         return self.micro_batch * self.seq_length
 
     @property
     def step_tokens(self) -> int:
-        """Return the tokens of a step over all ranks."""
+        """Return the number of tokens per step, summed over all ranks."""
         return self.tokens * self.accumulation * self.ranks
 
     @property
     def layer_matrices(self) -> int:
-        """Return the number of GEMM weights of a layer."""
+        """Return the number of matrix elements in a decoder layer, which excludes norm weights."""
         return layer_matrix_parameters(self.sizes) // self.sizes.num_hidden_layers
 
     @property
     def keeps_fp8_weights(self) -> bool:
-        """Return whether FP8 copies of all weights are kept between the micro-batches of a step (see `MicroStep`)."""
+        """Return whether FP8 copies of all weights are kept between the micro-batches of a step."""
         return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
     def described(self) -> str:
-        """Return the setting as text."""
+        """Describe the setting in one line of text."""
         precisions = [
             (f"FP8 {phase.recipe}" if phase.fp8 else phase.compute)
-            + f" ({share:.3g} of the steps)" * bool(self.schedule)
+            + f" ({share:.3g} of all steps)" * bool(self.schedule)
             for share, phase in self.phases
         ]
         parts = [
@@ -211,7 +220,7 @@ class Setting:
 
 
 def precision_fields(precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
-    """Return the fields of a `Setting` that may differ between phases of precision.schedule."""
+    """Return the fields of a `Setting` that can differ between the phases of precision.schedule."""
     fp8 = precision.compute == "fp8"
 
     def in_bf16(*names: str) -> bool:

@@ -1,7 +1,7 @@
-"""Predict the time of a step.
+"""Predict the time of a training step.
 
-The prediction divides the work of a step by fitted rates and multiplies the result by a correction. Rates and
-corrections are fitted to measured steps on one H200 (test_fp8/results/hare_*_step.json). Predictions for other GPUs and
+The prediction divides the work of a step by fitted rates and multiplies the result by a correction factor. The rates
+and factors are fitted to steps measured on one H200 (test_fp8/results/hare_*_step.json). Predictions for other GPUs and
 for links between GPUs use data sheets. tests/train/planning compares the predictions with the measurements.
 """
 
@@ -22,12 +22,12 @@ GPUS_OF_A_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model.
+    """Memory size and bandwidths of a GPU model.
 
     Attributes:
-        memory_gib: memory as torch reports it, GiB.
-        memory_tb_s: memory bandwidth in the data sheet, TB/s.
-        nvlink_gb_s: NVLink bandwidth per direction in the data sheet, GB/s.
+        memory_gib: GPU memory as reported by torch, in GiB.
+        memory_tb_s: Memory bandwidth from the data sheet, in TB/s.
+        nvlink_gb_s: NVLink bandwidth per direction from the data sheet, in GB/s.
     """
 
     name: str
@@ -43,20 +43,21 @@ GPUS = {
 }
 MEASURED_ON = GPUS["h200"]
 
-# Rates fitted to steps of te_layer: FLOP/s of matrix products and of causal attention, and bytes/s of saved
+# Rates fitted to measured steps with te_layer: FLOP/s for matrix products and causal attention, and bytes/s for saved
 # activations. SAVED_BYTES is below the memory bandwidth because activations are written and read several times.
 BF16_FLOPS, FP8_FLOPS, ATTENTION_FLOPS, SAVED_BYTES = 700e12, 1300e12, 350e12, 0.5e12
-# Bytes moved per parameter and micro-batch: always, in addition without main_grad, and in addition to quantize a
-# weight. COPIED_BYTES is their rate in bytes/s.
+# Bytes moved per parameter in a micro-batch: EACH_BYTES always, GRADIENT_BYTES more without main_grad, and
+# QUANTIZE_BYTES more if weights are quantized. COPIED_BYTES is the rate at which these bytes move, in bytes/s.
 EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 ADAMW_S = 1.5e-11  # seconds per parameter
 PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # seconds per parameter in addition
 MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15  # seconds per matrix and per FLOP
-# Time relative to delayed scaling.
+# Step time of each FP8 recipe relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
-LINK_SHARE = 0.5  # share of a link's bandwidth that a collective reaches: an assumption
+LINK_SHARE = 0.5  # assumed fraction of a link's bandwidth that a collective reaches
 
-# Measured divided by modelled time of a step at the model sizes SIZES, in parameters (hare_0.4b, hare_1.1b, hare_2.0b).
+# Measured step time divided by the uncorrected prediction. SIZES are the numbers of parameters of the measured models,
+# hare_0.4b, hare_1.1b and hare_2.0b.
 SIZES = (88.6e6, 1.123e9, 1.749e9)
 CORRECTION = {
     ("te_layer", "fp8"): (0.926, 0.940, 1.019),
@@ -64,7 +65,7 @@ CORRECTION = {
     ("te_linear", "fp8"): (0.972, 0.987, 1.033),
     ("te_linear", "bf16"): (1.020, 0.927, 1.024),
 }
-# Host time to launch the kernels of a micro-batch, ms per layer.
+# Host time to launch the kernels of a micro-batch, in ms per layer.
 LAUNCH_MS = {
     ("te_layer", "fp8"): 3.6,
     ("te_layer", "bf16"): 3.1,
@@ -75,11 +76,11 @@ LAUNCH_MS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted speed of all ranks together.
+    """The predicted training speed, summed over all ranks.
 
     Attributes:
-        basis: description of the data behind the prediction.
-        within: relative uncertainty.
+        basis: Description of the measurements and data sheets behind the prediction.
+        within: Relative uncertainty of the prediction.
     """
 
     step_s: float
@@ -89,21 +90,21 @@ class Estimate:
 
 
 def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
-    """Predict the speed of a run, averaged over the phases of precision.schedule.
+    """Predict the training speed of a run, averaged over the phases of precision.schedule.
 
     Args:
-        network_gbit_s: network bandwidth per GPU between nodes, Gbit/s.
+        network_gbit_s: Network bandwidth between nodes, in Gbit/s per GPU.
     """
     step_s = sum(share * _step_s(phase, gpu, network_gbit_s) for share, phase in s.phases)
     near = min(abs(math.log(s.parameters / size)) for size in SIZES)
     reasons = [
         ("steps measured on an H200", 0.06, True),
-        ("not at this model size", 0.06, near > 0.1),
-        ("not with models this small", 0.5, s.parameters < SIZES[0] / 2),
-        (f"{gpu.name} from its data sheet", 0.08, gpu is not MEASURED_ON),
-        ("links between GPUs from data sheets", 0.04, s.ranks > 1),
-        ("network between nodes not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
-        ("ZeRO 3 measured on at most 4 GPUs", 0.1, s.zero_stage == 3),
+        ("this model size was not measured", 0.06, near > 0.1),
+        ("models this small were not measured", 0.5, s.parameters < SIZES[0] / 2),
+        (f"{gpu.name} according to its data sheet", 0.08, gpu is not MEASURED_ON),
+        ("links between GPUs according to data sheets", 0.04, s.ranks > 1),
+        ("the network between nodes was not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
+        ("ZeRO 3 was measured on at most 4 GPUs", 0.1, s.zero_stage == 3),
     ]
     found = [(text, share) for text, share, holds in reasons if holds]
     basis, within = "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
@@ -111,7 +112,7 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
 
 
 def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
-    """Return the seconds of a step in one phase."""
+    """Return the predicted time of a step in one phase of precision.schedule, in seconds."""
     computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
     corrections = CORRECTION[s.args.model.variant, s.compute]
     correction = float(np.interp(math.log(s.parameters), np.log(SIZES), corrections))
@@ -119,10 +120,10 @@ def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
 
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
-    """Return the seconds of the forward and backward pass of a micro-batch on one GPU."""
+    """Return the predicted time for the forward and backward pass of a micro-batch, in seconds."""
     H, _, q, _, V = layer_widths(s.sizes)
     layers = s.sizes.num_hidden_layers
-    # The square root assumes that half of this time waits for memory.
+    # The square root assumes that the GPU waits for memory in half of this time.
     faster = math.sqrt(gpu.memory_tb_s / MEASURED_ON.memory_tb_s)
     products = 6 * s.layer_matrices
     of_layers = products * (s.fp8_layers / FP8_FLOPS + (layers - s.fp8_layers) / BF16_FLOPS)
@@ -144,7 +145,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """Return the seconds of the optimizer's step with clipping. With ZeRO, the ranks share the work."""
+    """Return the predicted time of the optimizer step including clipping, in seconds. ZeRO divides it by the ranks."""
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     if s.args.optim == "muon":
@@ -154,7 +155,7 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
 
 
 def newton_schulz(sizes: Any) -> tuple[int, float]:
-    """Return the number of matrices and the FLOPs of Muon's orthogonalization in a step.
+    """Return how many matrices Muon orthogonalizes in a step, and the number of FLOPs needed.
 
     For an m x n matrix with m < n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) computes 14 products of two m x m
     matrices and 4 products of an m x m and an m x n matrix. For m = n it computes 15 products.
@@ -168,21 +169,21 @@ def newton_schulz(sizes: Any) -> tuple[int, float]:
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
-    """Return the seconds of the collectives of a step, as if no communication overlapped with computation.
+    """Return the predicted time of all collectives in a step, in seconds, without overlap with computation.
 
-    The collectives are rings, so the slowest link determines their time. Links are NVLink within a node and one network
-    card per GPU between nodes.
+    The collectives use rings, so the slowest link determines the time. GPUs are linked by NVLink within a node and by
+    one network card per GPU between nodes.
     """
     if s.ranks == 1:
         return 0
     network = GPUS_OF_A_NODE * network_gbit_s / 8 if s.ranks > GPUS_OF_A_NODE else math.inf
     link = min(gpu.nvlink_gb_s, network) * 1e9
-    # seconds for one byte per parameter
+    # seconds to send one byte per parameter once around the ring
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
     gradient = 4 if s.reduces_in_float32 else 2  # bytes per parameter
     if s.zero_stage == 3:
         return s.accumulation * passes * (gradient + 4)
     if s.zero_stage == 2:
-        # DeepSpeed all-reduces each bucket, although a rank keeps only its share.
+        # DeepSpeed all-reduces each bucket, although a rank keeps only its own part.
         return s.accumulation * passes * 2 * gradient + passes * 2
     return passes * (2 * gradient + (2 if s.zero_stage else 0))

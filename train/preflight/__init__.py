@@ -1,12 +1,18 @@
-"""Startup checks: a run that cannot work is refused before its first step.
+"""Startup checks, which refuse a run that cannot work before its first step.
 
-These run before ranks start, without torch. train/launch.py calls them, or train/train.py under another launcher:
-`check` (collects all problems in one message), `sizes` (GPU memory and disk), `machine` (the GPUs of this machine) and
-`accelerate` (the configuration of accelerate's launcher).
+The following modules run before the ranks start and do not need torch. train/launch.py calls them, or train/train.py if
+another launcher is used.
 
-These run on all ranks, if the key "preflight" asks for them: `ranks` (equal configuration, software and files; speed of
-GPUs and links) and `gradients` (DeepSpeed's reduction of gradients).
+- `check` runs all checks and reports all problems in one message.
+- `sizes` checks GPU memory and disk space.
+- `machine` lists the GPUs of this host.
+- `accelerate` compares the configuration of `accelerate launch` with that of the run.
 
-May import model, train.config, train.data, train.engine, train.monitor, train.checkpoint, train.planning and what these
-may.
+The following modules run on all ranks, depending on the configuration key "preflight".
+
+- `ranks` compares configuration, software and files, and measures the speed of GPUs and links.
+- `gradients` checks that DeepSpeed reduces gradients correctly.
+
+This package may import model, train.config, train.data, train.engine, train.monitor, train.checkpoint and
+train.planning, and everything that those packages may import.
 """

@@ -1,8 +1,9 @@
-"""Compare the configuration of `accelerate launch` with the configuration of the run.
+"""Compare the configuration of `accelerate launch` with the configuration of the training run.
 
-Only the configuration of the run has an effect, so a different setting of accelerate would be ignored silently.
+Training uses only the configuration of the run, so a different setting in accelerate would be ignored silently.
 
-accelerate 1.15 passes its settings to the programs it starts as environment variables (accelerate/utils/launch.py).
+accelerate 1.15 passes its settings to the processes that it starts as environment variables
+(accelerate/utils/launch.py).
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ NOT_SUPPORTED = (
     "ACCELERATE_FP8_OVERRIDE_DGRAD",
     "ACCELERATE_FP8_OVERRIDE_WGRAD",
 )
-EXAMPLE = "train_args/accelerate_fp8.yaml is an example that matches train_config_fp8.json"
+EXAMPLE = "train_args/accelerate_fp8.yaml is an example for train_config_fp8.json"
 
 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:
-    """Return an error for each difference, or [] if another launcher started this process."""
+    """Return an error for each setting in which accelerate and the training arguments differ.
+
+    Args:
+        args: The training arguments.
+        environment: The environment variables. Without those that `accelerate launch` sets, the result is [].
+    """
     mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION")
     if mixed_precision is None:
         return []
@@ -44,19 +50,25 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
         expected["FP8_BACKEND"] = ("model.variant", "te" if te else "ao")
         if te:
             expected["FP8_FORMAT"] = ("precision.fp8_format", precision.fp8_format)
-        if precision.recipe == "delayed":  # accelerate sets these options for every recipe
+        if precision.recipe == "delayed":  # accelerate sets these variables for every recipe
             for name in ("margin", "amax_history_len", "amax_compute_algo"):
                 expected[f"FP8_{name.upper()}"] = (f"precision.{name}", getattr(precision, name))
             expected["FP8_INTERVAL"] = ("precision.recipe", 1)
     found: list[Exception] = []
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()
-        # accelerate may write 1 as 1.0.
+        # accelerate may write the number 1 as 1.0.
         if given.removesuffix(".0") not in ("", "auto", "none", str(value).lower().removesuffix(".0")):
-            text = f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make them equal; {EXAMPLE}"
+            text = (
+                f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make the two settings equal. "
+                f"{EXAMPLE}"
+            )
             found.append(ConfigurationError(text, key=key))
     for name in NOT_SUPPORTED:
         if environment.get(name, "").lower() in ("true", "1"):
-            text = f"accelerate's {name} is not supported. Remove it, and set distributed_type to MULTI_GPU; {EXAMPLE}"
+            text = (
+                f"accelerate's {name} is not supported. Remove this setting, and set distributed_type to MULTI_GPU. "
+                f"{EXAMPLE}"
+            )
             found.append(ConfigurationError(text, key=name))
     return found

@@ -1,6 +1,6 @@
-"""Check a run before its model is built and before ranks start, without torch.
+"""Check a training run before its ranks start and its model is built. All problems are reported in one message.
 
-One message lists all problems.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from train.record.trackers import check_installed
 
 T = TypeVar("T")
 
-# The launcher sets this variable for its ranks, so that they do not repeat the check.
+# The launcher sets this environment variable for its ranks, so that they do not repeat the check.
 CHECKED = "FP8_PREFLIGHT_DONE"
-# Training a larger model on a CPU is too slow to be intended.
+# Training a model with more parameters on a CPU is so slow that it is probably a mistake.
 CPU_PARAMETERS = 100e6
 
 
 class PreflightError(UserError):
-    """The run cannot start.
+    """An error raised if a training run cannot start.
 
-    A single problem sets `code` and `key` of this error.
+    If there is a single problem, the error has the `code` and `key` of that problem.
 
     Args:
-        problems: all problems found; at least one.
+        problems: All problems that were found, at least one.
     """
 
     code = "preflight"
@@ -58,12 +58,13 @@ class PreflightError(UserError):
 
 
 def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:
-    """Check a run and return its warnings. Changes no file.
+    """Check that a training run can start, and return warnings. Changes no file.
 
     Args:
-        world_size: number of ranks of the run.
-        local_ranks: number of ranks on this node.
-        devices: result of `cuda_devices`.
+        args: The training arguments.
+        world_size: The number of ranks in the run.
+        local_ranks: The number of ranks on this node.
+        devices: The result of `cuda_devices`.
 
     Raises:
         PreflightError: The run cannot start.
@@ -112,11 +113,11 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
     """Check that the run may resume from its checkpoint with the resolved arguments.
 
-    Data and model are compared later, when the run loads the checkpoint. The run also skips a damaged checkpoint, which
-    is no problem here.
+    Data and model are compared later, when the run loads the checkpoint. Damaged checkpoints are ignored, because the
+    run skips them.
 
     Raises:
-        CheckpointError, ConfigurationError: see `checkpoint_to_resume` and `allowed_changes`.
+        CheckpointError, ConfigurationError: See `checkpoint_to_resume` and `allowed_changes`.
     """
     path = checkpoint_to_resume(args)
     # With precision.auto, the precision is not known before the measurement.
@@ -134,7 +135,7 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
 
 
 def check_weights(args: TrainingArguments, sizes: Any) -> None:
-    """Check that model.init_from, if set, has the weights of this model.
+    """Check that the folder model.init_from contains weights that fit the model configuration.
 
     Raises:
         WeightsError: The weights are missing or do not fit the model.
@@ -149,17 +150,17 @@ def check_weights(args: TrainingArguments, sizes: Any) -> None:
 
 
 def check_output(args: TrainingArguments) -> None:
-    """Check that the run can use its output_dir.
+    """Check that the run can write to its output_dir.
 
     Raises:
-        ConfigurationError: The folder cannot be written, or is not the folder of a run.
+        ConfigurationError: The folder is not writable, or contains something other than a training run.
         LockError: Another run uses the folder.
     """
     folder, key = RunFolder(args.output_dir), "output_dir"
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data. Choose another folder. To '
-            "resume from a checkpoint, pass --resume_from_checkpoint",
+            f'output_dir "{args.output_dir}" contains a checkpoint, an exported model or prepared data. Choose another '
+            "folder. To resume from a checkpoint, pass --resume_from_checkpoint",
             key=key,
         )
     saves = args.save_strategy != "no" and not is_done(args, folder)
@@ -181,19 +182,20 @@ def check_output(args: TrainingArguments) -> None:
 
 
 def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:
-    """Return an error for each setting that needs a GPU, or more GPUs, than this node has.
+    """Return an error for each setting that needs more GPUs than this node has.
 
     Args:
-        sizes: configuration of the model; None if it could not be loaded.
-        local_ranks: number of ranks on this node.
-        devices: number of visible CUDA devices.
+        args: The training arguments.
+        sizes: The model configuration, or None if it could not be loaded.
+        local_ranks: The number of ranks on this node.
+        devices: The number of visible CUDA devices.
     """
     te, backend, attention = (
         VARIANTS[args.model.variant].te,
         args.precision.backend,
         args.model.attention_backend,
     )
-    none = "this machine has no visible CUDA device"
+    none = "this node has no visible CUDA device"
     too_large = sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS
     problems = [
         (
@@ -201,30 +203,31 @@ def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devic
             0 < devices < local_ranks,
             f"{local_ranks} ranks would start on this node, but it has {devices} CUDA devices, and each rank needs "
             f"one. Start {devices} ranks (--nproc, or NPROC for run_training.sh), or check CUDA_VISIBLE_DEVICES. With "
-            "srun, use --gpus-per-node instead of --gpus-per-task, so that all tasks of the node see its GPUs",
+            "srun, use --gpus-per-node instead of --gpus-per-task, so that every task sees all GPUs of its node",
         ),
         (
             "model.config",
             not devices and too_large,
             f"model.config {args.model.config}: the model has {num_parameters(sizes) / 1e6 if sizes else 0:,.0f} M "
-            f"parameters, and {none}. Check nvidia-smi and CUDA_VISIBLE_DEVICES. To train on the CPU, which is very "
-            "slow, pass --precision.backend reference",
+            f"parameters, and {none}. Check nvidia-smi and CUDA_VISIBLE_DEVICES. To train slowly on the CPU, pass "
+            "--precision.backend reference",
         ),
         (
             "precision.backend",
             not devices and te and backend == "transformer_engine",
-            f'precision.backend "transformer_engine": {none}. Set it to auto or reference',
+            f'precision.backend "transformer_engine" needs a GPU, and {none}. Set precision.backend to auto or '
+            "reference",
         ),
         (
             "precision.compute",
             not devices and args.precision.compute == "fp16",
-            f'precision.compute "fp16" needs a GPU, and {none}. Set it to bf16 or fp32',
+            f'precision.compute "fp16" needs a GPU, and {none}. Set precision.compute to bf16 or fp32',
         ),
         (
             "model.attention_backend",
             te and attention != "auto" and (not devices or backend == "reference"),
-            f'model.attention_backend "{attention}" needs Transformer Engine on a GPU, and the CPU reference only has '
-            "the attention of torch. Set it to auto",
+            f'model.attention_backend "{attention}" needs Transformer Engine on a GPU. The CPU reference '
+            "implementation of this run only supports torch's attention. Set model.attention_backend to auto",
         ),
     ]
     return [ConfigurationError(text, key=key) for key, found, text in problems if found]

@@ -1,11 +1,11 @@
 """Check that DeepSpeed reduces gradients correctly.
 
-The check computes the gradients of the first step and compares the gradients that the optimizer receives with a plain
-all-reduce of autograd's gradients, over all micro-batches of the step and all ranks. It is needed because releases of
-DeepSpeed have dropped the last micro-batch or divided twice, which training does not notice.
+The check computes the gradients of the next step. It compares the gradients that the optimizer receives with a plain
+all-reduce of autograd's gradients, over all micro-batches of the step and all ranks. Some releases of DeepSpeed have
+dropped the last micro-batch or divided the gradients twice. Without this check, such errors remain unnoticed.
 
-The check compares a sample of the elements of each parameter, and ends before the optimizer's step. Afterwards the
-state of the run is bit-identical to the state before.
+Only a sample of the elements in each parameter is compared. The optimizer takes no step, and the state of the run is
+bit-identical before and after the check.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from train.engine.step import MicroStep
 from train.preflight.check import PreflightError
 
 logger = logging.getLogger(__name__)
-SAMPLE = 2**26  # elements: 256 MiB
-FLOAT32_ERROR = 1e-6  # relative, between sums in different orders
-# Limit with fused accumulation and CUDA graphs, which round differently and quantize again.
+SAMPLE = 2**26  # compared elements over all parameters, which take 256 MiB in float32
+FLOAT32_ERROR = 1e-6  # relative error between float32 sums in different orders
+# Allowed relative error with fused accumulation and CUDA graphs, which round differently and quantize again.
 OTHER_KERNELS = 0.1
-ADVICE = "Do not train like this. Try another ZeRO stage, gradient_accumulation_steps 1 or another version of DeepSpeed"
+ADVICE = "Try another ZeRO stage, gradient_accumulation_steps 1, or another version of DeepSpeed"
 FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report this error"
 
-# A sample of each gradient in float32, by the parameter's name.
+# Maps each parameter name to a float32 sample of its gradient.
 Gradients = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing the reduced gradients with the plain ones.
+    """The result of comparing DeepSpeed's reduced gradients with plainly all-reduced gradients.
 
     Attributes:
-        problem: description of the error, or "".
-        error: the largest relative difference over the parameters.
-        allowed: the limit of `error`.
+        problem: Description of the difference, or "" if it is within the limit.
+        error: Largest relative error of the gradient over all parameters.
+        allowed: Largest allowed relative error.
     """
 
     problem: str
@@ -71,7 +71,7 @@ def check_gradients(
     stream: SampleStream,
     state: RunState,
 ) -> None:
-    """Check the gradients of the run's next step, and log the result. Collective.
+    """Check that DeepSpeed reduces the gradients of the next step correctly, and log the result. Collective.
 
     Raises:
         PreflightError: On all ranks, if the optimizer would receive wrong gradients. On a single rank, if its GPU
@@ -90,14 +90,14 @@ def check_gradients(
     except torch.OutOfMemoryError as error:
         text = (
             f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) in the check of the gradients, "
-            "which needs more memory than a step. Use a smaller per_device_train_batch_size, or skip the check with "
-            "--preflight false"
+            "which needs more memory than a training step. Use a smaller per_device_train_batch_size, or skip the "
+            "preflight checks with --preflight false"
         )
         raise PreflightError([MemoryError(text)]) from error
     if not mine:
         logger.warning(
-            "preflight: the gradients of the first step are not finite, so they cannot be compared. The run "
-            "will skip this step"
+            "preflight: the gradients of the next step are not finite and cannot be compared. Training will skip "
+            "this step"
         )
         return
     every: list[Any] = [None] * world
@@ -117,7 +117,7 @@ def check_gradients(
 
 @contextmanager
 def restore_afterwards(engine: Any, precision: Precision) -> Iterator[None]:
-    """Restore the random generators and the FP8 state in place after the block."""
+    """Restore the random generators and the FP8 state after the `with` block. Tensors are restored in place."""
     random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
     yield
     restore_fp8_state(engine, precision, fp8)
@@ -127,10 +127,14 @@ def restore_afterwards(engine: Any, precision: Precision) -> Iterator[None]:
 
 
 def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
-    """Restore FP8 state in place. Modules that had no state when it was saved get their initial state.
+    """Restore the FP8 state of a model in place.
+
+    Modules without an entry in the saved state are reset to their initial state.
 
     Args:
-        saved: result of `snapshot_fp8_state`.
+        engine: The DeepSpeed engine.
+        precision: The precision of the model.
+        saved: The result of `snapshot_fp8_state`.
     """
     reset_fp8_state(engine.module, precision)
     for key, tensor in fp8_state(engine.module, precision).items():
@@ -141,14 +145,18 @@ def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.
 def compare_gradients(
     engine: Any, micro_step: MicroStep, precision: Precision, batches: list[Batch], max_grad_norm: float
 ) -> list[Comparison]:
-    """Compute the gradients of a step and compare them. Collective. Changes FP8 state.
+    """Compare DeepSpeed's gradients for one step with a plain all-reduce. Collective. Changes FP8 state.
 
     Args:
-        batches: this rank's micro-batches of the step.
+        engine: The DeepSpeed engine.
+        micro_step: The forward and backward pass of a micro-batch.
+        precision: The precision of the model.
+        batches: This rank's micro-batches for the step.
+        max_grad_norm: The gradient norm at which the run clips, or 0 for no clipping.
 
     Returns:
-        One comparison, and a second one with fused gradient accumulation and CUDA graphs if the run uses them. [] on
-        all ranks if the gradients are not finite.
+        One comparison with a plain forward and backward pass. If the run uses fused gradient accumulation or CUDA
+        graphs, there is a second comparison with these. The list is empty on all ranks if the gradients are not finite.
     """
     plain, allowed = empty_sample(engine), allowed_error(engine, len(batches))
     fp8 = snapshot_fp8_state(engine.module, precision)
@@ -173,20 +181,20 @@ def compare_gradients(
 
 
 def trained_parameters(engine: Any) -> list[nn.Parameter]:
-    """Return the parameters that have a gradient."""
+    """Return the trainable parameters of a DeepSpeed engine's model."""
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
 def sample_stride(engine: Any) -> int:
-    """Return the distance between compared elements of a flattened parameter.
+    """Return the distance between two compared elements in a flattened parameter.
 
-    It is odd, so that the elements are in all columns of a matrix.
+    The distance is odd, so that the compared elements cover all columns of a matrix.
     """
     return math.ceil(sum(zero.full_shape(p).numel() for p in trained_parameters(engine)) / SAMPLE) | 1
 
 
 def empty_sample(engine: Any) -> Gradients:
-    """Return zeros for the compared elements of each parameter."""
+    """Return a dictionary with a zero tensor for the compared gradient elements of each parameter."""
     stride, shapes = (
         sample_stride(engine),
         {zero.parameter_name(engine, p): zero.full_shape(p) for p in trained_parameters(engine)},
@@ -198,10 +206,10 @@ def empty_sample(engine: Any) -> Gradients:
 
 
 def allowed_error(engine: Any, micro_batches: int) -> float:
-    """Return the allowed relative error of a gradient.
+    """Return the largest allowed relative error of a reduced gradient.
 
-    It is three times the expected error of adding over micro-batches and ranks, each addition rounded to the least
-    exact type involved.
+    The limit is three times the expected error of a sum over micro-batches and ranks, in which each addition is rounded
+    to the least precise data type involved.
     """
     types = {engine.communication_data_type, *(p.dtype for p in trained_parameters(engine))}
     rounding = max(torch.finfo(dtype).eps / 2 for dtype in types)
@@ -210,12 +218,17 @@ def allowed_error(engine: Any, micro_batches: int) -> float:
 
 @contextmanager
 def accumulate_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
-    """Add the gradients of this rank's micro-batches to `totals` in the block, with hooks that run before DeepSpeed's.
+    """Add the gradients of this rank's micro-batches to `totals` within the `with` block.
 
-    The hooks divide by the factor with which DeepSpeed scales the loss (accumulation, loss scale).
+    The gradients are read by hooks that run before DeepSpeed's hooks. They are divided by the factor with which
+    DeepSpeed scales the loss for gradient accumulation and fp16.
+
+    Args:
+        engine: The DeepSpeed engine.
+        totals: The sums of the gradients, which are modified.
 
     Yields:
-        The weight of a micro-batch, a scalar tensor. Set it before the micro-batch runs.
+        A scalar tensor with the weight of the micro-batch. The caller sets this weight before each micro-batch.
     """
     stride = sample_stride(engine)
     weight, factor = (torch.ones((), device=engine.device) for _ in range(2))
@@ -240,14 +253,17 @@ def accumulate_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch
 def take_step(
     engine: Any, micro_step: MicroStep, batches: list[Batch], weight: torch.Tensor | None = None
 ) -> tuple[Gradients, float] | None:
-    """Take a step up to the optimizer. Collective.
+    """Run a training step without the optimizer update. Collective.
 
     Args:
-        weight: the value that `accumulate_local_gradients` yields.
+        engine: The DeepSpeed engine.
+        micro_step: The forward and backward pass of a micro-batch.
+        batches: This rank's micro-batches for the step.
+        weight: The tensor that `accumulate_local_gradients` yields.
 
     Returns:
-        The sample of the gradient that the optimizer receives, and the norm of the whole gradient. None if DeepSpeed
-        skips the step.
+        A sample of the gradients that the optimizer receives, and the norm of all gradients. None if DeepSpeed skips
+        the step.
     """
     reduced, stride = empty_sample(engine), sample_stride(engine)
     squares: list[torch.Tensor] = []
@@ -269,7 +285,7 @@ def take_step(
     if not squares:
         return None
     square = torch.stack(squares).sum()
-    if engine.zero_optimization_stage():  # each rank has only a part of the gradient
+    if engine.zero_optimization_stage():  # each rank has only a part of the gradients
         for part in (square, *reduced.values()):
             dist.all_reduce(part)
     return reduced, math.sqrt(square)
@@ -278,13 +294,14 @@ def take_step(
 def compare(
     engine: Any, reduced: Gradients, norm: float, plain: Gradients, max_grad_norm: float, allowed: float
 ) -> Comparison:
-    """Compare the reduced gradient with the plain one.
+    """Compare DeepSpeed's reduced gradients with plainly all-reduced gradients.
 
     Args:
-        reduced, norm: the result of `take_step`.
-        plain: the all-reduced sample of autograd's gradients.
-        max_grad_norm: gradient clipping of the run; 0 for none.
-        allowed: the largest relative error.
+        engine: The DeepSpeed engine.
+        reduced, norm: The result of `take_step`.
+        plain: The all-reduced sample of autograd's gradients.
+        max_grad_norm: The gradient norm at which the run clips, or 0 for no clipping.
+        allowed: The largest allowed relative error.
     """
     reported = engine.get_global_grad_norm()
     is_clipped = max_grad_norm and reported is not None
@@ -301,13 +318,11 @@ def compare(
     problem = ""
     if not (abs(factor - 1) <= allowed and errors[worst] <= allowed):
         problem = (
-            f"the reduced gradient is {factor:.4g} times the plain one, and the gradient of {worst} has a relative "
-            f"error of {errors[worst]:.2g} (allowed {allowed:.2g})"
+            f"the reduced gradient is {factor:.4g} times as large as a plain all-reduce, and the gradient of {worst} "
+            f"has a relative error of {errors[worst]:.2g} (allowed: {allowed:.2g})"
         )
     elif reported is not None and not math.isclose(
         norm / clipping, float(reported), rel_tol=max(0.01, allowed)
     ):
-        problem = (
-            f"the norm of the gradients is {norm / clipping:.5g}, but DeepSpeed uses {float(reported):.5g}"
-        )
+        problem = f"the gradient norm is {norm / clipping:.5g}, but DeepSpeed computes {float(reported):.5g}"
     return Comparison(problem, errors[worst], allowed)

@@ -1,6 +1,6 @@
 """Check that all ranks have the same configuration, software and files, and measure the speed of GPUs and links.
 
-Messages name the rank and its host.
+Each message contains the affected ranks and their hosts.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from train.record.provenance import NOT_HASHED, sources_sha256
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-VISIBILITY_TIMEOUT_S = 10.0  # a network file system shows a new file to other nodes with a delay
-SLOW = 1.15  # warn about a GPU this many times slower than the median
+VISIBILITY_TIMEOUT_S = 10.0  # on a network file system, new files appear on other nodes with a delay
+SLOW = 1.15  # warn about GPUs that are slower than the median by this factor
 GEMM, WARMUPS, REPEATS = 8192, 3, 10
 ALL_REDUCE_BYTES = {"cuda": 2**28, "cpu": 2**20}
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The software, files and hardware of one rank.
+    """The properties of one rank that are compared with the other ranks.
 
     Attributes:
-        equal: values that must be the same on all ranks: versions of packages and sources, the data, and whether
-            output_dir is shared.
-        machine: GPU and driver. A difference is a warning.
-        gemm_tflops: speed of a bf16 GEMM in TFLOP/s; None on a CPU.
+        host: Host name of the rank.
+        equal: Values that must be the same on all ranks, such as package versions and a hash of the data.
+        machine: GPU and driver. Differences between ranks cause a warning.
+        gemm_tflops: Measured speed of a bf16 GEMM in TFLOP/s, or None on a CPU.
     """
 
     host: str
@@ -59,15 +59,15 @@ class Rank:
 
 
 def is_enabled(args: TrainingArguments) -> bool:
-    """Return whether to check the ranks: the value of the key "preflight", by default true on several nodes."""
+    """Return whether the preflight checks run. By default, they run if the ranks are on several nodes."""
     return launchers.is_multi_node() if args.preflight is None else args.preflight
 
 
 def check_configured_alike(args: TrainingArguments) -> None:
-    """Check that all ranks have the same resolved arguments. Collective.
+    """Check that all ranks have the same resolved training arguments. Collective.
 
-    They may differ when nodes are started by hand, each with its own command and file. Paths, and keys that only rank 0
-    uses, may differ.
+    The arguments can differ if a user starts each node with its own command and configuration file. Paths, and keys
+    that only rank 0 uses, are not compared.
 
     Raises:
         PreflightError: On all ranks, if the arguments differ.
@@ -85,7 +85,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
 
 
 def check_alike(args: TrainingArguments) -> None:
-    """Check software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
+    """Compare software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
 
     Raises:
         PreflightError: On all ranks, if software or files differ.
@@ -105,10 +105,11 @@ def check_alike(args: TrainingArguments) -> None:
 
 
 def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
-    """Collect the facts of this rank and measure its GPU.
+    """Collect the software, files and hardware of this rank, and measure the speed of its GPU.
 
     Args:
-        sees_file: result of `sees_file_of_rank_0`.
+        args: The training arguments.
+        sees_file: The result of `sees_file_of_rank_0`.
     """
     machine, versions = describe()
     on_gpu = torch.cuda.is_available()
@@ -127,7 +128,7 @@ def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
 
 
 def data_facts(args: TrainingArguments) -> str:
-    """Return a hash of the training data as this rank sees it, or the reason it cannot be read."""
+    """Return a hash of the training data that this rank reads, or the reason the data cannot be read."""
     data = args.data
     try:
         stream = open_stream(
@@ -140,7 +141,9 @@ def data_facts(args: TrainingArguments) -> str:
 
 
 def sees_file_of_rank_0(args: TrainingArguments) -> bool:
-    """Return whether this rank sees a file that rank 0 writes to output_dir or its nearest existing parent. Collective.
+    """Return whether this rank sees a file that rank 0 writes to output_dir. Collective.
+
+    If output_dir does not exist yet, rank 0 writes the file to the nearest existing parent folder.
 
     Raises:
         OSError: On rank 0, if the file cannot be written.
@@ -154,7 +157,7 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
         name = [Path(file.name).name if file else None]
         dist.broadcast_object_list(name, src=0)
         deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
-        # List the folder instead of opening the file: NFS caches for half a minute that a name does not exist.
+        # List the folder instead of opening the file, because NFS caches for half a minute that a file does not exist.
         while (
             not (seen := name[0] in os.listdir(nearest_existing_path(folder))) and time.monotonic() < deadline
         ):
@@ -164,7 +167,11 @@ def sees_file_of_rank_0(args: TrainingArguments) -> bool:
 
 
 def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
-    """Return the problems that refuse the run, and warnings."""
+    """Compare the properties of all ranks.
+
+    Returns:
+        The problems with which the run cannot start, and the warnings.
+    """
     names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
     problems = unequal(
         [rank.equal for rank in ranks],
@@ -172,13 +179,13 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
         "install the same packages and sources on all nodes, and put data and output_dir on a shared file system",
     )
     warnings = unequal(
-        [rank.machine for rank in ranks], names, "all ranks wait for the slowest GPU; use equal nodes"
+        [rank.machine for rank in ranks], names, "all ranks wait for the slowest GPU; use identical nodes"
     )
     usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
     warnings += [
         f"{name}: the GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, but the median is {usual:,.0f}. All "
-        "ranks wait for this GPU. Check clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE), or "
-        "exclude the node"
+        "ranks wait for this GPU. Check the clocks, temperature and other processes of this GPU with nvidia-smi "
+        "-q -d PERFORMANCE, or exclude the node"
         for name, rank in zip(names, ranks, strict=True)
         if rank.gemm_tflops and rank.gemm_tflops * SLOW < usual
     ]
@@ -186,12 +193,12 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
 
 
 def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
-    """Return a line for each value that differs from the most frequent one.
+    """Return a message for each value that differs from the most frequent value over all ranks.
 
     Args:
-        facts: for each rank, its values by name.
-        where: for each rank, its name in the lines.
-        advice: text at the end of each line.
+        facts: One dictionary per rank with the values to compare, by name.
+        where: One description per rank for the messages.
+        advice: Text to append to each message.
     """
     found = []
     for name in sorted(set().union(*facts)):
@@ -205,7 +212,7 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> 
 
 
 def gemm_tflops() -> float:
-    """Measure a bf16 GEMM on this rank's GPU, in TFLOP/s."""
+    """Measure the speed of a bf16 GEMM on this rank's GPU, in TFLOP/s."""
     a, b = (torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * GEMM**3 / _seconds(lambda: torch.mm(a, b)) / 1e12
 
@@ -218,7 +225,7 @@ def all_reduce_gb_s() -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the mean time of a call in seconds, after WARMUPS calls."""
+    """Return the mean time of a function call in seconds, after WARMUPS warm-up calls."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(WARMUPS):
         call()

@@ -1,6 +1,6 @@
-"""Compare the GPU memory and disk space that a run needs with what the machine has.
+"""Check that the GPU memory and the disk space are sufficient for a run.
 
-A run is refused only if it cannot fit. A run that probably does not fit gets a warning.
+A run that certainly does not fit is refused. A run that probably does not fit gets a warning.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from train.record.run_folder import RunFolder
 
 
 def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
-    """Return a warning if the run is likely to exceed the memory of a GPU, or "".
+    """Return a warning if the run probably does not fit into GPU memory, or "".
 
     Args:
-        args: the resolved arguments of `s`.
-        device_bytes: memory of the GPU with the least memory, in bytes.
+        args: The resolved training arguments.
+        s: The setting created from these arguments.
+        device_bytes: The memory of the smallest GPU, in bytes.
 
     Raises:
-        ConfigurationError: The run cannot fit.
+        ConfigurationError: The run certainly does not fit.
     """
     available, least = device_bytes / GIB, least_memory_gib(s)
     model = (
@@ -42,7 +43,7 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     if least > available:
         raise ConfigurationError(
             f"{model} need at least {least:,.1f} GiB per rank for weights, gradients and optimizer, but a GPU of this "
-            f"machine has {available:,.1f} GiB. {memory_advice(args)}",
+            f"node has {available:,.1f} GiB. {memory_advice(args)}",
             code="gpu_memory",
             key="model.config",
         )
@@ -57,14 +58,14 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
 
 
 def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
-    """Return a message if the error reports a lack of memory, or None."""
+    """Return an error message with advice if an exception reports that memory ran out, or None for other exceptions."""
     if not (line := out_of_memory(error)):
         return None
-    return f"error: memory ran out: {line}\n{memory_advice(args)}\n(set FP8_TRACEBACK=1 to see where)"
+    return f"error: memory ran out: {line}\n{memory_advice(args)}\nTo see the traceback, set FP8_TRACEBACK=1."
 
 
 def memory_advice(args: TrainingArguments) -> str:
-    """Return the settings that reduce GPU memory."""
+    """Return a sentence that recommends settings which need less GPU memory."""
     recompute = "" if args.gradient_checkpointing else "gradient_checkpointing true, "
     return (
         f"To reduce memory, use a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 "
@@ -73,13 +74,14 @@ def memory_advice(args: TrainingArguments) -> str:
 
 
 def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int, int, str]:
-    """Return the disk space of a run with resolved arguments.
+    """Return the disk space that a run needs.
 
-    A save is complete before the oldest checkpoint is deleted, so during a save the disk holds one checkpoint
-    more than save_total_limit.
+    The oldest checkpoint is deleted only after a save is complete. During a save, the disk therefore contains one
+    checkpoint more than save_total_limit.
 
     Returns:
-        The bytes of a checkpoint, the bytes of everything the run adds to its folder, and a description of both.
+        The size of a checkpoint in bytes, the size of everything that the run adds to its folder in bytes, and a
+        description of both.
     """
     compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
     # "never" moves existing checkpoints aside and keeps them.
@@ -90,23 +92,23 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
-        f"a checkpoint takes about {format_size(checkpoint)}, up to {count} more are kept, and hf/ takes "
-        f"{format_size(export)}"
+        f"a checkpoint takes about {format_size(checkpoint)}, the run adds up to {count} checkpoints, and the exported "
+        f"model in hf/ takes {format_size(export)}"
     )
     return checkpoint, checkpoint * count + export, text
 
 
 def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
-    """Return a warning if the disk cannot hold everything the run writes, or "".
+    """Return a warning if the disk has too little space for everything that the run writes, or "".
 
     Raises:
-        ConfigurationError: The first save does not fit.
+        ConfigurationError: The disk has too little space for the first save.
     """
     folder = RunFolder(args.output_dir)
     if args.save_strategy == "no" or is_done(args, folder):
         return ""
     checkpoint, total, text = disk_need(args, sizes, zero_stage)
-    # A save deletes the files of interrupted saves and the checkpoints beyond save_total_limit.
+    # A save deletes files left by interrupted saves, and checkpoints beyond save_total_limit.
     kept = committed(folder.checkpoints)[
         -args.save_total_limit if args.resume_from_checkpoint == "auto" else 0 :
     ]
@@ -122,24 +124,24 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
             key="output_dir",
         )
     warning = (
-        f"warning: {facts}. The disk has no room for the last save: the run needs {format_size(total)} in total. Free "
-        "some space, or lower save_total_limit"
+        f"warning: {facts}. The disk has no room for the last save, because the run needs {format_size(total)} in "
+        "total. Free some space, or lower save_total_limit"
     )
     return warning if free < total else ""
 
 
 def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
-    """Return a line for the log with the output folder and the disk space that the run needs."""
+    """Return a log line with the output folder and the disk space that the run needs."""
     folder = RunFolder(args.output_dir)
     _, _, text = disk_need(args, sizes, zero_stage)
     if args.save_strategy == "no":
-        text = "save_strategy is no: no checkpoints and no hf/"
+        text = "save_strategy is no, so the run writes neither checkpoints nor hf/"
     free = shutil.disk_usage(nearest_existing_path(folder.checkpoints)).free
     return f"output: {folder.path.resolve()}; {text}; {format_size(free)} are free"
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
-    """Return whether the run already has its last checkpoint, so that it has nothing to train."""
+    """Return whether the run already has the checkpoint of its last step, so there are no steps left to train."""
     there = committed(folder.checkpoints)
     return (
         args.resume_from_checkpoint == "auto"
