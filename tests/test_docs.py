@@ -35,24 +35,24 @@ def text_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_the_tables_of_a_page_are_current(page: Path) -> None:
+def test_generated_tables_are_current(page: Path) -> None:
     current = tables.page_with(page, tables.PAGES[page]())
     assert current == text_of(page), "python scripts/tables.py writes it anew"
 
 
-def test_every_key_stands_in_the_configurations_page_once() -> None:
+def test_configuration_page_lists_every_key_once() -> None:
     page = text_of(ROOT / "docs/configuration.md").partition(tables.BEGIN)[2]
     assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == sorted(all_keys())
 
 
-def test_what_a_run_leaves_is_in_the_reliability_page() -> None:
+def test_reliability_page_lists_run_files() -> None:
     page, folder = text_of(ROOT / "docs/reliability.md"), RunFolder("run")
     left = [path.name for path in vars(folder).values() if path.parent == folder.path]
     assert len(left) > 10 and [name for name in left if f"`{name}" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_options_and_keys_exist(page: Path) -> None:
+def test_cited_programs_options_and_keys_exist(page: Path) -> None:
     text = text_of(page).replace("\\\n", " ")
     for name, value in re.findall(r'^ +(\w)="(python .*?)"', text, re.M):
         text = text.replace(f"${name} ", f"{value} ")
@@ -97,9 +97,7 @@ def every_option() -> set[str]:
     return {*all_keys(), *re.findall(r"--(\w+)", scripts), "gres"}.union(*programs)
 
 
-def test_statements_to_paste_are_whole_with_and_without_a_pages_indent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fenced_commands_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the file or as a browser shows it: to Python an indent is something, to the shell nothing."""
     shutil.copytree(ROOT / "model/configs", tmp_path / "model/configs")
     monkeypatch.chdir(tmp_path)
@@ -116,9 +114,7 @@ def test_statements_to_paste_are_whole_with_and_without_a_pages_indent(
     assert Path("my_model.json").exists()
 
 
-def test_the_plans_of_the_clusters_page_can_be_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cluster_page_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     commands = re.findall(r"python train/plan\.py (.*)", text_of(ROOT / "docs/cluster.md"))
     for words in commands:
@@ -126,7 +122,7 @@ def test_the_plans_of_the_clusters_page_can_be_made(
     assert commands
 
 
-def test_the_trial_of_the_clusters_page_leaves_the_run_alone() -> None:
+def test_cluster_page_trial_uses_another_folder() -> None:
     """Its few steps have to be accepted, and leave nothing that the run would have to go on from."""
     text = text_of(ROOT / "docs/cluster.md").replace("\\\n", " ")
     (words,) = re.findall(r"run_training\.sh my_run\.json (.*--max_steps.*)", text)
@@ -157,7 +153,7 @@ def quoted() -> list[str]:
     return [" ".join(m.split()) for page in pages for m in re.findall(r"\*\*`([^`]+)`\*\*", page)]
 
 
-def test_the_messages_to_look_up_are_those_of_the_sources() -> None:
+def test_quoted_messages_exist() -> None:
     assert len(quoted()) >= 35
     for message in quoted():
         parts = [part.strip() for part in message.split("...") if part.strip(" .;:")]
@@ -169,7 +165,7 @@ def blocks() -> list[dict[str, object]]:
     return [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)]
 
 
-def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
+def test_quoted_configurations_are_valid(tmp_path: Path) -> None:
     models = [block for block in blocks() if "model_type" in block]
     runs = [block for block in blocks() if "max_steps" in block]
     assert (len(models), len(runs)) == (1, 3)
@@ -183,7 +179,7 @@ def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
     assert resolve_arguments(build_arguments(runs[0]), 2)
 
 
-def test_the_first_table_has_the_measured_figures() -> None:
+def test_readme_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/hare_1.1b_shipped_step.json"))
     page = text_of(ROOT / "README.md")
     rows = {r["row"]: r for r in report["results"]}
@@ -199,7 +195,7 @@ def test_the_first_table_has_the_measured_figures() -> None:
     assert f"{round(median, -2):,.0f} tokens/s" in page
 
 
-def test_the_decoding_speeds_are_the_measured_ones() -> None:
+def test_decoding_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/decode.json"))
     page = text_of(ROOT / "README.md")
     speeds = [r["tokens_per_s"] for r in report["results"] if r["what"] == "decode" and r["batch"] in (1, 64)]

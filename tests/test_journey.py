@@ -171,7 +171,7 @@ def resumed(prepared: User, stopped: int) -> str:
     return prepared.train(*changes, found[1], found[2])
 
 
-def test_own_text_becomes_tokens(prepared: User) -> None:
+def test_prepare_own_text(prepared: User) -> None:
     manifest = json.loads((prepared.folder / "data/mine/manifest.json").read_text())
     assert manifest["text_bytes"] > 30e6
     done = prepared.python("train/inspect_data.py", "data/mine", "--verify")
@@ -184,9 +184,7 @@ def test_ctrl_c_saves(prepared: User, stopped: int) -> None:
     assert (checkpoint / "manifest.json").is_file() and 5 <= stopped < OWN["max_steps"]
 
 
-def test_a_resume_with_another_learning_rate_and_more_steps(
-    prepared: User, stopped: int, resumed: str
-) -> None:
+def test_resume_with_changed_learning_rate(prepared: User, stopped: int, resumed: str) -> None:
     folder = prepared.run("my_run")
     assert FP8_RAN in resumed and f"step {stopped}, {512 * stopped:,} tokens" in resumed, resumed
     lines = metrics(folder)

@@ -66,19 +66,19 @@ PREPARATION = {
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_packages_are_imported_only_where_they_belong(package: str) -> None:
+def test_optional_packages_are_imported_in_one_place(package: str) -> None:
     users = [p for p in sources() if package in {name.split(".")[0] for name in imported_modules(p)}]
     assert users, f"nothing imports {package}; is this rule still about something?"
     allowed = ONLY_IN[package]
     assert not [p for p in users if p.as_posix() not in allowed and p.parent.as_posix() not in allowed]
 
 
-def test_deepspeeds_private_names_stand_in_two_files() -> None:
+def test_deepspeed_private_names_are_in_two_files() -> None:
     named = {p.as_posix() for p in sources() if PRIVATE.search((ROOT / p).read_text(encoding="utf-8"))}
     assert named == KNOW_DEEPSPEED
 
 
-def test_the_rooms_of_training_import_in_one_direction() -> None:
+def test_train_packages_import_in_one_direction() -> None:
     graph, below = arrows(), set()
     assert {room for room in graph if room.startswith("train/")} == {room for line in LAYERS for room in line}
     for line in LAYERS:
@@ -89,7 +89,7 @@ def test_the_rooms_of_training_import_in_one_direction() -> None:
     assert not PREPARATION & reached(graph, "train/train.py")
 
 
-def test_model_and_demo_do_not_know_training() -> None:
+def test_model_and_demo_do_not_import_train() -> None:
     for room in arrows():
         if room.startswith(("model", "fp8_inference_demo")):
             assert not [o for o in reached(arrows(), room) if o.startswith(("train", "test_fp8"))], room
@@ -99,7 +99,7 @@ def test_model_and_demo_do_not_know_training() -> None:
 BASE = [f"model/{name}.py" for name in "__init__ errors keys variants config documents hf_folder".split()]
 
 
-def test_the_files_of_the_model_import_in_one_direction() -> None:
+def test_model_files_import_in_one_direction() -> None:
     graph = {str(p): {str(f) for f in imported_files(p)} for p in sources() if p.parts[0] == "model"}
     assert not [file for file in graph if file in reached(graph, file)], "a circle"
     for file, imported in graph.items():
@@ -108,7 +108,7 @@ def test_the_files_of_the_model_import_in_one_direction() -> None:
             assert not wrong, f"{file} may import {BASE}"
 
 
-def test_the_answers_name_at_most_three_files() -> None:
+def test_architecture_page_names_at_most_three_files() -> None:
     """Each answer of docs/architecture.md."""
     answers = (
         (ROOT / "docs/architecture.md")
@@ -128,7 +128,7 @@ NOT_LISTED = {"torch", "triton", "nvidia", "megatron", "pythainlp"}
 NAMES = {"fasttext": "fasttext-numpy2-wheel", "transformer_engine_torch": "transformer_engine"}
 
 
-def test_requirements_list_what_is_imported() -> None:
+def test_requirements_list_all_imports() -> None:
     listed = {
         kind: {
             requirement["name"].replace("-", "_")

@@ -54,7 +54,7 @@ def greedy(model: MistralForCausalLM, row: list[int], answer: list[int]) -> list
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_transformers_alone_and_in_a_batch(model: Model) -> None:
+def test_greedy_tokens_equal_transformers(model: Model) -> None:
     """Prompts and answers are longer than the window of 24 tokens."""
     folder, theirs = model
     rows = prompts(20)
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_a_batch(model: Mod
         assert tokens(engine, [row], 40) == [answer[:40]], "nothing of earlier rows in the cache is seen"
 
 
-def test_rows_end_on_their_own(model: Model) -> None:
+def test_rows_stop_independently(model: Model) -> None:
     engine = Engine.load(model[0], "fp32", batch_size=3, max_length=48)
     rows = prompts(3)  # 1, 40 and 3 tokens
     run = engine.generate(rows, GREEDY, [0, 0, 0], 20)
@@ -85,9 +85,7 @@ def test_rows_end_on_their_own(model: Model) -> None:
     assert run.full == set(), "it did not end because of the context"
 
 
-def test_prompts_go_through_the_layers_in_parts_that_fit(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_are_prefilled_in_chunks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = Engine.load(model[0], "fp32", 5, 64), prompts(5)
     whole = tokens(engine, rows, 3)
     for most in (100, 39):  # of up to 40 tokens a prompt: two prompts at a time, and one
@@ -96,7 +94,7 @@ def test_prompts_go_through_the_layers_in_parts_that_fit(
 
 
 @pytest.mark.parametrize("window", [1, 5, 8, 29, 30, None])
-def test_a_window_over_a_prompt_is_the_same_in_blocks_of_any_size(window: int | None) -> None:
+def test_sliding_window_prefill_with_any_block_size(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 30, 4, 8, generator=generator)
     k, v = torch.randn(2, 2, 2, 30, 8, generator=generator)
@@ -110,7 +108,7 @@ def test_a_window_over_a_prompt_is_the_same_in_blocks_of_any_size(window: int | 
 
 
 @torch.no_grad()
-def test_up_to_16_rows_meet_fp8_weights_in_bf16_and_more_in_fp8(
+def test_activation_precision_by_batch_size(
     model: Model,
 ) -> None:
     fp8, bf16 = (Engine.load(model[0], precision, 17, 32).forward for precision in ("fp8", "bf16"))
@@ -125,7 +123,7 @@ def test_up_to_16_rows_meet_fp8_weights_in_bf16_and_more_in_fp8(
             assert forward.ran == counted, rows
 
 
-def test_memory_is_counted_by_the_bytes_of_each_tensor_once(model: Model) -> None:
+def test_nbytes_counts_each_tensor_once(model: Model) -> None:
     folder, theirs = model
     shapes = weight_shapes(theirs.config)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -137,7 +135,7 @@ def test_memory_is_counted_by_the_bytes_of_each_tensor_once(model: Model) -> Non
     assert weights.nbytes == nbytes - 2 * sizes["lm_head.weight"]
 
 
-def test_logits_that_are_not_finite_end_with_an_error(model: Model) -> None:
+def test_non_finite_logits_raise(model: Model) -> None:
     engine = Engine.load(model[0], "fp8", batch_size=2, max_length=48)
     engine.weights.norm[5] = math.nan
     with refused(EngineError, code="not_finite"):
@@ -153,7 +151,7 @@ def test_logits_that_are_not_finite_end_with_an_error(model: Model) -> None:
         ([[1] * 48], "row_length", "row 0"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(model: Model, rows: list[list[int]], code: str, key: str) -> None:
+def test_too_many_rows_raise(model: Model, rows: list[list[int]], code: str, key: str) -> None:
     engine = Engine.load(model[0], "fp32", 2, 48)
     with refused(EngineError, code=code, key=key):
         engine.generate(rows, GREEDY, [0] * len(rows), 4)
@@ -161,7 +159,7 @@ def test_rows_that_do_not_fit_are_refused(model: Model, rows: list[list[int]], c
         Engine(engine.weights, 1, 513)
 
 
-def test_weights_stored_in_fp8_are_unchanged_and_the_others_stay_in_bf16(model: Model) -> None:
+def test_loading_stored_fp8_weights(model: Model) -> None:
     """Two modules of the training stayed in bf16; one of them is fused with modules that did not."""
     _, theirs = model
     kept = ("k_proj", "o_proj", "norm", "embed_tokens", "lm_head")
@@ -183,7 +181,7 @@ def test_weights_stored_in_fp8_are_unchanged_and_the_others_stay_in_bf16(model: 
 @pytest.mark.parametrize(
     ("block", "size", "key"), [(False, 264, "0.mlp.gate_proj"), (True, 320, "0.mlp.down_proj")]
 )
-def test_sizes_that_fp8_does_not_support_are_refused(model: Model, block: bool, size: int, key: str) -> None:
+def test_unsupported_fp8_sizes_raise(model: Model, block: bool, size: int, key: str) -> None:
     """One scale per row needs multiples of 16, one per block columns in multiples of 128."""
     config = copy.deepcopy(model[1].config)
     config.intermediate_size = size
@@ -201,7 +199,7 @@ def test_sizes_that_fp8_does_not_support_are_refused(model: Model, block: bool, 
         pack(dict(tensors), config, "bf16")
 
 
-def test_generations_have_seeds_of_their_own_and_can_be_repeated(model: Model) -> None:
+def test_generation_is_reproducible_by_seed(model: Model) -> None:
     engine, sampling = Engine.load(model[0], "fp32", 2, 64), Sampling(temperature=1.0, repetition_penalty=1.3)
     first, second = (engine.generate([[1, 5, 9]], sampling, [seed], 20) for seed in (1, 2))
     alone = list(first)

@@ -33,7 +33,7 @@ def say(folder: Path, demo: Demo) -> Demo:
 
 @pytest.mark.process
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_fp8_generates(folder: Path, tmp_path: Path, device: str) -> None:
+def test_fp8_generation(folder: Path, tmp_path: Path, device: str) -> None:
     """In a process of its own: FP8 ran, and standard output has the continuation alone."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def main", encoding="utf-8")
@@ -47,7 +47,7 @@ def test_fp8_generates(folder: Path, tmp_path: Path, device: str) -> None:
     assert "FP8" in run.stderr and 5 in numbers(run.stderr)  # steps after the first token
 
 
-def test_samples_come_one_behind_the_other(say: Demo, output: Output) -> None:
+def test_samples_are_printed_in_order(say: Demo, output: Output) -> None:
     """In batches of any size the same texts, the first one that of one sample alone; another seed gives others."""
     outputs = []
     for options in ((), ("--num_samples", 3), ("--num_samples", 3, "--batch_size", 2), ("--seed", 1)):
@@ -59,26 +59,24 @@ def test_samples_come_one_behind_the_other(say: Demo, output: Output) -> None:
     assert texts[0] == alone and len(set(texts)) == 3
 
 
-def test_out_of_memory_names_the_option(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "load", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     refuse("--model", folder, "--prompt", "x", code="out_of_memory", key="--batch_size")
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), OSError("bad"), BackendError("bad")])
-def test_errors_of_a_user_end_with_status_2(
-    say: Demo, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_user_errors_exit_with_status_2(say: Demo, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(Engine, "load", Mock(side_effect=error))
     assert say() == 2
 
 
-def test_an_id_of_the_hub_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("no network")))
     refuse("--model", "org/name", "--prompt", "x", code="hub", key="org/name")
 
 
-def test_folders_without_a_model(tmp_path: Path) -> None:
+def test_folder_without_model_raises(tmp_path: Path) -> None:
     run = tmp_path / "my run"
     checkpoint = run / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
@@ -91,7 +89,7 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     assert fp8_inference.find_model_folder(run) == fp8_inference.find_model_folder(run / "hf") == run / "hf"
 
 
-def test_damaged_models_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_damaged_model_raises(folder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(folder, tmp_path / "damaged")
     weights, config = model / "model.safetensors", model / "config.json"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -123,7 +121,7 @@ def test_damaged_models_are_refused(folder: Path, tmp_path: Path) -> None:
         ["--recipe", "current"],
     ],
 )
-def test_bad_options(options: list[str]) -> None:
+def test_invalid_options(options: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         fp8_inference.parse_arguments(["--model", "x", *options])
     assert ended.value.code == 2

@@ -44,7 +44,7 @@ def say(folder: Path, demo: Demo) -> Demo:
     return lambda typed, *options: demo(*base, *options, typed=typed)
 
 
-def test_a_conversation_goes_on_with_all_that_was_said(say: Demo, prompts: list[str], output: Output) -> None:
+def test_conversation_keeps_history(say: Demo, prompts: list[str], output: Output) -> None:
     assert say(b"def main\n\nreturn the\n", "--interactive") == 0
     assert prompts[0] == "<s>def main"
     assert prompts[1].startswith("<s>def main") and prompts[1].endswith("\nreturn the")
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(say: Demo, prompts: list[
     assert first and output().startswith(first), "the answer is in between"
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_session(
+def test_ctrl_c_ends_only_the_answer(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, output: Output
 ) -> None:
     counts, push = [], Completion.push
@@ -71,7 +71,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_session(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_ends_the_session(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_ctrl_c_ends_the_session(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed_twice(completion: Completion, token: int) -> None:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_a_second_ctrl_c_ends_the_session(say: Demo, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("end", ["", "  ", EOFError])
-def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
+def test_conversation_ends_at_empty_line_or_ctrl_d(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, end: str | type[BaseException]
 ) -> None:
     monkeypatch.setattr(io, "TextIOWrapper", Terminal)
@@ -93,7 +93,7 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
 
 
 @pytest.mark.parametrize(("new", "most"), [(6, 18), (20, 12)])
-def test_a_conversation_beyond_the_context_loses_its_beginning(
+def test_long_conversation_is_truncated_on_the_left(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, new: int, most: int
 ) -> None:
     """A prompt leaves room for its answer, but has half of the context."""
@@ -105,9 +105,7 @@ def test_a_conversation_beyond_the_context_loses_its_beginning(
     assert max(lengths) == lengths[-1] == most
 
 
-def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
-    say: Demo, prompts: list[str], output: Output
-) -> None:
+def test_piped_lines_are_independent_prompts(say: Demo, prompts: list[str], output: Output) -> None:
     """The last line may end without a newline, the first begin with a byte order mark. Each prompt is one for itself;
     not repeated, for nobody sees it."""
     assert say(b"\xef\xbb\xbf\ndef main\r\n \n\nreturn the") == 0
@@ -115,9 +113,7 @@ def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
     assert "def main" not in output()
 
 
-def test_a_prompt_is_repeated_on_a_terminal(
-    say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output
-) -> None:
+def test_prompt_is_echoed_on_a_terminal(say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output) -> None:
     """Of one sample its answer goes on behind it."""
     assert say(b"", "--prompt", "def main") == 0
     answer = output()
@@ -127,7 +123,7 @@ def test_a_prompt_is_repeated_on_a_terminal(
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_terminal_gets_no_control_characters(
+def test_control_characters_are_escaped_on_a_terminal(
     say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output, terminal: bool
 ) -> None:
     """Of a prompt, and of what the model generates; a pipe gets the text as it is."""
@@ -146,7 +142,7 @@ def test_a_terminal_gets_no_control_characters(
         (b"x y " * 40, ("--max_length", 64)),
     ],
 )
-def test_after_a_line_that_is_too_long_the_next_one_is_answered(
+def test_too_long_line_is_skipped(
     say: Demo, prompts: list[str], line: bytes, options: tuple[object, ...]
 ) -> None:
     assert say(line + b"\ndef main\n", *options) == 1
@@ -154,5 +150,5 @@ def test_after_a_line_that_is_too_long_the_next_one_is_answered(
 
 
 @pytest.mark.parametrize("options", [(), ("--interactive",)])
-def test_input_that_is_not_utf8_is_refused(say: Demo, options: tuple[object, ...]) -> None:
+def test_non_utf8_input_raises(say: Demo, options: tuple[object, ...]) -> None:
     assert say(b"caf\xe9\n", *options) == 2

@@ -85,7 +85,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     "rows, length",
     [(1, 700), (1, 512), (1, 300), (2, 700), (3, 700), (16, 700), (17, 700), (64, 700), (130, 700)],
 )
-def test_a_step_is_as_exact_as_in_torch(precision: str, rows: int, length: int, window: int | None) -> None:
+def test_decode_step_is_as_accurate_as_torch(
+    precision: str, rows: int, length: int, window: int | None
+) -> None:
     """Of the error against float32 at least as little as torch has that rounds in the same places, up to a fifth; and
     twice, for the splits of the attention must be left as they were found."""
     weights = make(precision, sliding_window=window)
@@ -102,7 +104,7 @@ def test_a_step_is_as_exact_as_in_torch(precision: str, rows: int, length: int, 
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("shipped", sorted(path.stem for path in CONFIGS.glob("*.json")))
-def test_heads_of_every_shipped_model(shipped: str, precision: str, rows: int) -> None:
+def test_attention_with_shipped_head_sizes(shipped: str, precision: str, rows: int) -> None:
     """A layer of its sizes: head_dim 32 to 256, two to four query heads on one of key and value."""
     sizes = load_sizes(shipped)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -115,7 +117,7 @@ def test_heads_of_every_shipped_model(shipped: str, precision: str, rows: int) -
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "block"])
-def test_prompts_are_as_exact_as_in_torch(precision: str) -> None:
+def test_prefill_is_as_accurate_as_torch(precision: str) -> None:
     weights = make(precision, sliding_window=150)
     ids = torch.randint(1000, (2, 333), generator=torch.Generator().manual_seed(2)).cuda()
     found = []
@@ -131,7 +133,7 @@ def test_prompts_are_as_exact_as_in_torch(precision: str) -> None:
 
 @pytest.mark.parametrize("C", [256, 384, 2048, 4096])
 @pytest.mark.parametrize("kind", ["add", "swiglu"])
-def test_one_row_meets_fp8_weights_as_two_digits(kind: str, C: int) -> None:
+def test_single_row_uses_two_fp8_digits(kind: str, C: int) -> None:
     """Against float64: no worse than an x in bf16 is. 100 rows are no multiple of what a program has."""
     from fp8_inference_demo.kernels import one_row
 
@@ -157,7 +159,7 @@ def test_one_row_meets_fp8_weights_as_two_digits(kind: str, C: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["add", "swiglu"])
-def test_a_nan_in_a_row_is_seen(kind: str) -> None:
+def test_nan_propagates(kind: str) -> None:
     from fp8_inference_demo.kernels import one_row
 
     codes = quantize_rows(torch.randn(32, 512, device="cuda"))
@@ -176,7 +178,7 @@ def test_a_nan_in_a_row_is_seen(kind: str) -> None:
     assert out.isnan().all()
 
 
-def test_rows_are_quantized_as_in_torch_and_a_second_digit_keeps_bf16() -> None:
+def test_row_quantization_equals_torch() -> None:
     from fp8_inference_demo import kernels
 
     x = (
@@ -193,7 +195,7 @@ def test_rows_are_quantized_as_in_torch_and_a_second_digit_keeps_bf16() -> None:
 
 
 @pytest.mark.parametrize("digits", [1, 2])
-def test_one_row_and_rows_with_a_nan(digits: int) -> None:
+def test_row_quantization_with_nan(digits: int) -> None:
     """A NaN must reach the logits, where it is looked for."""
     from fp8_inference_demo import kernels
     from fp8_inference_demo.kernels.rows import swiglu_rows
@@ -215,7 +217,7 @@ def test_one_row_and_rows_with_a_nan(digits: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 200])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_products_are_those_of_the_codes(rows: int, groups: int) -> None:
+def test_gemm_equals_product_of_codes(rows: int, groups: int) -> None:
     from fp8_inference_demo import kernels
 
     stored = quantize_rows(torch.randn(1008, 512, device="cuda"))
@@ -233,7 +235,7 @@ def test_products_are_those_of_the_codes(rows: int, groups: int) -> None:
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [2, 5, 64, 130])
-def test_rows_that_a_product_quantizes_are_rows_as_ever(rows: int, groups: int, digits: int) -> None:
+def test_gemm_quantizes_rows_like_rows_kernel(rows: int, groups: int, digits: int) -> None:
     """What SwiGLU's product says of its rows, and the next product makes of that; a NaN stays in its row."""
     from fp8_inference_demo import kernels
     from fp8_inference_demo.kernels.common import Late
@@ -259,7 +261,7 @@ def test_rows_that_a_product_quantizes_are_rows_as_ever(rows: int, groups: int, 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 140])
-def test_attention_says_how_large_its_rows_are(rows: int) -> None:
+def test_attention_returns_row_maximum(rows: int) -> None:
     """Split over programs, and (140) not; and it leaves the token's key and value in the cache."""
     from fp8_inference_demo import kernels
     from fp8_inference_demo.kernels.common import Late
@@ -281,7 +283,7 @@ def test_attention_says_how_large_its_rows_are(rows: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [80, 20000])
-def test_the_end_of_a_greedy_step_is_the_samplers(vocabulary: int) -> None:
+def test_greedy_step_equals_sampler(vocabulary: int) -> None:
     from fp8_inference_demo import kernels
 
     logits = torch.randn(5, vocabulary, device="cuda")
@@ -297,7 +299,7 @@ def test_the_end_of_a_greedy_step_is_the_samplers(vocabulary: int) -> None:
     assert positions.tolist() == [2, 3, 6, 6, 4] and steps.tolist() == [3] * 5
 
 
-def test_greedy_tokens_are_those_of_transformers_up_to_ties() -> None:
+def test_greedy_tokens_equal_transformers_up_to_ties() -> None:
     """In bf16: in float32 each token is the likeliest, or behind it by no more than what two logits come to be apart by
     the largest error that transformers makes in bf16."""
     torch.manual_seed(0)
@@ -330,7 +332,7 @@ def test_greedy_tokens_are_those_of_transformers_up_to_ties() -> None:
     assert engine._steps and all(step.graph is not None for step in engine._steps.values())
 
 
-def test_a_graph_draws_other_numbers_at_each_replay_and_the_same_again() -> None:
+def test_sampling_in_a_replayed_graph() -> None:
     engine = Engine(make("fp8"), 4, 200)
     sampling, rows = Sampling(temperature=1.0, top_k=0), [[1, 2, 3], [4], [5, 6], [1, 2, 3]]
 

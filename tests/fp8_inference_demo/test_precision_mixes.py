@@ -42,7 +42,7 @@ def model() -> MistralForCausalLM:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rows", [1, 2, 17, 128, 130])
 @pytest.mark.parametrize("in_fp8", MIXES, ids=lambda names: "+".join(filter(None, names)) or "none")
-def test_logits_of_every_mix(
+def test_logits_with_mixed_precisions(
     model: MistralForCausalLM, in_fp8: tuple[str, ...], rows: int, device: str
 ) -> None:
     """A prompt of so many tokens, and a step of so many rows behind one token each. Up to 16 rows keep activations in

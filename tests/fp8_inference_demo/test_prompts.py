@@ -34,7 +34,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def test_prompts_have_their_samples_in_order_with_their_fields(
+def test_completions_keep_order_and_fields(
     command: list[object], out: Path, demo: Demo, output: Output
 ) -> None:
     assert demo(*command) == 0
@@ -54,7 +54,7 @@ def test_prompts_have_their_samples_in_order_with_their_fields(
     assert (choice["text"], choice["finish_reason"]) == (text[0], "stop") and choice["tokens"] <= 4
 
 
-def test_whole_lines_are_written_as_they_are_done_and_no_file_is_overwritten(
+def test_output_file_is_written_line_by_line(
     command: list[object], out: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the third batch; a batch of 4 rows has 1 1/3 prompts."""
@@ -91,7 +91,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "code"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_line_that_will_not_do_is_named_before_anything_runs(
+def test_invalid_prompt_line_raises_before_loading(
     command: list[object], out: Path, tmp_path: Path, line: bytes, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "in.jsonl"
@@ -101,7 +101,7 @@ def test_a_line_that_will_not_do_is_named_before_anything_runs(
     assert not out.exists()
 
 
-def test_files_that_hold_no_prompts(command: list[object], tmp_path: Path) -> None:
+def test_files_without_prompts_raise(command: list[object], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n")
     refuse(*command, code="no_prompts", key="--prompts")
@@ -109,6 +109,6 @@ def test_files_that_hold_no_prompts(command: list[object], tmp_path: Path) -> No
     refuse(*command, code="not_utf8", key=f"--prompts {source}")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfdef")
     assert text.read_text(tmp_path / "a.txt", "a.txt") == "def"

@@ -75,7 +75,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_draws_follow_the_probabilities_of_transformers(options: dict[str, float]) -> None:
+def test_sample_distribution_equals_transformers(options: dict[str, float]) -> None:
     wanted, logits = sampling(**options), logits_of()
     probabilities = transformers_probabilities(logits, wanted, PROMPT)
     counts = draw_many(logits, wanted).bincount(minlength=len(logits))
@@ -93,7 +93,7 @@ def support(logits_V: Tensor, wanted: Sampling) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_limits_keep_the_tokens_that_transformers_keeps(seed: int) -> None:
+def test_top_k_top_p_min_p_equal_transformers(seed: int) -> None:
     """Logits close together, so that each token is likely enough to be met."""
     logits = torch.randn(24, generator=torch.Generator().manual_seed(seed))
     for top_k, top_p, min_p in itertools.product((0, 1, 6, 100), (0.05, 0.5, 0.95, 1.0), (0.0, 0.2, 1.0)):
@@ -102,13 +102,13 @@ def test_the_limits_keep_the_tokens_that_transformers_keeps(seed: int) -> None:
         assert support(logits, wanted).equal(kept), wanted
 
 
-def test_equal_logits_at_a_limit_all_stay() -> None:
+def test_ties_at_a_limit_are_kept() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
     for limit in (dict(top_k=2), dict(top_p=0.7), dict(top_k=4, top_p=0.7)):
         assert support(logits, sampling(**limit)).tolist() == [False, True, True, True, False], limit
 
 
-def test_greedy_is_argmax_after_the_penalty() -> None:
+def test_greedy_with_repetition_penalty() -> None:
     logits = logits_of()
     second, best = logits.topk(2).indices.flip(0).tolist()
     sampler = Sampler(sampling(temperature=0, repetition_penalty=3.0), 2, 2, len(logits), "cpu")
@@ -120,7 +120,7 @@ def test_greedy_is_argmax_after_the_penalty() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
+def test_non_finite_logits_return_no_token(temperature: float) -> None:
     rows = logits_of().repeat(5, 1)
     rows[1, 3], rows[2, 4], rows[3, 5], rows[4] = torch.nan, torch.inf, -torch.inf, -torch.inf
     wanted = sampling(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
@@ -130,7 +130,7 @@ def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
     assert (drawn == -1).tolist() == [False, True, True, False, True]
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+def test_sampling_is_independent_of_the_batch() -> None:
     rows = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     wanted = sampling(top_k=50, top_p=0.95, repetition_penalty=1.3)
     seeds, steps = [row_seed(5, i, 0) for i in range(6)], torch.tensor([0, 1, 5, 5, 900, 2])
@@ -143,13 +143,13 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
         assert alone.draw(rows[row : row + 1], steps[row : row + 1]) == together[row]
 
 
-def test_each_row_and_step_draws_anew_and_a_seed_draws_the_same() -> None:
+def test_sampling_by_seed_row_and_step() -> None:
     logits = torch.zeros(1000)
     draws = [draw_many(logits, sampling(), 200, step) for step in (0, *range(20))]
     assert draws[0].equal(draws[1]) and torch.stack(draws).unique().numel() > 950
 
 
-def test_random_numbers_are_uniform_and_independent() -> None:
+def test_random_numbers_are_uniform() -> None:
     """Over the seeds of a step and the steps of a seed; neighbors in both directions are independent."""
     numbers = uniform(mix(torch.arange(64))[:, None], torch.arange(1024))
     assert numbers.min() >= 0 and numbers.max() < 1 and numbers.unique().numel() == numbers.numel()
@@ -161,7 +161,7 @@ def test_random_numbers_are_uniform_and_independent() -> None:
         assert abs(chi_square(counts, torch.full((256,), 1 / 256))) < 3.5, name
 
 
-def test_mix_is_splitmix64() -> None:
+def test_mix_equals_splitmix64() -> None:
     """The published sequence of seed 0 (its state grows by the golden ratio)."""
     golden = -0x61C8864680B583EB
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -170,7 +170,7 @@ def test_mix_is_splitmix64() -> None:
     assert numbers == [(number >> 11) / 2**53 for number in published]
 
 
-def test_drawing_traces_as_one_graph_without_synchronization() -> None:
+def test_sampling_compiles_without_graph_break() -> None:
     """A value of the device that the host reads breaks a full graph."""
     wanted = sampling(top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
     sampler, drawn = Sampler(wanted, 2, 1, 40, "cpu"), []

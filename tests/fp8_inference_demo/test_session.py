@@ -23,7 +23,7 @@ def session_of(folder: Path, *options: object) -> Session:
     return Session(fp8_inference.parse_arguments(arguments), folder)
 
 
-def test_options_reach_the_sampling(folder: Path) -> None:
+def test_options_are_passed_to_sampling(folder: Path) -> None:
     given = ("--temperature", 0.3, "--top_k", 7, "--top_p", 0.6, "--min_p", 0.2, "--repetition_penalty", 1.4)
     session = session_of(folder, *given, "--max_new_tokens", 9, "--stop", "a", "--stop", "b", "--ignore_eos")
     sampling = Sampling(temperature=0.3, top_k=7, top_p=0.6, min_p=0.2, repetition_penalty=1.4)
@@ -31,7 +31,7 @@ def test_options_reach_the_sampling(folder: Path) -> None:
     assert session_of(folder).options == Options(Sampling(), max_new_tokens=128, stop=(), ignore_eos=False)
 
 
-def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Path) -> None:
+def test_context_length(folder: Path) -> None:
     session = session_of(folder, "--max_new_tokens", 12)  # of 512 positions
     assert [session.max_length(longest) for longest in (1, 500, 501, None)] == [13, 512, 512, 512]
     session.config.max_position_embeddings = 8192
@@ -45,7 +45,7 @@ def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Pa
             given.check_length(ids, "this", most)
 
 
-def test_samples_are_shown_one_after_the_other_as_they_grow(
+def test_samples_are_streamed_in_order(
     output: Output,
 ) -> None:
     first, second = (SimpleNamespace(text="", finish_reason=None) for _ in range(2))
@@ -65,7 +65,7 @@ def test_samples_are_shown_one_after_the_other_as_they_grow(
 
 
 @pytest.mark.parametrize("stop", [(), ("--stop", "never")])
-def test_who_looks_at_a_text_sees_it_grow(folder: Path, stop: tuple[str, ...]) -> None:
+def test_completion_text_grows_with_callback(folder: Path, stop: tuple[str, ...]) -> None:
     """Without a look, or a stop string, it comes at its end, which takes the host less."""
     session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 8, "--ignore_eos", *stop)
     session.load(4, 1)
@@ -77,7 +77,7 @@ def test_who_looks_at_a_text_sees_it_grow(folder: Path, stop: tuple[str, ...]) -
     assert session.timing.decode_tokens == 2 * run.timing.decode_tokens == 14, "of all batches"
 
 
-def test_eos_ends_a_completion_and_counts(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_eos_ends_a_completion(tokenizer: PreTrainedTokenizerFast) -> None:
     completion = Completion(tokenizer, Request([1], 0), Options(Sampling(), 7), {2}, False)
     for token in (5, 6, 7, 2):
         completion.push(token)

@@ -26,7 +26,7 @@ def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", [UNICODE_TEXT, " leading space", "a\n\n  indented\tline\n"])
-def test_streamed_text_is_the_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_streamed_text_equals_decoded_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     context, ids = tokenizer.encode("say:"), tokenizer.encode(text)
     stream = TextStream(tokenizer, context)
     pieces = pieces_of(stream, ids)
@@ -35,7 +35,7 @@ def test_streamed_text_is_the_text(tokenizer: PreTrainedTokenizerFast, text: str
     assert sum(bool(piece) for piece in pieces) > 3, "it has to come piece by piece"
 
 
-def test_incomplete_bytes_come_out_at_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_incomplete_bytes_are_emitted_at_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
     half = tokenizer.encode("東")[:-1]
     stream = TextStream(tokenizer, [])
     assert pieces_of(stream, half) == [""] * len(half)
@@ -66,9 +66,7 @@ def stopped(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, bool]:
         ("nothing", (), None),
     ],
 )
-def test_text_ends_before_a_stop_string_however_it_is_cut(
-    text: str, stop: tuple[str, ...], expected: str | None
-) -> None:
+def test_stop_string_across_pieces(text: str, stop: tuple[str, ...], expected: str | None) -> None:
     wanted = (text, False) if expected is None else (expected, True)
     for count in range(len(text)):
         for cuts in itertools.combinations(range(1, len(text)), count):
@@ -76,13 +74,13 @@ def test_text_ends_before_a_stop_string_however_it_is_cut(
             assert stopped(pieces, stop) == wanted, pieces
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_partial_stop_string_is_held_back() -> None:
     stops = StopStrings(("</end>", "STOP"))
     pieces = ["text <", "b> S", "TO", "RE"]
     assert [stops.push(piece) for piece in pieces] == ["text ", "<b> ", "", "STORE"]
 
 
-def test_a_prompt_begins_as_each_training_document(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompt_starts_with_bos(tokenizer: PreTrainedTokenizerFast) -> None:
     text = tokenizer("def main", add_special_tokens=False)["input_ids"]
     assert text and encode(tokenizer, "def main", 512) == [tokenizer.bos_token_id, *text]
     assert encode(tokenizer, "", 512) == [tokenizer.bos_token_id]
@@ -92,7 +90,7 @@ def test_a_prompt_begins_as_each_training_document(tokenizer: PreTrainedTokenize
     )
 
 
-def test_prompts_that_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_invalid_prompts_raise(tokenizer: PreTrainedTokenizerFast) -> None:
     with refused(InferenceError, code="wrong_tokenizer"):
         encode(tokenizer, "def main", 100)
     without = copy.deepcopy(tokenizer)
@@ -101,13 +99,13 @@ def test_prompts_that_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
         encode(without, "", 512)
 
 
-def test_eos_tokens_of_model_and_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_eos_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     eos = tokenizer.eos_token_id
     assert eos_tokens(tokenizer, small_config(eos_token_id=[5, 6])) == {5, 6, eos}
     assert eos_tokens(tokenizer, small_config(eos_token_id=None)) == {eos}
 
 
-def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_raises(tmp_path: Path) -> None:
     with refused(InferenceError, code="no_tokenizer", key=str(tmp_path)):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")

@@ -60,11 +60,11 @@ class Script:
         ({}, None),
     ],
 )
-def test_the_fastest_is_chosen(times: dict[Choice, float], chosen: Choice | None) -> None:
+def test_fastest_candidate_is_chosen(times: dict[Choice, float], chosen: Choice | None) -> None:
     assert choose([Candidate(choice, [ms]) for choice, ms in times.items()]) == chosen
 
 
-def test_a_candidate_that_does_not_fit_or_failed_is_not_chosen() -> None:
+def test_failed_or_too_large_candidate_is_not_chosen() -> None:
     candidates = [Candidate(FP8, [10.0], 40.0), Candidate(FP8_GRAPHS, [5.0], 70.0)]
     for gib, chosen in ((80.0, FP8_GRAPHS), (70.0, FP8_GRAPHS), (50.0, FP8), (30.0, None)):
         assert choose(candidates, gib) == chosen
@@ -73,28 +73,28 @@ def test_a_candidate_that_does_not_fit_or_failed_is_not_chosen() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_where_bf16_is_faster_it_is_chosen(recipe: Any) -> None:
+def test_bf16_is_chosen_if_faster(recipe: Any) -> None:
     task = replace(task_of("te_layer", accumulation=8), precision=PrecisionConfig(auto=True, recipe=recipe))
     assert autotune(task, timer=Script(4 * 330.0, 300.0, 4 * 330.0)) == BF16
 
 
-def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
+def test_gpu_slowdown_does_not_bias_the_choice() -> None:
     """bf16 is 3 % faster, and each visit takes 3 % longer than the one before."""
     fp8, bf16 = measure_steps(task_of(), ["auto"], Script(300.0, 291 * 1.03, 300 * 1.06))
     assert bf16.ms / fp8.ms == pytest.approx(0.97, abs=1e-3)
 
 
-def test_a_wrong_pattern_is_refused() -> None:
+def test_unmatched_pattern_raises() -> None:
     with pytest.raises(PrecisionError):
         autotune(task_of(precision={"bf16_modules": ["lm_haed"]}), timer=Script(300.0))
 
 
-def test_fp8_whose_gradients_are_not_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_without_fp8_gradients_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fp8(monkeypatch, "tn")
     assert autotune(task_of(), timer=Script(310.0)) == BF16
 
 
-def test_what_fails_on_its_second_visit_is_no_candidate() -> None:
+def test_candidate_failing_later_is_rejected() -> None:
     script, calls = Script(200.0, 300.0, 200.0), itertools.count()
 
     def timer(run: Callable[[], Any]) -> float:
@@ -105,7 +105,7 @@ def test_what_fails_on_its_second_visit_is_no_candidate() -> None:
     assert autotune(task_of(), timer=timer) == BF16
 
 
-def test_cuda_graphs_are_timed_where_the_run_can_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_are_timed_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "use_cuda_graphs", lambda *_: None)
     task = task_of(graphs_allowed=True)
     candidates = measure_steps(task, ["auto"], Script(*[300.0, 240.0] * 3))
@@ -122,7 +122,7 @@ def test_cuda_graphs_are_timed_where_the_run_can_have_them(monkeypatch: pytest.M
         ((0.0, 0.0201), ["flash"]),
     ],
 )
-def test_attention_that_is_missing_or_wrong_is_not_timed(
+def test_missing_or_wrong_attention_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, fused: Any, offered: list[str]
 ) -> None:
     chosen: list[str] = []
@@ -144,7 +144,7 @@ def test_attention_that_is_missing_or_wrong_is_not_timed(
     assert measure.attention_backends(task_of(attention_backend="fused"), gpu) == ["fused"]
 
 
-def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_memory_gib", lambda task: 8.5)
     monkeypatch.setattr(measure, "measure_steps", lambda *_: [Candidate(BF16, [2.0], 9.0)])
     task = task_of(speed=SpeedConfig(cuda_graphs=True), attention_backend="flash")
@@ -154,7 +154,7 @@ def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("compute", "accumulation", "cycle"), [("fp8", 1, 1), ("fp8", 2, 2), ("fp8", 8, 4), ("bf16", 8, 1)]
 )
-def test_micro_batches_of_a_step_share_the_fp8_weights(compute: Any, accumulation: int, cycle: int) -> None:
+def test_fp8_weight_cache_within_a_step(compute: Any, accumulation: int, cycle: int) -> None:
     task = task_of(accumulation=accumulation)
     assert task.cycle(task.resolved(compute)) == cycle
 
@@ -174,7 +174,7 @@ def losses(task: Task) -> list[float]:
     return out
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measurement_leaves_no_state() -> None:
     task = task_of("te_layer", precision={"recipe": "delayed"})
     before, state = losses(task), torch.get_rng_state()
     assert autotune(task, timer=Script(300.0, 360.0, 300.0)) == FP8
@@ -182,16 +182,14 @@ def test_measuring_leaves_no_trace() -> None:
     assert losses(task) == before
 
 
-def test_auto_has_to_be_resolved_before_a_model_is_built() -> None:
+def test_unresolved_auto_raises() -> None:
     with pytest.raises(PrecisionError):
         Precision(PrecisionConfig(auto=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_on_a_gpu_all_candidates_are_measured_and_nothing_stays(
-    variant: str, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_autotune_on_gpu(variant: str, monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
     monkeypatch.setattr(measure, "WINDOW_MS", 20.0)
     task = task_of(variant, graphs_allowed=True, accumulation=4, main_grad=True)
     # embedding and head of 32 MiB each: no model can stay in memory unnoticed

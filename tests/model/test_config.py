@@ -45,13 +45,13 @@ def write_config(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 64, "num_key_value_heads": 1}]
 )
-def test_parameters_are_what_transformers_has(changes: dict) -> None:
+def test_num_parameters_equals_transformers(changes: dict) -> None:
     config = small_config(**changes)
     model = MistralForCausalLM(config)
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
 
 
-def test_hare_1_1b_by_hand() -> None:
+def test_hare_1_1b_sizes() -> None:
     """22 layers of 2 x 2048 x 2048 + 2 x 2048 x 512 + 3 x 2048 x 5632 weights, a head of 32000 x 2048; 6 FLOPs each,
     and 6 x 2048 a token, layer and position for the causal half of attention."""
     matmul = 22 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632) + 32000 * 2048
@@ -59,7 +59,7 @@ def test_hare_1_1b_by_hand() -> None:
     assert num_parameters(load_config("hare_1.1b")) == 1_123_117_056
 
 
-def test_a_window_saves_attention() -> None:
+def test_sliding_window_reduces_flops() -> None:
     config = small_config(sliding_window=4)
     seen = [min(i + 1, 4) for i in range(64)]
     # the usual convention counts T/2 for a causal row of T, not (T + 1)/2
@@ -80,9 +80,7 @@ def test_a_window_saves_attention() -> None:
         ("a: 1\n".encode("utf-16"), "not_json", []),
     ],
 )
-def test_a_file_that_is_no_json_object_is_refused(
-    tmp_path: Path, text: str | bytes, code: str, place: list[int]
-) -> None:
+def test_non_object_json_raises(tmp_path: Path, text: str | bytes, code: str, place: list[int]) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     key = "a" if code == "duplicate_key" else str(path)
@@ -111,7 +109,7 @@ def test_a_file_that_is_no_json_object_is_refused(
         (0, {"optimizer_bytes": 4.0}, 2 + 2 + 4),
     ],
 )
-def test_memory_of_the_state(zero_stage: int, options: dict, bytes_per_parameter: float) -> None:
+def test_state_memory(zero_stage: int, options: dict, bytes_per_parameter: float) -> None:
     """Muon has one moment less of the matrices of the layers: all weights but embedding, head and norms."""
     config = load_config("hare_1.1b")
     parts = state_parts_gib(config, zero_stage, 8, **options)
@@ -130,13 +128,13 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def test_a_published_config_loads(tmp_path: Path) -> None:
+def test_published_config_loads(tmp_path: Path) -> None:
     config = load_config(str(write_config(tmp_path / "config.json", **PUBLISHED)))
     assert (config.hidden_size, config.num_hidden_layers, config.sliding_window) == (128, 4, None)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
-def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) -> None:
+def test_load_sizes_equals_load_config(path: Path, tmp_path: Path) -> None:
     whole = load_config(str(path))
     whole.save_pretrained(tmp_path)  # as transformers writes it
     for sizes in (load_sizes(path.stem), load_sizes(str(tmp_path))):
@@ -205,7 +203,7 @@ def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path)
         ({"model_type": ...}, "model_type"),
     ],
 )
-def test_a_bad_configuration_is_refused_by_its_key(changes: dict, key: str, tmp_path: Path) -> None:
+def test_invalid_configuration_names_the_key(changes: dict, key: str, tmp_path: Path) -> None:
     """transformers checks some types itself, and its errors have no key."""
     path = write_config(tmp_path / "bad.json", **changes)
     for load in (load_config, load_sizes):
@@ -227,9 +225,7 @@ def test_a_bad_configuration_is_refused_by_its_key(changes: dict, key: str, tmp_
     ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
-def test_a_file_that_is_not_whole_is_the_configuration_that_transformers_makes_of_it(
-    changes: dict, tmp_path: Path
-) -> None:
+def test_missing_keys_use_transformers_defaults(changes: dict, tmp_path: Path) -> None:
     """...: without the key, whose default is transformers'; its sliding window is 4096."""
     write_config(tmp_path / "config.json", **changes)
     sizes, whole = load_sizes(str(tmp_path)), load_config(str(tmp_path))
@@ -241,7 +237,7 @@ def test_a_file_that_is_not_whole_is_the_configuration_that_transformers_makes_o
         assert sizes.num_key_value_heads == 8
 
 
-def test_numbers_of_a_command_line_are_within_their_limits() -> None:
+def test_command_line_number_limits() -> None:
     part, count = between(0.5, 1, float), between(2)
     assert [part("0.5"), part("1"), count("2"), count("99999")] == [0.5, 1.0, 2, 99999]
     for kind, text in ((part, "0.499"), (part, "1.001"), (part, "nan"), (count, "1")):
@@ -250,7 +246,7 @@ def test_numbers_of_a_command_line_are_within_their_limits() -> None:
 
 
 @pytest.mark.parametrize("key", sorted({*ARCHITECTURE, "rope_theta", "rope_scaling"} - {"rope_parameters"}))
-def test_weights_of_another_architecture_are_refused_by_each_key_of_it(key: str, tmp_path: Path) -> None:
+def test_init_from_other_architecture_raises(key: str, tmp_path: Path) -> None:
     values = json.loads((CONFIGS / "tiny.json").read_text())
     others: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 64}
     others |= {"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -262,7 +258,7 @@ def test_weights_of_another_architecture_are_refused_by_each_key_of_it(key: str,
         check_init_from(str(tmp_path), load_sizes("tiny"))
 
 
-def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_folder_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what lies here comes before what is shipped."""
     for name in (str(tmp_path), "hare_9b"):
         with refused(ModelConfigError, code="not_found", key=name) as error:
@@ -275,7 +271,7 @@ def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("variant", ["hf", "torchao"])
-def test_recomputation_runs_each_layer_again_and_changes_no_gradient(variant: str) -> None:
+def test_recomputation_changes_no_gradient(variant: str) -> None:
     keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
     precision, gradients, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
     for recomputes in (False, True):
@@ -294,7 +290,7 @@ def test_recomputation_runs_each_layer_again_and_changes_no_gradient(variant: st
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.1])
-def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
+def test_weight_initialization(spread: float) -> None:
     """Of initializer_range, and no two matrices alike: not of one shape, of one layer, nor parts of one parameter."""
     precision = Precision(PrecisionConfig(compute="fp32"))
     config = small_config(num_key_value_heads=4, initializer_range=spread, intermediate_size=128)
@@ -308,7 +304,7 @@ def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
 
 
 @pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
-def test_the_embedding_of_the_pad_token_is_trained(variant: str) -> None:
+def test_pad_token_embedding_is_trained(variant: str) -> None:
     """It is a token as any other; transformers would leave it as it began."""
     gradients = []
     for pad in (3, None):

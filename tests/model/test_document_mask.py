@@ -116,7 +116,7 @@ def largest_error(ours: tuple, theirs: tuple) -> float:
 @pytest.mark.parametrize(
     ("lengths", "window"), [(LENGTHS, None), (LENGTHS, 24), ([2] * (T // 2) + [T] * (B - 1), None)]
 )
-def test_packed_documents_equal_each_alone(kind: str, lengths: list[int], window: int | None) -> None:
+def test_packed_documents_equal_separate_documents(kind: str, lengths: list[int], window: int | None) -> None:
     documents = documents_of(lengths)
     assert lengths != LENGTHS or [p.stop - p.start for p in pieces(documents)] == PIECES
     ours = packed(build(kind, window, **FP32), documents)
@@ -132,7 +132,7 @@ def test_packed_documents_equal_each_alone(kind: str, lengths: list[int], window
 @kinds
 @pytest.mark.parametrize("keys", [FP32, {"compute": "bf16"}, *({"recipe": r} for r in ("delayed", "current", "block"))],
                          ids=lambda keys: "-".join(keys.values()))  # fmt: skip
-def test_a_row_that_is_one_document_is_a_row_without_documents(kind: str, keys: dict) -> None:
+def test_single_document_equals_causal_attention(kind: str, keys: dict) -> None:
     """With gradients, in FP8 too; and no documents mean that."""
     ours, theirs = build(kind, **keys), build(kind, document_mask=False, **keys)
     ids, labels = batch(ours.config)
@@ -147,7 +147,7 @@ def test_a_row_that_is_one_document_is_a_row_without_documents(kind: str, keys: 
     assert results[0][2].keys() == results[1][2].keys()
 
 
-def test_documents_have_few_shapes() -> None:
+def test_number_of_pieces_is_rounded() -> None:
     documents = documents_of(LENGTHS)
     ends = [0, 64, 66, 68, 78, 108, 128, 158, 162, *[192] * (FEWEST_PIECES - 8)]
     assert documents.cu_seqlens.tolist() == ends
@@ -163,7 +163,7 @@ def test_documents_have_few_shapes() -> None:
     assert pieces(room) == pieces(other) and torch.equal(room.positions, other.positions)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_documents_raise() -> None:
     documents = documents_of(LENGTHS)
     with refused(ModelConfigError, key="data.document_mask"):
         build_model(small_config(), "hf", Precision(PrecisionConfig(compute="bf16")), document_mask=True)
@@ -174,7 +174,7 @@ def test_what_is_refused() -> None:
 
 
 @kinds
-def test_the_startup_check_sees_the_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_check_with_document_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(kind, 40, recipe="delayed")
     check_startup(model, model.precision)
     assert max(attention_errors(model.config, model.precision, document_mask=True)) < 1e-2
@@ -183,7 +183,7 @@ def test_the_startup_check_sees_the_mask(kind: str, monkeypatch: pytest.MonkeyPa
     assert max(attention_errors(model.config, model.precision, document_mask=True)) > 0.1
 
 
-def test_calibration_within_documents() -> None:
+def test_calibration_with_document_mask() -> None:
     """The scales are those of the batch as it will be trained on."""
     states = []
     for documents in (documents_of(LENGTHS), documents_of([2] * 96)):
@@ -222,7 +222,7 @@ def deterministic(backend: str) -> Iterator[bool]:
 @kinds
 @backends
 @pytest.mark.parametrize("window", [None, 24])
-def test_packed_documents_equal_each_alone_on_the_gpu(
+def test_packed_documents_equal_separate_documents_on_gpu(
     kind: str, backend: str, window: int | None, attention: str
 ) -> None:
     """Against the reference in float32, which gets each document by itself."""
@@ -238,7 +238,7 @@ def test_packed_documents_equal_each_alone_on_the_gpu(
 
 @pytest.mark.gpu
 @backends
-def test_empty_pieces_change_nothing_on_the_gpu(backend: str, attention: str) -> None:
+def test_empty_pieces_on_gpu(backend: str, attention: str) -> None:
     documents = documents_of(LENGTHS)
     with deterministic(attention) as exactly:
         model = build("te_layer", compute="bf16")
@@ -253,7 +253,7 @@ def test_empty_pieces_change_nothing_on_the_gpu(backend: str, attention: str) ->
 @kinds
 @backends
 @pytest.mark.parametrize("keys", [{"compute": "bf16"}, {"recipe": "delayed"}], ids=["bf16", "delayed"])
-def test_graphs_replay_within_documents(kind: str, backend: str, keys: dict, attention: str) -> None:
+def test_cuda_graphs_with_document_mask(kind: str, backend: str, keys: dict, attention: str) -> None:
     """Replayed passes equal launched ones, on documents that change; one batch in between has more than the graphs have
     room for, and is launched."""
     each = batches_of_documents()
@@ -271,7 +271,7 @@ def batches_of_documents() -> list[Documents]:
     return [random_documents(4, T, mean, generator) for mean in (20, 30, 9, 2, 12)]
 
 
-def test_one_of_these_batches_does_not_fit_in() -> None:
+def test_batch_with_too_many_pieces() -> None:
     room, *others = (documents.pieces for documents in batches_of_documents())
     assert [pieces <= ROOM * room for pieces in others] == [True, True, False, True]
 
@@ -301,7 +301,7 @@ def trained(kind: str, each: list[Documents], graphs: bool, keys: dict) -> list[
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_fp8_within_documents_on_the_gpu(kind: str, recipe: str) -> None:
+def test_fp8_with_document_mask_on_gpu(kind: str, recipe: str) -> None:
     """FP8 on the GPU is as near to bf16 as the reference's FP8 is."""
     documents = documents_of(LENGTHS)
     te_backend.choose_attention_backend(te_backend.document_backends()[0])
@@ -319,7 +319,7 @@ def test_fp8_within_documents_on_the_gpu(kind: str, recipe: str) -> None:
     ("window", "longest", "reached_window"),
     [((-1, 0), 64, (-1, 0)), ((63, 0), 64, (-1, 0)), ((62, 0), 64, (62, 0))],
 )
-def test_a_window_that_no_sample_reaches_is_dropped(
+def test_unreachable_window_is_dropped(
     window: tuple[int, int], longest: int, reached_window: tuple[int, int]
 ) -> None:
     assert reached(window, longest) == reached_window

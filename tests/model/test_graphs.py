@@ -54,7 +54,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> None:
+def test_fusions_are_bit_equal_on_the_reference(switch: str, variant: str) -> None:
     losses, gradients, model = two_passes(only(None), variant)
     others, other_gradients, other_model = two_passes(only(switch), variant)
     assert losses == others
@@ -88,7 +88,7 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
 
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("switch", [None, *SWITCHES])
-def test_each_switch_is_its_own_fusion_in_every_layer(switch: str | None, variant: str) -> None:
+def test_each_switch_enables_its_fusion(switch: str | None, variant: str) -> None:
     fusions = {name for name in SWITCHES if name.startswith("fused")}
     its = {switch} & fusions
     model, found = with_fusions(variant, only(switch))
@@ -103,7 +103,7 @@ def test_each_switch_is_its_own_fusion_in_every_layer(switch: str | None, varian
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("compute", KINDS, ids=lambda c: str(*c.values()))
 @pytest.mark.parametrize("switch", [s for s in SWITCHES if s.startswith("fused")])
-def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict, variant: str) -> None:
+def test_fusions_match_on_gpu(switch: str, compute: dict, variant: str) -> None:
     """Fused kernels round less often: losses agree within bf16's rounding of the logits, gradients within what FP8
     makes of a value that was rounded to the neighbouring one."""
     losses, gradients, _ = two_passes(only(None), variant, **compute)
@@ -180,7 +180,7 @@ def check_replays(variant: str, cache_weights: bool, compute: dict) -> None:
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("cache_weights", [True, False])
 @computes
-def test_graphs_replay_what_was_captured(variant: str, cache_weights: bool, compute: dict) -> None:
+def test_cuda_graph_replay(variant: str, cache_weights: bool, compute: dict) -> None:
     check_replays(variant, cache_weights, compute)
 
 
@@ -188,11 +188,11 @@ def test_graphs_replay_what_was_captured(variant: str, cache_weights: bool, comp
 @pytest.mark.parametrize("variant", ["te_layer", pytest.param("te_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache_weights", [True, pytest.param(False, marks=pytest.mark.slow)])
 @computes
-def test_tapes_replay_what_was_captured(variant: str, cache_weights: bool, compute: dict) -> None:
+def test_emulated_graph_replay(variant: str, cache_weights: bool, compute: dict) -> None:
     check_replays(variant, cache_weights, compute)
 
 
-def test_other_calls_are_launched() -> None:
+def test_unsupported_calls_skip_the_graph() -> None:
     model, inputs, labels = model_and_batches(recipe="current")
     launched: list[tuple] = []
     eager = model.forward
@@ -219,14 +219,14 @@ def test_other_calls_are_launched() -> None:
     assert launched == [(3, both), (2, {"labels"}), (2, {"is_first_microbatch"}), (2, both), (2, both)]
 
 
-def test_a_model_with_a_document_mask_is_captured_with_documents() -> None:
+def test_capture_with_document_mask() -> None:
     model, inputs, labels = model_and_batches(document_mask=True, recipe="current")
     with pytest.raises(ValueError):
         use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_replays_are_counted_as_what_was_captured(outer: bool) -> None:
+def test_replayed_gemms_are_counted(outer: bool) -> None:
     """Also by who counts while the graphs are made, which is no pass of his."""
     model, inputs, labels = model_and_batches(recipe="delayed")
 
@@ -244,7 +244,7 @@ def test_replays_are_counted_as_what_was_captured(outer: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_capturing_draws_no_random_numbers(device: str) -> None:
+def test_capture_keeps_the_random_state(device: str) -> None:
     """A resumed run captures where the one that went on did not. On a GPU attention alone would draw some."""
     model, inputs, labels = model_and_batches(recipe="delayed")
     drawn = []
@@ -256,7 +256,7 @@ def test_capturing_draws_no_random_numbers(device: str) -> None:
     assert drawn and torch.equal(generator.get_rng_state(), before)
 
 
-def test_angles_that_inference_made_are_trained_with() -> None:
+def test_rotary_cache_from_inference_mode() -> None:
     model, inputs, labels = model_and_batches("te_linear", compute="bf16")
     with torch.inference_mode():
         model(inputs[:2])

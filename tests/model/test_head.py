@@ -41,7 +41,7 @@ def trained(
 
 
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-def test_the_loss_is_the_same_and_two_more_products_are_fp8(variant: str) -> None:
+def test_fp8_head_gradients_keep_the_loss(variant: str) -> None:
     loss, gradients, gemms = trained(variant, fp8_head_gradients=False)
     same, others, more = trained(variant)
     assert same == loss and not gemms.problem() and not more.problem()
@@ -50,13 +50,13 @@ def test_the_loss_is_the_same_and_two_more_products_are_fp8(variant: str) -> Non
     assert 0 < relative(others["model.norm.weight"], gradients["model.norm.weight"]) < 0.05
 
 
-def test_sizes_that_fp8_does_not_take_leave_them_in_bf16() -> None:
+def test_head_gradients_with_unsupported_sizes() -> None:
     _, gradients, gemms = trained("te_layer", vocab_size=72)
     assert not gemms.problem() and gradients["lm_head.weight"].abs().sum() > 0
     assert gemms.backward == 2 * gemms.forward.total()
 
 
-def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fp8_head_gradients_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(gradient: Any, x: Any, weight: Any, into: Any, note: Any) -> tuple[Any, ...]:
         return gradient @ weight, gradient.t() @ x
 
@@ -91,7 +91,7 @@ def head_gradients(hidden: Any, weight: Any, gradient: Any, into: Any = None) ->
     return leaf.grad, head.weight.grad
 
 
-def test_entries_far_smaller_than_the_labels_are_kept() -> None:
+def test_small_gradient_entries_are_kept() -> None:
     """Those beyond the 128 of the label: with one scale for all of them they were zero in e4m3."""
     hidden, weight, gradient = operands()
     weight[:128] = 0  # what reaches the hidden states comes of the small ones
@@ -102,7 +102,7 @@ def test_entries_far_smaller_than_the_labels_are_kept() -> None:
 
 
 @pytest.mark.parametrize("labels", [16 * 64, 15 * 64, 14 * 64, 12 * 64])
-def test_the_entries_of_labels_are_right_for_any_number_of_them(labels: int) -> None:
+def test_gradient_of_label_entries(labels: int) -> None:
     """Early in a training all are -1 / how many: rounded alike, gradients were 5 % too long with 15 micro-batches."""
     hidden, weight, gradient = operands(label=-1 / labels)
     _, of_weight = head_gradients(hidden, weight, gradient)
@@ -111,7 +111,7 @@ def test_the_entries_of_labels_are_right_for_any_number_of_them(labels: int) -> 
 
 
 @pytest.mark.parametrize("keys", [{"recipe": "block"}, {"recipe": "current", "power_2_scales": True}])
-def test_they_are_in_a_head_that_is_fp8_as_a_whole(keys: dict[str, Any]) -> None:
+def test_fully_fp8_head_has_fp8_gradients(keys: dict[str, Any]) -> None:
     """Of 112 labels the entries are -1 / 112 (1 - 1 / 4096), which e4m3 with powers of two rounds by -1.5 %."""
     found = []
     for how in ({**keys, "bf16_modules": []}, {"compute": "bf16"}):
@@ -126,7 +126,7 @@ def test_they_are_in_a_head_that_is_fp8_as_a_whole(keys: dict[str, Any]) -> None
     assert float((fp8 * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=6e-3)
 
 
-def test_the_weights_gradient_is_added_where_it_belongs() -> None:
+def test_head_weight_gradient_uses_main_grad() -> None:
     expected = head_gradients(*operands())[1]
     into = torch.ones(V, H, device=expected.device)
     _, grad = head_gradients(*operands(), into=into)
@@ -159,7 +159,7 @@ def cast_on_the_cpu(*matrices: torch.Tensor) -> list[list[float]]:
     return found
 
 
-def test_what_it_multiplies_in_the_backward_is_seen() -> None:
+def test_health_check_of_head_gradients() -> None:
     hidden, weight, gradient = operands(label=-60.0)  # next to which many of its 128 entries are zero in e4m3
     head = make_head(te_backend.load(), H, V, True, params_dtype=torch.bfloat16, device=hidden.device)
     head.weight.data.copy_(weight)
@@ -171,7 +171,7 @@ def test_what_it_multiplies_in_the_backward_is_seen() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gradient_that_its_loss_casts_is_seen() -> None:
+def test_health_check_of_fused_loss_gradient() -> None:
     te, (hidden, weight, _) = te_backend.load(), operands()
     head = make_head(te, H, V, True, params_dtype=torch.bfloat16, device=hidden.device)
     head.weight.data.copy_(weight)
@@ -187,7 +187,7 @@ def test_the_gradient_that_its_loss_casts_is_seen() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_the_gradients_are_the_references() -> None:
+def test_head_gradients_equal_reference_on_gpu() -> None:
     hidden, weight, gradient = operands()
     for into in (None, torch.ones(V, H, device="cuda")):
         ours = te_backend.load().fp8_gradients(gradient, hidden, weight, into)
@@ -222,7 +222,7 @@ SOME, ALL = slice(None, None, 5), slice(None)
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("size", [V, 2 * 4096, 4096 + 37])
-def test_the_kernels_of_the_loss_equal_torchs(size: int, ignored: slice) -> None:
+def test_cross_entropy_kernels_equal_torch(size: int, ignored: slice) -> None:
     kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(48, size, ignored)
     exact = logits.float().requires_grad_()
@@ -242,7 +242,7 @@ def test_the_kernels_of_the_loss_equal_torchs(size: int, ignored: slice) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("tokens", [128, 144])
-def test_one_kernel_writes_what_casting_the_gradient_makes(tokens: int, ignored: slice) -> None:
+def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice) -> None:
     """Squares at both edges are partial."""
     kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(tokens, ignored=ignored)
@@ -269,7 +269,7 @@ def test_one_kernel_writes_what_casting_the_gradient_makes(tokens: int, ignored:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [128, 144, 4096])
-def test_on_the_gpu_these_are_transformer_engines_bytes(tokens: int) -> None:
+def test_fused_fp8_loss_gradient_equals_transformer_engine(tokens: int) -> None:
     """Its loss and its casting kernel."""
     te, upstream = te_backend.load(), torch.tensor(0.125, device="cuda")
     logits, labels = some_logits(tokens)
@@ -291,9 +291,7 @@ def test_on_the_gpu_these_are_transformer_engines_bytes(tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-def test_on_the_gpu_a_head_that_computes_the_loss_changes_no_bit(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_loss_is_bit_equal_on_gpu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, gradients, gemms = trained(variant)
     monkeypatch.setattr(te_backend.load(), "fp8_cross_entropy", None)
     other, others, _ = trained(variant)

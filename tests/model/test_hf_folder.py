@@ -144,9 +144,7 @@ FOLDERS: list[tuple[str, bool, Callable[[Folder], object], str | None]] = [
 @pytest.mark.parametrize(
     ("tied", "change", "named"), [row[1:] for row in FOLDERS], ids=[row[0] for row in FOLDERS]
 )
-def test_a_folder_is_read_or_a_tensor_is_named(
-    tied: bool, change: Callable, named: str | None, tmp_path: Path
-) -> None:
+def test_read_hf_folder(tied: bool, change: Callable, named: str | None, tmp_path: Path) -> None:
     """Weights keep the dtype of the file."""
     folder = Folder(tmp_path, tied)
     change(folder)
@@ -163,7 +161,7 @@ def test_a_folder_is_read_or_a_tensor_is_named(
         assert torch.equal(weight.float(), folder.expected[name]), name
 
 
-def test_every_program_has_the_values_of_the_file(tmp_path: Path) -> None:
+def test_all_readers_return_the_stored_values(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     large_bfloat16_as_float16(folder)
     folder.write()
@@ -193,7 +191,7 @@ def in_fp8(path: Path, blocks: bool) -> Folder:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_weights_in_fp8_are_read_for_evaluation_alone(tmp_path: Path, blocks: bool) -> None:
+def test_fp8_weights_are_only_read_for_evaluation(tmp_path: Path, blocks: bool) -> None:
     folder = in_fp8(tmp_path, blocks)
     folder.write()
     weights, evaluated = read(tmp_path), in_evaluation(tmp_path)
@@ -238,7 +236,7 @@ SCALE = f"{UP}_scale"
         ),
     ],
 )
-def test_fp8_that_is_not_as_exports_write_it_is_refused(tmp_path: Path, change: Callable, named: str) -> None:
+def test_unsupported_fp8_format_raises(tmp_path: Path, change: Callable, named: str) -> None:
     folder = in_fp8(tmp_path, False)
     change(folder)
     folder.write()
@@ -256,7 +254,7 @@ def test_fp8_that_is_not_as_exports_write_it_is_refused(tmp_path: Path, change: 
         lambda data: b"version https://git-lfs.github.com/spec/v1",
     ],
 )
-def test_files_that_are_not_whole_are_named(tmp_path: Path, change: Callable) -> None:
+def test_damaged_files_are_named(tmp_path: Path, change: Callable) -> None:
     path = tmp_path / "model.safetensors"
     with refused(WeightsError, code="not_safetensors", key=str(path)):
         read_header(path)
@@ -279,7 +277,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str
     return calls
 
 
-def test_an_id_of_the_hub_is_downloaded_without_pickles(downloads: list) -> None:
+def test_hub_download_excludes_pickles(downloads: list) -> None:
     assert local_folder("mistralai/Mistral-7B-v0.3") == "/cache/snapshot"
     assert local_folder("org/tokenizer.v1", weights=False) == "/cache/snapshot"
     (_, all_files), (name, small) = downloads
@@ -288,7 +286,7 @@ def test_an_id_of_the_hub_is_downloaded_without_pickles(downloads: list) -> None
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in all_files["allow_patterns"])
 
 
-def test_a_path_is_never_downloaded(downloads: list) -> None:
+def test_local_path_is_not_downloaded(downloads: list) -> None:
     Path("data").mkdir()
     for name in (
         "tiny",
@@ -364,7 +362,7 @@ def expected(config: Any, copies: dict) -> dict[str, tuple[torch.Tensor, torch.T
     ],
     ids=lambda keys: "-".join(str(v) for v in keys.values()),
 )
-def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> None:
+def test_exported_fp8_equals_training(variant: str, keys: dict) -> None:
     if "bf16_modules" in keys:  # each pattern matches a module of one variant
         keys = keys | {
             "bf16_modules": [
@@ -395,7 +393,7 @@ def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_codes_and_scales_are_those_of_transformer_engine(variant: str, recipe: str) -> None:
+def test_exported_fp8_equals_transformer_engine(variant: str, recipe: str) -> None:
     """As the test above; what Transformer Engine keeps on a GPU, its block scales without their padding."""
 
     def of(kept: Any) -> SimpleNamespace:
@@ -417,7 +415,7 @@ def test_codes_and_scales_are_those_of_transformer_engine(variant: str, recipe: 
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_blocks_that_do_not_divide_are_refused(variant: str) -> None:
+def test_indivisible_blocks_raise(variant: str) -> None:
     config, layer = small_config(), "model.layers.0"  # two key/value heads of 32
     with refused(PrecisionError, code="block_dimensions", key=f"{layer}.self_attn.k_proj.weight") as error:
         TrainedFP8(config, variant, PrecisionConfig(recipe="block"))
@@ -430,7 +428,7 @@ def test_blocks_that_do_not_divide_are_refused(variant: str) -> None:
             TrainedFP8(config, "te_linear", PrecisionConfig(recipe="block", bf16_modules=kept))
 
 
-def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
+def test_quantization_with_row_scales() -> None:
     config = small_config()
     with torch.device("meta"):
         hf = MistralForCausalLM(config)
@@ -447,7 +445,7 @@ def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+def test_non_finite_weights_raise(value: float) -> None:
     weight = torch.ones(4, 16)
     weight[1, 1] = value
     with refused(PrecisionError, code="not_finite", key="up"):

@@ -123,7 +123,7 @@ def test_transformer_engine_equals_transformers_in_bf16(case: str, variant: str)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_a_label_loss_and_gradients_are_zero(variant: str) -> None:
+def test_loss_without_labels_is_zero(variant: str) -> None:
     """As in the fused kernel of a GPU; torch's mean is NaN, for which all ranks would skip the step."""
     precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
     model = build_model(small_config(), variant, precision)
@@ -136,7 +136,7 @@ def test_without_a_label_loss_and_gradients_are_zero(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["hf", *VARIANTS])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_survive_the_way_there_and_back(variant: str, tied: bool) -> None:
+def test_weight_conversion_round_trip(variant: str, tied: bool) -> None:
     config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2)
     theirs = TransformersMistral(config)
     ours = build_model(config, variant, Precision(PrecisionConfig(compute="fp32", backend="reference")))
@@ -148,7 +148,7 @@ def test_weights_survive_the_way_there_and_back(variant: str, tied: bool) -> Non
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_one_seed_gives_one_model_in_every_variant(compute: str) -> None:
+def test_same_seed_gives_the_same_model_in_every_variant(compute: str) -> None:
     config = small_config()
     precision = Precision(PrecisionConfig(compute=compute, backend="reference"))
     states = [
@@ -163,7 +163,7 @@ def test_one_seed_gives_one_model_in_every_variant(compute: str) -> None:
     assert not torch.equal(other[name], states[0][name])
 
 
-def test_a_pickle_of_transformer_engine_is_not_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_dict_has_no_extra_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for what its modules add; weights that lack it are loaded, and others that lack are named."""
     precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
     for name in ("get_extra_state", "set_extra_state"):
@@ -176,7 +176,7 @@ def test_a_pickle_of_transformer_engine_is_not_in_the_weights(monkeypatch: pytes
     assert model.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
 
 
-def test_rotary_frequencies_stay_float32_under_bfloat16() -> None:
+def test_rotary_frequencies_stay_float32() -> None:
     """DeepSpeed calls model.bfloat16(); rounded frequencies would be another model."""
     config = small_config()
     precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))

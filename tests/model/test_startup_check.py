@@ -28,7 +28,7 @@ def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
     return build_model(small_config(**config), "te_linear", precision), precision
 
 
-def test_a_block_of_passes_runs_fp8_as_planned_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks and precision.auto verify by it what they measure."""
     model, precision = model_of()
     ids = random_ids(model.config, 1, 16)
@@ -57,7 +57,7 @@ def test_a_block_of_passes_runs_fp8_as_planned_or_raises(monkeypatch: pytest.Mon
         ("fused (cuDNN, F16)", "auto", None),
     ],
 )
-def test_attention_is_what_was_asked_for(
+def test_configured_attention_is_verified(
     monkeypatch: pytest.MonkeyPatch, ran: str, asked_for: str, code: str | None
 ) -> None:
     model, precision = model_of()
@@ -66,7 +66,7 @@ def test_attention_is_what_was_asked_for(
         check_startup(model, precision, asked_for)
 
 
-def test_two_cudnns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_cudnn_versions_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     model, precision = model_of(vocab_size=72)  # no FP8 gradients of lm_head, which a GPU would be asked for
     monkeypatch.setattr(te_backend, "cudnn_versions", lambda: (91400, 91900))
     monkeypatch.setattr(precision.te, "name", "transformer_engine")
@@ -107,7 +107,7 @@ def change_attention(
     monkeypatch.setattr(precision.te, "DotProductAttention", Attention)
 
 
-def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_attention_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward is right."""
     model, precision = model_of()
     right = attention_errors(model.config, precision)
@@ -120,7 +120,7 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("place", ["output", "key", "value"])
-def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_nan_attention_is_detected(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Its output, or the gradient of its keys or values alone."""
     model, precision = model_of(num_hidden_layers=1)
     where = "forward" if place == "output" else "backward"
@@ -130,7 +130,7 @@ def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("tokens", [256, 300, 520])
-def test_attention_is_compared_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_attention_check_uses_the_sequence_length(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""
     model, precision = model_of(sliding_window=128, num_hidden_layers=1)
     assert max(attention_errors(model.config, precision, tokens)) < 1e-2
@@ -139,7 +139,7 @@ def test_attention_is_compared_at_the_length_of_the_run(monkeypatch: pytest.Monk
         check_startup(model, precision, seq_length=tokens)
 
 
-def test_the_first_step_may_run_another_kernel_of_the_checked_attention_but_no_other(
+def test_first_step_runs_the_checked_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By how q, k and v lie in memory cuDNN's differ."""

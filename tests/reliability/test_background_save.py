@@ -60,7 +60,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_the_files_are_those_of_a_save_that_is_waited_for(
+def test_background_save_equals_blocking_save(
     settings: dict, tmp_path: Path, slow_writes: list[str], stage: int
 ) -> None:
     """Byte for byte, of one rank, after 4, 8 and 12 steps in FP8."""
@@ -86,7 +86,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
         assert problems(paths[0]) == []
 
 
-def test_a_stop_while_a_save_is_under_way(
+def test_stop_during_background_save(
     trained: Path,
     settings: dict,
     handlers: None,
@@ -108,7 +108,7 @@ def test_a_stop_while_a_save_is_under_way(
 
 
 @pytest.mark.parametrize("on_save_failure", ["stop", "continue"])
-def test_an_exception_in_the_thread_is_the_runs(
+def test_background_save_error_ends_the_run(
     settings: dict, monkeypatch: pytest.MonkeyPatch, on_save_failure: str
 ) -> None:
     right, calls = save.write_tensors, []
@@ -130,7 +130,7 @@ def test_an_exception_in_the_thread_is_the_runs(
     assert [m["step"] for m in metrics(output_dir)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_memory_error(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -154,7 +154,7 @@ def values() -> dict[str, Any]:
     }
 
 
-def test_a_snapshot_is_what_torch_would_have_written_then(tmp_path: Path) -> None:
+def test_snapshot_equals_torch_save(tmp_path: Path) -> None:
     buffer, places = HostBuffer(), []
     (tmp_path / "copy").mkdir()
     for _ in range(2):  # the second in the memory of the first

@@ -62,9 +62,7 @@ def saved(made: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("trials", by_form(1, 100))
 @pytest.mark.process
-def test_a_bit_flipped_in_any_file_is_found_and_the_file_named(
-    saved: Path, trials: int, logged: list[str]
-) -> None:
+def test_bit_flip_in_any_file_is_detected(saved: Path, trials: int, logged: list[str]) -> None:
     """Each file of a checkpoint, its manifest too; `trials` random bits of each."""
     chance, root = random.Random(0), saved / "checkpoints"
     previous, newest = committed(root)
@@ -80,7 +78,7 @@ def test_a_bit_flipped_in_any_file_is_found_and_the_file_named(
 
 
 @pytest.mark.process
-def test_all_ranks_fall_back_to_the_previous_one(saved: Path) -> None:
+def test_damaged_checkpoint_falls_back_on_all_ranks(saved: Path) -> None:
     """They load it, and their next steps give what they gave before; a `latest` that is garbage means nothing."""
     (file,) = (saved / "checkpoints/step-00000003").glob("*_pp_rank_1_*optim_states.pt")
     flip(file, 4 * file.stat().st_size)
@@ -92,7 +90,7 @@ def test_all_ranks_fall_back_to_the_previous_one(saved: Path) -> None:
 
 @pytest.mark.parametrize("trials", by_form(2, 200))
 @pytest.mark.process
-def test_all_ranks_killed_in_a_save_lose_no_commit(tmp_path: Path, trials: int) -> None:
+def test_killed_save_keeps_the_last_checkpoint(tmp_path: Path, trials: int) -> None:
     """Each trial begins with what the one before left: it loads that and repeats steps with equal numbers. In the
     background steps are taken meanwhile."""
     report = ranks("kill_all", tmp_path, "--trials", trials)
@@ -102,14 +100,14 @@ def test_all_ranks_killed_in_a_save_lose_no_commit(tmp_path: Path, trials: int) 
 
 @pytest.mark.parametrize("trials", by_form(1, 50))
 @pytest.mark.process
-def test_a_save_in_which_a_slow_rank_is_killed_never_commits(tmp_path: Path, trials: int) -> None:
+def test_killed_rank_prevents_commit(tmp_path: Path, trials: int) -> None:
     report = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
     assert report["trials"] == trials
     assert [r["report"]["loaded"] for r in report["ranks"]] == ["step-00000001"] * 2
 
 
 @pytest.mark.process
-def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+def test_full_disk_on_one_rank_fails_the_save(tmp_path: Path) -> None:
     """The previous checkpoint stays, and the next save has its place."""
     outcomes = ranks("full_disk", tmp_path)["ranks"]
     assert outcomes[0] == outcomes[1]
@@ -135,7 +133,7 @@ def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("save_async", [True, False])
-def test_a_full_disk_ends_a_run(settings: dict, full_once: None, save_async: bool) -> None:
+def test_full_disk_ends_the_run(settings: dict, full_once: None, save_async: bool) -> None:
     with pytest.raises(SaveError) as error:
         run(settings, save_steps=2, save_total_limit=1, save_async=save_async)
     assert "rank_00000.pt" in str(error.value)
@@ -145,6 +143,6 @@ def test_a_full_disk_ends_a_run(settings: dict, full_once: None, save_async: boo
     assert not list(Path(settings["output_dir"], "checkpoints").iterdir())
 
 
-def test_the_last_save_of_a_run_must_succeed(settings: dict, full_once: None) -> None:
+def test_failed_last_save_is_an_error(settings: dict, full_once: None) -> None:
     with pytest.raises(SaveError):
         run(settings, on_save_failure="continue")

@@ -42,9 +42,7 @@ def whole_run(settings: dict, output_dir: Path, spoiled: dict[str, str]) -> tupl
 
 
 @pytest.mark.parametrize("full_determinism", [True, False])
-def test_each_rank_draws_its_own_numbers_and_the_same_again(
-    monkeypatch: pytest.MonkeyPatch, full_determinism: bool
-) -> None:
+def test_random_states_differ_by_rank(monkeypatch: pytest.MonkeyPatch, full_determinism: bool) -> None:
     """Of Python, numpy and torch; the largest seed is one that all of them take."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -67,7 +65,7 @@ def test_each_rank_draws_its_own_numbers_and_the_same_again(
     ],
 )
 @pytest.mark.process
-def test_a_run_is_a_function_of_its_configuration(
+def test_full_determinism(
     data: Path, small_model: Path, tmp_path: Path, combinations: list[tuple[str, int]], steps: int
 ) -> None:
     """The same seed twice; and stopped by a signal to one rank after k steps, the next `steps`."""

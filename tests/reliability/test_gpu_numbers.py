@@ -69,22 +69,20 @@ def check_skips(config: str, folder: Path, ranks: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.process
-def test_what_is_not_finite_changes_nothing(config: str, tmp_path: Path) -> None:
+def test_non_finite_step_changes_no_state(config: str, tmp_path: Path) -> None:
     check_skips(config, tmp_path / "skips", 1)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.process
-def test_what_is_not_finite_on_one_of_two_gpus_changes_nothing_on_either(config: str, tmp_path: Path) -> None:
+def test_non_finite_rank_skips_the_step_on_both_gpus(config: str, tmp_path: Path) -> None:
     check_skips(config, tmp_path / "skips", 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["launched", "graphs"])
 @pytest.mark.process
-def test_a_rollback_computes_what_a_resume_computes(
-    base: dict[str, Any], tmp_path: Path, graphs: bool
-) -> None:
+def test_rollback_equals_resume(base: dict[str, Any], tmp_path: Path, graphs: bool) -> None:
     base["speed"] = {"cuda_graphs": graphs}
     cases = rollback_cases(base, tmp_path, ranks=1, spike="wrong_labels")
     assert run_cases(tmp_path / "results", list(cases.values())) == [[{"error": None}]] * len(cases)
@@ -93,7 +91,7 @@ def test_a_rollback_computes_what_a_resume_computes(
 
 @pytest.mark.multi_gpu
 @pytest.mark.process
-def test_replicas_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None:
+def test_replica_check_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None:
     """No alarm in 30 steps of delayed scaling, whose scales and histories are compared, too; a flipped bit is one."""
 
     def case(name: str, spoiled: dict[str, str], **changes: Any) -> tuple:

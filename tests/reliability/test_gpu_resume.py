@@ -43,7 +43,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.process
-def test_two_gpus_go_on_bit_by_bit(runs: Runs) -> None:
+def test_resume_on_two_gpus_is_bit_exact(runs: Runs) -> None:
     """The curve, and with the last gradient norm the gradients of the last step."""
     whole, resumed = (curve(runs.folder / name / "run") for name in ("two", "two_to_two"))
     assert [step for step, *_ in resumed] == list(range(SAVED + 1, STEPS + 1))
@@ -52,7 +52,7 @@ def test_two_gpus_go_on_bit_by_bit(runs: Runs) -> None:
 
 
 @pytest.mark.process
-def test_one_gpu_goes_on_where_two_stopped(runs: Runs) -> None:
+def test_resume_from_two_gpus_on_one(runs: Runs) -> None:
     expected = runs.state("two", "kept")
     assert any(key.startswith("FP8") for key in expected)
     for which in ("loaded", "again"):
@@ -67,5 +67,5 @@ def test_one_gpu_goes_on_where_two_stopped(runs: Runs) -> None:
 
 
 @pytest.mark.process
-def test_no_process_group_gives_up_before_the_watchdog(runs: Runs) -> None:
+def test_process_group_timeouts_exceed_the_watchdog(runs: Runs) -> None:
     runs.check_group_timeouts("two")

@@ -64,9 +64,7 @@ def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str
         pytest.param("stopped", 1, 1, "", marks=SLOW),
     ],
 )
-def test_a_faulty_rank_ends_the_job_and_is_named(
-    jobs: dict, fault: str, rank: int, status: int, shown: str
-) -> None:
+def test_faulty_rank_is_named(jobs: dict, fault: str, rank: int, status: int, shown: str) -> None:
     found, output = jobs[fault, rank]
     assert found == status and re.search(shown, output), output
     lines = [line for line in output.splitlines() if "hang_timeout_s" in line]
@@ -77,7 +75,7 @@ def test_a_faulty_rank_ends_the_job_and_is_named(
 
 
 @pytest.mark.process
-def test_no_false_alarm_in_a_clean_run(jobs: dict) -> None:
+def test_watchdog_has_no_false_alarm(jobs: dict) -> None:
     status, output = jobs["none", 0]
     assert status == 0 and "all 400 steps" in output
     assert "hang_timeout_s" not in output and "slow" not in output
@@ -85,7 +83,7 @@ def test_no_false_alarm_in_a_clean_run(jobs: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_slow_rank_is_named(jobs: dict) -> None:
+def test_slow_rank_is_named(jobs: dict) -> None:
     status, output = jobs["slow", 1]
     assert status == 0, output
     found = re.findall(r"rank (\d) is slow: .* ([\d.]+) ms, .* ([\d.]+) ms, .* to step (\d+)", output)
@@ -104,9 +102,7 @@ def test_a_slow_rank_is_named(jobs: dict) -> None:
         ([3, 0], [1.26, 1.0], [4, 0]),  # not behind a median that it is itself in
     ],
 )
-def test_a_slow_rank_is_a_quarter_behind_the_others(
-    before: list[int], times_s: list[float], after: list[int]
-) -> None:
+def test_slow_rank_threshold(before: list[int], times_s: list[float], after: list[int]) -> None:
     assert count_slow_windows(before, times_s) == after
 
 
@@ -119,7 +115,7 @@ def test_a_slow_rank_is_a_quarter_behind_the_others(
         (0, False, None, False),
     ],
 )
-def test_where_times_say_nothing_of_a_rank_none_are_taken(
+def test_slow_rank_detection_conditions(
     monkeypatch: pytest.MonkeyPatch, stage: int, cuda_graphs: bool, group: Any, is_on: bool
 ) -> None:
     """At ZeRO 3 each layer waits for the slowest; a replayed graph passes no Python; alone there is no other."""
@@ -144,11 +140,11 @@ WAITS, RUNS = (lambda progress: {"progress": progress, "waits": True}), {"progre
         ({0: WAITS(8), 1: WAITS(8)}, 2, []),  # cannot be told
     ],
 )
-def test_who_is_to_blame(found: dict, world: int, blamed: list[int]) -> None:
+def test_find_ranks_at_fault(found: dict, world: int, blamed: list[int]) -> None:
     assert find_ranks_at_fault(found, world) == blamed
 
 
-def test_time_counts_since_the_last_step(process_group: None) -> None:
+def test_timeout_restarts_after_each_step(process_group: None) -> None:
     """Until the first step, and for what a phase reads, the limit is longer."""
     watchdog = Watchdog(60)
     limits = [watchdog.limit_s]
@@ -190,7 +186,7 @@ with watchdog.Watchdog(0.5) as watches:
 
 
 @pytest.mark.process
-def test_a_rank_that_hangs_in_a_start_is_named_and_one_that_reads_is_not(tmp_path: Path) -> None:
+def test_hang_during_startup(tmp_path: Path) -> None:
     (script := tmp_path / "start.py").write_text(START)
     done = launch(3, str(script))
     assert done.returncode == 1 and "the model is built" in done.stdout, done.stdout
@@ -198,7 +194,7 @@ def test_a_rank_that_hangs_in_a_start_is_named_and_one_that_reads_is_not(tmp_pat
     assert re.search(r"rank 1 on \S+: building the model; File .*start.py.* in hangs", done.stdout)
 
 
-def test_a_phase_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_grows_with_bytes_to_read(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it by one slow rank, of a file system that others use, too: the data, the checkpoint, the export."""
     read: list[int] = []
     begin = Watchdog.phase

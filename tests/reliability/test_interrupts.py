@@ -31,7 +31,7 @@ def no_exit(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
 
-def test_the_first_is_a_request_to_stop_and_the_second_an_end(no_exit: None) -> None:
+def test_second_interrupt_ends_the_run(no_exit: None) -> None:
     with signals.defer_first_interrupt():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)  # of a launcher
@@ -40,7 +40,7 @@ def test_the_first_is_a_request_to_stop_and_the_second_an_end(no_exit: None) -> 
             signal.raise_signal(signal.SIGINT)
 
 
-def test_torchrun_passes_each_on_so_that_two_are_one(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_forwards_interrupts(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with signals.defer_first_interrupt():
         signal.raise_signal(signal.SIGINT)
@@ -51,13 +51,13 @@ def test_torchrun_passes_each_on_so_that_two_are_one(no_exit: None, monkeypatch:
     assert signals.received == ["SIGINT"]
 
 
-def test_what_a_script_started_in_its_background_goes_on(no_exit: None) -> None:
+def test_background_job_ignores_interrupts(no_exit: None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.install()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_before_and_after_the_steps_the_first_ends(no_exit: None) -> None:
+def test_interrupt_outside_of_training_ends_the_run(no_exit: None) -> None:
     with pytest.raises(signals.Interrupted) as ended:
         signal.raise_signal(signal.SIGINT)
     assert ended.value.code == 130
@@ -96,9 +96,7 @@ sys.exit(signals.STOPPED)
     [("before handlers", 1, 130), ("none", 1, 130), ("taken", 1, 75), ("never end", 2, 130)],
 )
 @pytest.mark.process
-def test_a_terminal_sends_it_to_launcher_and_ranks(
-    tmp_path: Path, steps: str, presses: int, status: int
-) -> None:
+def test_ctrl_c_reaches_launcher_and_ranks(tmp_path: Path, steps: str, presses: int, status: int) -> None:
     """The second ends ranks that do not stop by themselves. The launcher may end a rank before it prints."""
     (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py", steps]

@@ -87,7 +87,7 @@ def ways(settings: dict, tmp_path: Path) -> Ways:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(900)
-def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None:
+def test_all_launchers_train_alike(ways: Ways) -> None:
     config, launch = str(ways.config), str(ROOT / "train/launch.py")
     alone = ways.run("alone", [sys.executable, TRAIN, config])
     two = ways.run("two", [sys.executable, launch, "--nproc", "2", TRAIN, config])

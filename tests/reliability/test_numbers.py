@@ -90,9 +90,7 @@ FULL = [
     ],
 )
 @pytest.mark.process
-def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(
-    tmp_path: Path, matrix: list[tuple], ranks: int
-) -> None:
+def test_non_finite_rank_skips_the_step_on_all(tmp_path: Path, matrix: list[tuple], ranks: int) -> None:
     """Neither weights nor optimizer nor FP8 state, bit by bit; and the step after it is a step again."""
     check_skips(tmp_path, matrix, ranks)
 
@@ -106,7 +104,7 @@ def recorded(name: str) -> list[tuple[str, dict[str, list[float]]]]:
     return [(row["row"], row["curves"]) for row in found]
 
 
-def test_no_alarm_on_real_runs_and_one_on_a_spike() -> None:
+def test_spike_detection_on_recorded_runs() -> None:
     steps = 0
     adamw = [found for found in recorded("evidence") if "muon" not in found[0]]
     for row, curves in recorded("convergence") + adamw:
@@ -121,7 +119,7 @@ def test_no_alarm_on_real_runs_and_one_on_a_spike() -> None:
     assert steps >= 1000
 
 
-def test_a_level_that_stays_is_no_spike_for_ever() -> None:
+def test_persistent_loss_level_is_no_spike() -> None:
     detector = SpikeDetector(window=16, factor=10.0)
     flagged = [detector.judge(value) is not None for value in [1.0] * 16 + [5.0] * 16]
     assert flagged[:16] == [False] * 16 and flagged[16] and not flagged[-1]
@@ -131,9 +129,7 @@ def test_a_level_that_stays_is_no_spike_for_ever() -> None:
     ("values", "median", "threshold"),
     [([2.0], 2.0, 2.4), ([-2.0], -2.0, -1.6), ([0.9, 1.1], 1.0, 1 + 10 * 1.4826 * 0.1)],
 )
-def test_a_spike_is_ten_spreads_above_the_median(
-    values: list[float], median: float, threshold: float
-) -> None:
+def test_spike_threshold(values: list[float], median: float, threshold: float) -> None:
     """Of a flat stretch the spread is a fiftieth of its level: noise after it is no alarm."""
 
     def full(factor: float) -> SpikeDetector:
@@ -216,7 +212,7 @@ def check_rollback(folder: Path) -> None:
 @pytest.mark.reliability
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.process
-def test_a_rollback_at_other_stages(base: dict[str, Any], tmp_path: Path, stage: int) -> None:
+def test_rollback_at_each_zero_stage(base: dict[str, Any], tmp_path: Path, stage: int) -> None:
     for ranks in run_cases(tmp_path / "results", list(rollback_cases(base, tmp_path, stage).values())):
         assert ranks == [{"error": None}] * 2
     check_rollback(tmp_path)
@@ -252,7 +248,7 @@ def runs(
 
 
 @pytest.mark.process
-def test_a_skipped_step_is_recorded_with_its_samples(runs: dict, base: dict) -> None:
+def test_skipped_step_is_recorded(runs: dict, base: dict) -> None:
     folder, ranks = runs["nan"]
     assert [rank["error"] for rank in ranks] == [None, None]
     lines = metrics(folder)
@@ -265,7 +261,7 @@ def test_a_skipped_step_is_recorded_with_its_samples(runs: dict, base: dict) -> 
 
 
 @pytest.mark.process
-def test_a_spike_is_flagged_at_the_next_log_line(runs: dict) -> None:
+def test_spike_is_logged(runs: dict) -> None:
     folder, ranks = runs["spike"]
     assert [rank["error"] for rank in ranks] == [None, None]
     lines = metrics(folder)
@@ -277,14 +273,14 @@ def test_a_spike_is_flagged_at_the_next_log_line(runs: dict) -> None:
 
 
 @pytest.mark.process
-def test_a_rollback_leaves_the_samples_out_and_computes_what_a_resume_computes(runs: dict) -> None:
+def test_rollback_skips_samples_and_equals_resume(runs: dict) -> None:
     for name in ("rollback", "rollback_resumed", "to_16", "reference"):
         assert runs[name][1] == [{"error": None}] * 2
     check_rollback(runs["nan"][0].parent)
 
 
 @pytest.mark.process
-def test_a_flipped_weight_is_caught_at_the_next_check(runs: dict) -> None:
+def test_replica_check_detects_a_flipped_weight(runs: dict) -> None:
     for rank in runs["flip"][1]:
         assert "step 4: ranks [1] have other weights" in rank["error"]
         assert "1 of " in rank["error"]

@@ -36,7 +36,7 @@ from train.preflight import check
         (save.Saver, "begin", 1, signal.SIGUSR1),  # the save of step 2; noticed after step 3
     ],
 )
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(
+def test_stopped_run_resumes_bit_exactly(
     trained: Path,
     settings: dict,
     handlers: None,
@@ -60,9 +60,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     assert_equal_runs(folder, trained)
 
 
-def test_a_run_that_saves_nothing_stops_too(
-    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_without_checkpoints(settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_when(monkeypatch, trainer.MicroBatches, "get", 2, signal.SIGTERM)
     with pytest.raises(signals.Stopped) as stopped:
         run(settings, save_strategy="no")
@@ -71,7 +69,7 @@ def test_a_run_that_saves_nothing_stops_too(
 
 
 @pytest.mark.process
-def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
+def test_stop_request_to_one_rank_stops_all() -> None:
     done = launch(3, "tests/reliability/meeting_ranks.py", "asked", "60")
     assert done.returncode == signals.STOPPED, done.stdout
     left = re.findall(r"rank (\d) left after step (\d+)", done.stdout)
@@ -80,7 +78,7 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert sorted(saved) == [("0", "7"), ("1", "7"), ("2", "7")], "rank 0 alone finds it due"
 
 
-def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(handlers: None) -> None:
+def test_nohup_run_survives_hangup(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals.install()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -109,9 +107,7 @@ sys.exit(75)
     ],
 )
 @pytest.mark.process
-def test_the_launcher_ends_with_the_status_of_the_ranks(
-    tmp_path: Path, script: str, status: int, left: set[str]
-) -> None:
+def test_launcher_exit_status(tmp_path: Path, script: str, status: int, left: set[str]) -> None:
     head = "import os, sys, time; from pathlib import Path; rank = int(os.environ['RANK'])"
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
@@ -133,9 +129,7 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_what_ended_a_run_is_its_status(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
-) -> None:
+def test_exit_status_of_the_run(monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int) -> None:
     """By it the launcher restarts, or does not: what the user has to correct, it would meet again."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -147,9 +141,7 @@ def test_what_ended_a_run_is_its_status(
     assert train.main([]) == status
 
 
-def test_a_second_node_is_checked_with_all_ranks_and_goes_on_counting(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_startup_on_a_second_node(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(check.CHECKED, "")
     checked: list[tuple] = []
     monkeypatch.setattr(
@@ -172,7 +164,7 @@ def test_a_second_node_is_checked_with_all_ranks_and_goes_on_counting(
     ("number", "status"),
     [(signal.SIGTERM, 75), (signal.SIGINT, 75), (signal.SIGKILL, -9)],
 )
-def test_the_launcher_passes_signals_on(tmp_path: Path, number: int, status: int) -> None:
+def test_launcher_forwards_signals(tmp_path: Path, number: int, status: int) -> None:
     """Its own end by SIGKILL, too: no rank is left."""
     (tmp_path / "ranks.py").write_text(
         "import os, signal, sys, time\n"

@@ -24,7 +24,7 @@ print(f"it has begun; ranks wait for each other for {group.options._timeout}")""
 
 @pytest.mark.usefixtures("process_group")  # it builds the op
 @pytest.mark.process
-def test_a_killed_build_does_not_block_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_build_does_not_block_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own lock file stays behind when a build is killed, and torch waits for it without limit."""
     name = "deepspeed_shm_comm"
     shutil.copytree(cpp_extension._get_build_directory(name, verbose=False), tmp_path / name)
@@ -41,7 +41,7 @@ def test_a_killed_build_does_not_block_the_next_run(tmp_path: Path, monkeypatch:
 )
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.process
-def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
+def test_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     """66 MB of each rank, until the machine is restarted."""
     (tmp_path / "start.py").write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{START}\n"
@@ -63,7 +63,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.process
-def test_the_launcher_removes_what_killed_ranks_left(tmp_path: Path) -> None:
+def test_launcher_removes_shared_memory_of_killed_ranks(tmp_path: Path) -> None:
     """Whoever started them; what a living rank of another job has stays."""
     left, held = (
         Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_host_{os.getpid()}_{rank}")

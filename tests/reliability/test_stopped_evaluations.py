@@ -16,7 +16,7 @@ from train.trainer import Trainer
 
 
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
-def test_an_evaluation_is_left_and_made_up_for(
+def test_stopped_evaluation_runs_on_resume(
     settings: dict,
     tmp_path: Path,
     handlers: None,
@@ -57,7 +57,7 @@ def test_an_evaluation_is_left_and_made_up_for(
     assert (folder / "hf/config.json").exists()
 
 
-def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
+def test_stopped_evaluation_keeps_its_precision(
     settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a stage of precision.schedule ends with it, and where modules went up with it."""

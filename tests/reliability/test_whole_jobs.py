@@ -86,7 +86,7 @@ def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
     ],
 )  # fmt: skip
 @pytest.mark.process
-def test_preemptions_in_a_requeue_loop(settings: dict, tmp_path: Path, preemptions: int) -> None:
+def test_repeated_preemption_and_requeue(settings: dict, tmp_path: Path, preemptions: int) -> None:
     """Two ranks, ZeRO 1, FP8, a stand-in scontrol, signals at random moments from the launch to the second step and
     again a little later: the weights of the uninterrupted run, each sample once."""
     steps = 12 * preemptions
@@ -131,7 +131,7 @@ def pid_of_rank(config: Path, rank: int) -> int:
 @pytest.mark.reliability
 @pytest.mark.timeout(900)
 @pytest.mark.process
-def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_path: Path) -> None:
+def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path: Path) -> None:
     """Four ranks, one killed: the others end, run_training.sh starts again from the last checkpoint, and
     the weights are those of the run in which nobody died."""
     settings |= {"max_steps": 30, "gradient_accumulation_steps": 1, "save_steps": 5}

@@ -156,14 +156,14 @@ def short(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run
 
 
 @pytest.mark.process
-def test_two_ranks_and_one(short: Runs) -> None:
+def test_resume_on_two_ranks_and_one(short: Runs) -> None:
     short.check("two", "two_to_one", SCALES_MOVE)
     short.check("one", "one_to_two", SCALES_MOVE)
     assert any(key.startswith("FP8") for key in short.state("two", "kept"))
 
 
 @pytest.mark.process
-def test_what_comes_after_is_a_run_as_any_other(short: Runs) -> None:
+def test_resharded_run_saves_and_resumes(short: Runs) -> None:
     """Its checkpoint verifies, and is exported. No process group gives up before the watchdog."""
     folder = short.folder / "one_to_two/run"
     (path,) = committed(folder / "checkpoints")
@@ -192,9 +192,7 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     ],
 )
 @pytest.mark.process
-def test_files_that_lack_something_are_refused(
-    short: Runs, written: Path, name: str, key: str | None
-) -> None:
+def test_incomplete_checkpoint_files_raise(short: Runs, written: Path, name: str, key: str | None) -> None:
     """A file without the last group of a value, or without anything; or of another model."""
     weights = {k[7:]: t for k, t in short.state("two", "kept").items() if k.startswith("weight ")}
     sizes, state = {k: t.numel() for k, t in weights.items()}, read_state(written)
@@ -211,7 +209,7 @@ def test_files_that_lack_something_are_refused(
 
 
 @pytest.mark.process
-def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(written: Path) -> None:
+def test_merge_fp8_states(written: Path) -> None:
     file = written / "rank_00001.pt"
     content = torch.load(file, weights_only=True)
     name = next(key for key in content["fp8"] if key.endswith("scaling_fwd.amax_history"))
@@ -246,7 +244,9 @@ CONFIGURATIONS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision, deepspeed", CONFIGURATIONS)
 @pytest.mark.process
-def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: dict, deepspeed: dict) -> None:
+def test_resume_with_any_number_of_ranks(
+    base: dict[str, Any], tmp_path: Path, precision: dict, deepspeed: dict
+) -> None:
     runs = Runs(tmp_path, {**base, "precision": precision, "deepspeed": deepspeed})
     runs.whole("two", 2, 4)
     runs.resumed("two_to_one", 1, "two")
@@ -264,7 +264,7 @@ def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: di
 
 @pytest.mark.reliability
 @pytest.mark.process
-def test_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_at_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
     runs = Runs(tmp_path, {**base, "precision": BF16})
     moves = [(0, 1, 2), (1, 0, 2), (1, 2, 2), (2, 1, 2), (1, 3, 2), (3, 1, 2), (3, 0, 1), (2, 3, 4)]
     for stage in range(4):

@@ -19,14 +19,14 @@ PROGRAMS = sorted(
 )
 
 
-def test_the_programs_are_found() -> None:
+def test_list_of_programs() -> None:
     assert {"train/train.py", "train/launch.py", "fp8_inference_demo/fp8_inference.py"} <= set(PROGRAMS)
 
 
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_takes_less_than_two_seconds(program: str) -> None:
+def test_help_is_fast(program: str) -> None:
     """Of a processor: how long it waits for one on a machine that is busy is not its own doing."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True)
@@ -37,7 +37,7 @@ def test_help_takes_less_than_two_seconds(program: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if not name.startswith("test_fp8")])
-def test_a_python_without_the_packages_says_what_to_do(program: str) -> None:
+def test_missing_packages_error(program: str) -> None:
     """-IS: without the installed packages. inspect_checkpoint.py needs none."""
     done = subprocess.run([sys.executable, "-IS", ROOT / program, "--help"], capture_output=True, text=True)
     if program == "train/inspect_checkpoint.py":

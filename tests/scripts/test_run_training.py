@@ -67,7 +67,7 @@ def wait_for(path: Path) -> None:
 OPTIONS = ("--output_dir", "run", "--save_strategy", "no")
 
 
-def test_from_a_crash_to_the_end(script: Script) -> None:
+def test_restart_after_crash(script: Script) -> None:
     """Its arguments reach train.py as they were given; a start that came further is followed by another."""
     script.plan(f"{progress(3)}; {checkpoint(3)}; exit 137", "exit 0")
     assert script.run(str(script.config), *OPTIONS, "--run_name", "two words") == 0
@@ -78,7 +78,7 @@ def test_from_a_crash_to_the_end(script: Script) -> None:
     assert second == f"{first} --resume_from_checkpoint auto"
 
 
-def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
+def test_dry_run_starts_once(script: Script) -> None:
     """A stop that was is not forgotten. Of a shipped configuration, too, relative paths are from where it was called;
     without one they are from the repository's root."""
     script.plan(*['echo "$OLDPWD" > from.txt; exit 9'] * 2)
@@ -94,7 +94,7 @@ def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
     assert [path.name for path in (script.folder / "run").iterdir()] == ["stopped.json"]
 
 
-def test_a_signal_of_slurm_is_waited_for_and_the_job_requeued(script: Script) -> None:
+def test_slurm_signal_requeues_the_job(script: Script) -> None:
     """Slurm sends it to the process that run_training.sh began as. Its console may be gone."""
     script.plan(f"mkdir -p run; trap 'got=1' USR1; : > ready; {AWAIT}; {checkpoint(4)}; {STOPPED}")
     with (
@@ -108,7 +108,7 @@ def test_a_signal_of_slurm_is_waited_for_and_the_job_requeued(script: Script) ->
     assert (script.folder / "run/checkpoints/step-00000004/manifest.json").exists()
 
 
-def test_a_job_that_is_killed_leaves_nothing_that_trains_on(script: Script) -> None:
+def test_killed_job_leaves_no_process(script: Script) -> None:
     """The launchers of the nodes save and stop, as on a signal."""
     script.plan(f"trap 'got=1' USR1; : > ready; {AWAIT}; : > stopped; exit 75")
     with script.start(str(script.config), *OPTIONS) as process:
@@ -124,7 +124,7 @@ def test_help() -> None:
         assert f"./{script}" in run.stdout and "set -euo" not in run.stdout
 
 
-def test_slurm_runs_a_copy_of_the_script(tmp_path: Path) -> None:
+def test_slurm_copies_the_script(tmp_path: Path) -> None:
     """From its spool folder: the repository is where sbatch was called."""
     copy = tmp_path / "slurm_script"
     copy.write_bytes((ROOT / "run_training.sh").read_bytes())

@@ -37,9 +37,7 @@ def set_up(
 
 
 @pytest.mark.parametrize(("argument", "installed"), [("", False), ("dev", True)])
-def test_optional_packages_are_installed_for_the_tests_only(
-    machine: dict[str, str], tmp_path: Path, argument: str, installed: bool
-) -> None:
+def test_optional_packages(machine: dict[str, str], tmp_path: Path, argument: str, installed: bool) -> None:
     asked = tmp_path / "asked.txt"
     stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; cat >/dev/null; exit 0; }}'
     executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
@@ -49,7 +47,7 @@ def test_optional_packages_are_installed_for_the_tests_only(
     assert (asked.exists() and "absent==1.0" in asked.read_text()) == installed
 
 
-def test_gpu_packages_are_installed_with_constraints(tmp_path: Path) -> None:
+def test_gpu_package_constraints(tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "requirements-gpu.txt").write_text("-c constraints-gpu.txt\nabsent==1.0\n")
@@ -75,7 +73,7 @@ def test_gpu_packages_are_installed_with_constraints(tmp_path: Path) -> None:
         ("absent==1.0\npytest==0.1", "", (1, False, False)),
     ],
 )
-def test_nothing_in_an_active_environment_is_replaced_unasked(
+def test_active_environment_is_kept(
     machine: dict[str, str], tmp_path: Path, requirement: str, replace: str, expected: tuple[int, bool, bool]
 ) -> None:
     asked, given = tmp_path / "asked.txt", tmp_path / "constraints.txt"
@@ -92,9 +90,7 @@ def test_nothing_in_an_active_environment_is_replaced_unasked(
         assert "SETUP_REPLACE=1" in run.stderr and metadata.version("pytest") in run.stderr
 
 
-def test_the_cpu_communication_is_built_once_for_an_environment(
-    machine: dict[str, str], tmp_path: Path
-) -> None:
+def test_cpu_op_is_built_once(machine: dict[str, str], tmp_path: Path) -> None:
     folder, built = tmp_path / "venv/torch_extensions", tmp_path / "built.txt"
     (tmp_path / "venv/pyvenv.cfg").touch()
     (folder / "deepspeed_shm_comm.done").unlink()
@@ -143,7 +139,7 @@ CPU_BUILDS = "--extra-index-url https://download.pytorch.org/whl/cpu"
         ("", 1, "file:///cpu", "--extra-index-url file:///cpu"),
     ],
 )
-def test_without_a_gpu_torch_is_a_cpu_build_where_pip_can_find_one(
+def test_cpu_build_of_torch(
     tmp_path: Path, configured: str, answers: int, torch_index: str, index: str | None
 ) -> None:
     asked = tmp_path / "asked.txt"
@@ -195,7 +191,7 @@ def break_pip(machine: dict[str, str], tmp_path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_set_up_says_what_is_missing(
+def test_missing_prerequisites_error(
     machine: dict[str, str], tmp_path: Path, breaking: object, message: str
 ) -> None:
     breaking(machine, tmp_path)  # type: ignore[operator]
@@ -205,9 +201,7 @@ def test_set_up_says_what_is_missing(
     assert run.stderr.splitlines()[-1].startswith("set-up: ")
 
 
-def test_an_environment_in_a_path_with_a_space_is_refused_before_anything_is_installed(
-    machine: dict[str, str], tmp_path: Path
-) -> None:
+def test_path_with_space_raises(machine: dict[str, str], tmp_path: Path) -> None:
     """torch passes it to the compiler unquoted. A clone there is fine with an environment elsewhere."""
     assert set_up(machine, tmp_path / "user one").returncode == 0
     machine["VIRTUAL_ENV"] = str((tmp_path / "venv").rename(tmp_path / "my venv"))
@@ -235,7 +229,7 @@ plain==3.0  # from 2.9
         ({"exact": "1.2.3", "lenient": "1.4.9", "plain": "3.0"}, False, ["lenient[extra]==2.0"]),
     ],
 )  # fmt: skip
-def test_what_pip_has_to_install(
+def test_requirements_to_install(
     installed: dict[str, str], exact: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_requirements, "installed_version", installed.get)
@@ -251,7 +245,7 @@ def test_what_pip_has_to_install(
     assert added == (set() if installed else {"lenient[extra]==2.0"})
 
 
-def test_the_repositorys_requirements_are_pinned() -> None:
+def test_requirements_are_pinned() -> None:
     files = sorted(ROOT.glob("requirements*.txt"))
     assert [f.name for f in files] == [
         f"requirements{part}.txt" for part in ("-dev", "-gpu", "-prep", "-serving", "")
@@ -267,7 +261,7 @@ def test_the_repositorys_requirements_are_pinned() -> None:
 
 
 @pytest.mark.slow
-def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> None:
+def test_gpu_test_run_record(tmp_path: Path) -> None:
     test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
     command = [sys.executable, *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider".split()]
     command += [f"--results={results.parent}", str(test)]

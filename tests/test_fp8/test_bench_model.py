@@ -54,7 +54,7 @@ def check(model: nn.Module, compute: str, reference: Reference, ids: Tensor) -> 
 
 
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_every_variant_is_the_same_model(variant: str, reference: Reference, ids: Tensor) -> None:
+def test_all_variants_compute_the_same_model(variant: str, reference: Reference, ids: Tensor) -> None:
     model = small_model(variant)
     assert check(model, "bf16", reference, ids) < 2e-2
     loss = model(ids[:1, :-1], labels=ids[:1, 1:]).loss.item()
@@ -84,16 +84,14 @@ def renamed_weight() -> nn.Module:
         renamed_weight,
     ],
 )
-def test_another_model_is_found(other: Any, reference: Reference, ids: Tensor) -> None:
+def test_different_model_is_detected(other: Any, reference: Reference, ids: Tensor) -> None:
     model = other()
     with pytest.raises(DifferentModel):
         check(model, "bf16", reference, ids)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_fp8_is_as_far_off_as_its_operands_are_rounded(
-    recipe: str, reference: Reference, ids: Tensor
-) -> None:
+def test_fp8_tolerance_follows_rounding_error(recipe: str, reference: Reference, ids: Tensor) -> None:
     """Other rotary angles change the logits by 0.27: less than FP8 may make of some models, and more than of this."""
 
     def fp8_error(**changes: object) -> float:
@@ -108,7 +106,7 @@ def test_fp8_is_as_far_off_as_its_operands_are_rounded(
         fp8_error(rope_theta=5000.0)
 
 
-def test_a_loss_is_compared_with_that_of_the_same_samples() -> None:
+def test_loss_reference_uses_the_same_samples() -> None:
     reference = Reference({}, torch.empty(0), [10.0, 12.0])
     assert loss_error(10.002, "bf16", reference, 1) == pytest.approx(2e-4)
     assert loss_error(11.04, "fp8", reference, 2) == pytest.approx(0.04 / 11)
@@ -129,7 +127,7 @@ def configured(case: Case, micro_batch: int = 2) -> TrainingArguments:
     return resolve_arguments(build_arguments(case.configured(base)), 1)
 
 
-def test_presets_are_what_the_trainer_takes() -> None:
+def test_presets_are_valid_configurations() -> None:
     for case in PRESETS.values():
         arguments = configured(case)
         assert arguments.speed.cuda_graphs is case.name.endswith("_graph"), case.name
@@ -151,7 +149,7 @@ def measurements(*ms: float) -> list[dict[str, Any]]:
     return [{"ms": each, "allocated_gib": 1.0, "reserved_gib": 2.0, "loss_error": 1e-4} for each in ms]
 
 
-def test_a_pass_in_the_mean_of_a_step_counts_the_first_once() -> None:
+def test_mean_pass_ms() -> None:
     assert mean_pass_ms([20.0, 10.0, 11.0, 9.0, 22.0, 10.0], 4) == (21 + 3 * 10) / 4
 
 
@@ -166,7 +164,7 @@ def test_a_pass_in_the_mean_of_a_step_counts_the_first_once() -> None:
         (RuntimeError("broken\nin two lines"), True),
     ],
 )
-def test_a_case_without_a_speed_says_why(error: Exception, fault: bool) -> None:
+def test_case_without_speed_has_a_reason(error: Exception, fault: bool) -> None:
     one = series("te_layer_fp8_delayed", "bare", *([1.0] if fault else []))
     capture = RuntimeError("capture failed")
     capture.__context__ = error
@@ -176,7 +174,7 @@ def test_a_case_without_a_speed_says_why(error: Exception, fault: bool) -> None:
     assert result["reason"] and "\n" not in result["reason"]
 
 
-def test_ratios_are_to_eager_and_to_the_fastest_bf16() -> None:
+def test_speed_ratios() -> None:
     times = {"hf_bf16": 20.0, "te_layer_bf16": 10.0, "te_layer_fp8_delayed": 8.0}
     results = [series(name, "step", ms).result(1.0) for name, ms in times.items()]
     add_ratios(results)
@@ -187,9 +185,7 @@ def test_ratios_are_to_eager_and_to_the_fastest_bf16() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_tampered_case_has_no_speed_and_the_program_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wrong_model_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def tampered(config: Any, variant: str, *args: Any, **kwargs: Any) -> nn.Module:
         model = build.build_model(config, variant, *args, **kwargs)
         if variant == "te_linear":
@@ -220,7 +216,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, length: int = 64) -> Conditions:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("measure", ["bare", "step"])
-def test_what_is_timed_has_to_run_fp8(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_passes_must_run_fp8(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only what was checked before."""
     conditions, arguments = unchecked(monkeypatch), configured(PRESETS["te_layer_fp8_current"])
     measure_case(arguments, measure, Setting(2, "auto"), conditions)
@@ -240,7 +236,7 @@ def test_what_is_timed_has_to_run_fp8(measure: str, monkeypatch: pytest.MonkeyPa
         ["--row", "r", "max_steps=2"],
     ],
 )
-def test_what_cannot_be_measured_is_refused(options: list[str]) -> None:
+def test_unsupported_case_raises(options: list[str]) -> None:
     assert BENCHMARK.main(options) == 2
 
 
@@ -266,13 +262,13 @@ def run_program(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_program(tmp_path: Path) -> None:
+def test_benchmark(tmp_path: Path) -> None:
     run_program(tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("process_group")
-def test_program_on_a_gpu(tmp_path: Path) -> None:
+def test_benchmark_on_gpu(tmp_path: Path) -> None:
     run_program(tmp_path)
 
 
@@ -280,7 +276,7 @@ NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_weight_has_its_place(tied: bool) -> None:
+def test_megatron_weight_conversion(tied: bool) -> None:
     config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
     first, weights = 0, {}
     for name, shape in weight_shapes(config).items():  # no two values are alike
@@ -303,7 +299,7 @@ def test_every_weight_has_its_place(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron_core")])
-def test_configuration_is_the_cases(name: str) -> None:
+def test_megatron_configuration(name: str) -> None:
     arguments, switches = configured(PRESETS[name]), PRESETS[name].megatron
     assert switches is not None
     for window, expected in ((64, None), (63, (62, 0)), (None, None)):  # samples have 64 tokens
@@ -326,7 +322,7 @@ def test_configuration_is_the_cases(name: str) -> None:
         ("fused (cuDNN, 1)", (1e-3, float("nan")), False),
     ],
 )
-def test_the_attention_that_is_checked_is_the_one_that_was_timed(
+def test_megatron_attention_check(
     ran: str, errors: tuple[float, float], is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup_check, "attention_errors", lambda *_, **__: errors)
@@ -337,7 +333,7 @@ def test_the_attention_that_is_checked_is_the_one_that_was_timed(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_missing_package_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "PACKAGE", "no-such-megatron")
     options = ["--rows", "megatron_core_bf16", "--step_rows", "*", "--rounds", "1"]
     (result,) = report_of(BENCHMARK, tmp_path, *options)["results"]

@@ -27,7 +27,7 @@ def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
     ]
 
 
-def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
+def test_step_seconds(tmp_path: Path) -> None:
     """An interval with compilation, here 1 instead of 10 tokens/s, counts at the speed of the others."""
     records = training(*((step, 4.0) for step in range(10, 70, 10)))
     for slow in (0, 2):
@@ -41,7 +41,7 @@ def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
     assert compare_convergence.speed(found) == 10 and compare_convergence.speed(found[:1]) == 1
 
 
-def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
+def test_seconds_to_loss() -> None:
     records = training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0))
     times = {loss: compare_convergence.seconds_to_loss(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
     assert times == {5.5: 10, 4.25: 17.5, 3.6: 35, 2.9: None}
@@ -51,7 +51,7 @@ def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
     assert found["baseline_seconds"] == pytest.approx(19) and found["ratio"] == pytest.approx(1.9)
 
 
-def test_the_last_tenth_of_the_steps() -> None:
+def test_last_tenth() -> None:
     base = training(*((step, 4.0) for step in range(1, 21)))
     own = training(*((step, 5.0) for step in range(1, 19)), (19, 4.04), (20, 4.08))
     found = compare_convergence.last_tenth(own, base)
@@ -92,7 +92,7 @@ def program(config: Path, work_dir: Path, *options: str) -> int:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
-def test_a_comparison(config: Path, tmp_path: Path) -> None:
+def test_comparison(config: Path, tmp_path: Path) -> None:
     """Trained, then taken as they are against a tolerance that cannot be met, and one that fails."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
     cases = ["--rows", "bf16", "delayed", "--row", "seed7", "precision.compute=bf16", "seed=7"]
@@ -128,7 +128,7 @@ def test_a_comparison(config: Path, tmp_path: Path) -> None:
         ["--baseline", "x"],
     ],
 )
-def test_errors_come_before_any_training(config: Path, tmp_path: Path, options: list[str]) -> None:
+def test_errors_are_raised_before_training(config: Path, tmp_path: Path, options: list[str]) -> None:
     assert program(config, tmp_path / "work", *options) == 2
     assert not (tmp_path / "work").exists()
 
@@ -163,14 +163,14 @@ def wheel(path: Path, files: dict[str, bytes]) -> Path:
         (("word " * 30 + "\n") * 5, "lines over 100"),
     ],
 )
-def test_what_is_no_source_that_somebody_wrote(text: str, reason: str) -> None:
+def test_skip_reason(text: str, reason: str) -> None:
     found = skip_reason(text, "code")
     assert found is None if not reason else found is not None and found.startswith(reason)
     if "line" in reason or "generated" in reason:
         assert skip_reason(text, "documents") is None, "of source code alone"
 
 
-def test_the_texts_of_a_wheel(tmp_path: Path) -> None:
+def test_read_texts_of_a_wheel(tmp_path: Path) -> None:
     path = wheel(
         tmp_path / "shapes-1.0-py3-none-any.whl",
         {
@@ -200,7 +200,7 @@ def test_the_texts_of_a_wheel(tmp_path: Path) -> None:
     assert records[1] == {"text": SOURCE, "path": "shapes/b.py"}
 
 
-def test_the_pinned_wheels_have_hashes() -> None:
+def test_pinned_wheels_have_hashes() -> None:
     lines = DATA.options.get_default("packages").read_text().splitlines()
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert len(pinned) > 100 and all("--hash=sha256:" in line for line in pinned)

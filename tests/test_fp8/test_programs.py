@@ -42,7 +42,7 @@ SMALL_DECODING = [
 ]
 
 
-def test_a_report_with_both_precisions(tmp_path: Path) -> None:
+def test_decoding_report(tmp_path: Path) -> None:
     prefill = ["--prefill_batch", "2", "--prefill_length", "16"]
     report = report_of(DECODING, tmp_path, *SMALL_DECODING, *prefill)
     found = [(r["what"], r["row"], r["batch"]) for r in report["results"]]
@@ -60,7 +60,7 @@ def test_a_report_with_both_precisions(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_saves(tmp_path: Path) -> None:
+def test_save_report(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "save.json")]
     (tmp_path / "disk").mkdir()
     done = launch(2, "test_fp8/bench_save.py", *options, TMPDIR=str(tmp_path / "disk"))
@@ -85,7 +85,7 @@ def of_gpus(*speeds: float) -> list[dict[str, Any]]:
     return [{"tokens_per_second": speed, **found} for speed in speeds]
 
 
-def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
+def test_scaling_efficiency() -> None:
     alone = summarize([of_gpus(100.0, 90.0, 110.0, 1000.0)], 1, [])
     assert alone["alone"] == [100, 90, 110, 1000] and alone["tokens_per_second"] == 325
     two = summarize([of_gpus(170.0), of_gpus(182.0)], 2, alone["alone"])
@@ -100,16 +100,14 @@ def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
 @pytest.mark.parametrize(
     "words", [["--stages"], ["--row", "mine", "max_steps=3"], ["--row", "f", "optim=sgd"]]
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_scaling_options_raise(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_scaling, "run_together", lambda *_: pytest.fail("a process was started"))
     assert SCALING.main([*SMALL_SCALING, *words]) == 2
 
 
 @pytest.mark.interpreter
 @pytest.mark.slow
-def test_scaling(tmp_path: Path) -> None:
+def test_scaling_report(tmp_path: Path) -> None:
     one, two = report_of(SCALING, tmp_path, *SMALL_SCALING, "--gpus", "1", "2")["results"]
     assert (one["step_tokens"], two["step_tokens"]) == (32, 64)
     assert two["share_of_alone"] == pytest.approx(two["tokens_per_second"] / (2 * one["tokens_per_second"]))
@@ -118,7 +116,7 @@ def test_scaling(tmp_path: Path) -> None:
 SMALL_GRADIENTS = ["--batches", "2", "--micro_batch", "1", "--seq_length", "32"]
 
 
-def test_figures_of_a_gradient_that_is_too_short() -> None:
+def test_gradient_figures() -> None:
     torch.manual_seed(0)
     exact = [{"a": torch.randn(8, 8), "b": torch.randn(8)} for _ in range(3)]
     short = [{name: 0.9 * g for name, g in batch.items()} for batch in exact]
@@ -128,13 +126,13 @@ def test_figures_of_a_gradient_that_is_too_short() -> None:
     assert found["worst_matrix"] == "a", "the only matrix"
 
 
-def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_case_must_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fp8(monkeypatch, "nn")
     assert GRADIENTS.main(["--rows", "bf16", *SMALL_GRADIENTS]) == 0
     assert GRADIENTS.main(["--rows", "block", *SMALL_GRADIENTS]) == 2
 
 
-def test_gradients(tmp_path: Path) -> None:
+def test_gradient_report(tmp_path: Path) -> None:
     bf16, fp8 = report_of(GRADIENTS, tmp_path, "--rows", "bf16", "current_e4m3", *SMALL_GRADIENTS)["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
     assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
@@ -163,7 +161,7 @@ def steps(losses: list[float], norms: list[float]) -> list[dict]:
         ([], [], ["steps"]),
     ],
 )
-def test_what_is_beyond_the_tolerance(losses: list[float], norms: list[float], beyond: list[str]) -> None:
+def test_zero_matrix_tolerance(losses: list[float], norms: list[float], beyond: list[str]) -> None:
     found = compare_runs(steps(losses, norms), steps([4, 4], [1, 1]), TOLERANCE)
     assert [part.partition(":")[0] for part in found.get("why", "").split("; ") if part] == beyond
     if not beyond:
@@ -173,7 +171,7 @@ def test_what_is_beyond_the_tolerance(losses: list[float], norms: list[float], b
         )
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_zero_matrix_refusals(tmp_path: Path) -> None:
     data, refused = make_data(tmp_path / "data"), []
     cases = {case.name: case for case in matrix()}
     assert len(cases) == len(list(matrix()))
@@ -195,7 +193,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
-def test_cases_are_trained_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_matrix_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = ["zero3-te_linear-fp8", "zero3-te_layer-fp8-optim_muon"]
     report = report_of(ZERO_MATRIX, tmp_path, "--steps", "2", "--rows", *rows)
@@ -229,7 +227,7 @@ def check_report(folder: Path, launches: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_report(tmp_path: Path) -> None:
+def test_linear_report(tmp_path: Path) -> None:
     report = check_report(tmp_path, ["eager"])
     assert (
         all("reason" in r for r in report["results"] if r["launch"] == "graph") and report["ceilings"] == {}
@@ -237,7 +235,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_report_on_a_gpu(tmp_path: Path) -> None:
+def test_linear_report_on_gpu(tmp_path: Path) -> None:
     report = check_report(tmp_path, ["eager", "graph"])
     ceilings = report["ceilings"]
     assert ceilings["fp8"]["tflops"] > 1.3 * ceilings["bf16"]["tflops"]
@@ -247,7 +245,7 @@ def test_report_on_a_gpu(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_in_fp8_is_a_failure() -> None:
+def test_linear_without_fp8_fails() -> None:
     assert LINEAR.main(["--shapes", "1x1x32:32", "--iterations", "1", "--recipes", "current"]) == 1
 
 
@@ -256,7 +254,7 @@ def measured(*precisions: str) -> dict[str, dict[str, Any]]:
     return {r["precision"]: r for r in results if r["launch"] == "eager"}
 
 
-def test_a_wrong_result_has_a_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_linear_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Linear.run
 
     def wrong(self: Linear, part: str, calls: int) -> dict[str, torch.Tensor]:
@@ -270,7 +268,7 @@ def test_a_wrong_result_has_a_reason_and_no_speed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_that_are_not_fp8_have_no_speed(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_without_fp8_gradients_has_no_speed(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"fp8-{recipe}"
     assert measured(name)[name]["ran_fp8"] is True
     without_fp8(monkeypatch, "tn")

@@ -35,7 +35,7 @@ def test_written_report(tmp_path: Path) -> None:
     assert not {platform.node(), getpass.getuser()} & set(values) and not any("/" in v for v in values)
 
 
-def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     now_s = [5.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[-1]))
@@ -49,7 +49,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.laps_ms([takes("c", 1.0), takes("d", 2.0)]) == [1000.0, 2000.0]
 
 
-def test_a_table_has_a_dash_for_what_is_missing() -> None:
+def test_table_with_missing_values() -> None:
     columns: report.Columns = {"row": ("row", "<"), "x": ("x", ".1f"), "twice": (lambda r: 2 * r["n"], "d")}
     text = report.table([{"row": "long name", "x": 1.26, "n": 4}, {"row": "b", "n": 10}], columns)
     assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
@@ -65,7 +65,7 @@ def test_a_table_has_a_dash_for_what_is_missing() -> None:
         (["../text", "1/2"], "python test_fp8/x.py ../text 1/2"),
     ],
 )
-def test_the_command_of_a_report(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_in_report(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without folders of the machine."""
     options = Options("/somewhere/test_fp8/x.py", "What it does.", [option("--count", 5, "%", type=positive)])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -74,14 +74,14 @@ def test_the_command_of_a_report(words: list[str], command: str, monkeypatch: py
     assert options.command(words) == command.replace("python ", "python train/launch.py --nproc 2 ", 1)
 
 
-def test_options_have_their_defaults_and_what_follows() -> None:
+def test_option_defaults_and_extra_arguments() -> None:
     options = Options("x.py", "What it does.", [option("--count", 5, "100 %"), *shared(row=[])])
     found = options.parse(["--row", "a", "x=1", "--row", "b", "--", "--seed", "1"])
     assert (found.count, found.row, found.extra_arguments) == (5, [["a", "x=1"], ["b"]], ["--seed", "1"])
     assert "100 %; default: 5\n" in options.format_help()
 
 
-def test_cases_of_the_command_line() -> None:
+def test_parse_cases() -> None:
     allowed = ["model", "speed"]
     cases = parse_cases([["mine", "model.variant=te_linear", "speed.main_grad=false"]], ["taken"], allowed)
     configured = cases["mine"].configured({"model": {"config": "tiny"}, "speed": {}})
@@ -110,7 +110,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.interpreter
-def test_help_and_bad_arguments_are_answered_without_torch() -> None:
+def test_arguments_are_checked_without_torch() -> None:
     code = """
 import json, runpy, sys
 for program, bad in json.loads(sys.argv[1]).items():

@@ -156,7 +156,7 @@ def whole(folder: Path, out: Path, dtype: torch.dtype) -> Path:
     return out
 
 
-def test_transformers_loads_them(tools: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_transformers_loads_exports(tools: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     """With the codes and scales that read_hf_folder gives; activations quantized where transformers does so."""
     ids = random_ids(load_config(str(folders["hf"])), 2, 48)
     torch.save(ids, tmp_path / "ids.pt")
@@ -237,7 +237,7 @@ def served(tools: Path, folder: Path, log: Path, *options: str) -> Iterator[str]
 
 
 @pytest.mark.parametrize("name", ["hf", "rows", "blocks"])
-def test_a_server_answers_the_openai_client(
+def test_transformers_serve_answers_the_openai_client(
     tools: Path, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     folder = folders[name]
@@ -267,9 +267,7 @@ TASK = """
 """
 
 
-def test_lm_eval_measures_what_the_model_predicts(
-    tools: Path, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lm_eval_scores(tools: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     source = Path(textwrap.__file__).read_text()
     texts = [source[begin : begin + 300] for begin in range(0, 1500, 300)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -21,9 +21,7 @@ def ended(output_dir: Path) -> list[dict[str, Any]]:
     return [start["ended"] for start in read_starts(RunFolder(output_dir))]
 
 
-def test_a_failed_export_is_in_run_json_and_the_next_start_exports(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_export_is_repeated(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not "done", which nobody would look into; and not only "failed", as if there were nothing to export."""
     output_dir, fault = Path(settings["output_dir"]), OSError(errno.EIO, "Input/output error", "hf.partial")
     with monkeypatch.context() as broken:
@@ -44,7 +42,7 @@ def test_a_failed_export_is_in_run_json_and_the_next_start_exports(
 @pytest.mark.parametrize(
     ("error", "how"), [(Interrupted(), "export interrupted"), (UserError("no tokenizer"), "export failed")]
 )
-def test_how_an_export_ended_is_in_run_json(
+def test_export_result_is_in_run_json(
     own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, error: BaseException, how: str
 ) -> None:
     """Also of a start that had no step to take."""
@@ -56,7 +54,7 @@ def test_how_an_export_ended_is_in_run_json(
     assert last["how"] == how and last.get("why") == (None if "int" in how else "UserError: no tokenizer")
 
 
-def test_a_training_that_failed_says_why(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_training_is_in_run_json(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.trainer.Trainer.take_step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(settings)

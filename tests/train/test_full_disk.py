@@ -31,17 +31,19 @@ def full(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_or_quota_lasts(number: int) -> None:
+def test_full_disk_is_persistent(number: int) -> None:
     assert is_persistent(OSError(number, os.strerror(number)))
 
 
-def test_a_plan(full: Path) -> None:
+def test_full_disk_during_plan(full: Path) -> None:
     assert plan.main(["tiny", "--output", str(full)]) == 2
     assert not full.exists()
 
 
 @pytest.mark.parametrize("error", [None, SafetensorError("I/O error: No space left on device (os error 28)")])
-def test_an_export(error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_export(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = RunState(0, 0, 0, 1, 0, {"data": {"sources": {}}}, {})
     for name, value in (
         ("select_checkpoint", lambda given: given),
@@ -64,7 +66,7 @@ def benchmark(words: list[str]) -> None:
         (benchmark, [], ["closed/out.json", "closed/new/out.json", "file/out.json", "folder.json"]),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_output_raises_before_work(
     command: Any, words: list[str], places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write everywhere, so that the system is not asked."""

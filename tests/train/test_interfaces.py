@@ -205,7 +205,7 @@ def content(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def test_keys_of_metrics(eventful: Path, branch: Path) -> None:
+def test_metrics_keys(eventful: Path, branch: Path) -> None:
     lines, found, statistics = metrics(eventful) + metrics(branch), dict[str, set[str]](), set[str]()
     assert {frozenset(line) for line in metrics(eventful) if line["step"] == 1} == {frozenset(STEP)}
     for line in lines:
@@ -222,7 +222,7 @@ def test_keys_of_metrics(eventful: Path, branch: Path) -> None:
     assert statistics - {"input.kurtosis"} == STATISTICS
 
 
-def test_keys_of_run_json(eventful: Path, branch: Path) -> None:
+def test_run_json_keys(eventful: Path, branch: Path) -> None:
     starts = [content(folder / "run.json") for folder in (eventful, branch)]
     assert {key for start in starts for key in start} == {"starts"}
     free = ("hosts.", "machine.", "attention.")  # by machine
@@ -230,7 +230,7 @@ def test_keys_of_run_json(eventful: Path, branch: Path) -> None:
     assert found == RUN_JSON
 
 
-def test_keys_and_files_of_a_checkpoint(eventful: Path, branch: Path, trained: Path, settings: dict) -> None:
+def test_checkpoint_keys_and_files(eventful: Path, branch: Path, trained: Path, settings: dict) -> None:
     folders = [eventful / "checkpoints/step-00000020", branch / "checkpoints/step-00000004"]
     free = ("train_config.", "model_config.", "precision.")  # configuration
     states = [content(folder / "run_state.json") for folder in folders]
@@ -244,19 +244,19 @@ def test_keys_and_files_of_a_checkpoint(eventful: Path, branch: Path, trained: P
         assert {path.name for path in folder.iterdir()} == CHECKPOINT_FILES | OPTIMIZER_FILES[stage]
 
 
-def test_files_of_a_run_and_of_an_export(trained: Path) -> None:
+def test_run_and_export_files(trained: Path) -> None:
     assert {path.name for path in trained.iterdir()} == RUN_FILES  # fixtures draw no loss.png
     assert {path.name for path in (trained / "hf").iterdir()} == EXPORT_FILES
     assert content(trained / "hf/exported_from.json").keys() == EXPORTED_FROM
 
 
-def test_keys_and_files_of_prepared_data(data: Path) -> None:
+def test_prepared_data_keys_and_files(data: Path) -> None:
     assert {path.name for path in data.iterdir()} == DATA_FILES
     found = set(keys_of(content(data / "manifest.json"), 2))
     assert found == DATA_MANIFEST
 
 
-def test_names_of_configuration_keys() -> None:
+def test_configuration_keys() -> None:
     names = sorted(all_keys())
     assert (len(names), hashlib.sha256("\n".join(names).encode()).hexdigest()) == CONFIGURATION_KEYS, names
 

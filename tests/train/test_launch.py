@@ -51,7 +51,7 @@ pytestmark = pytest.mark.process
         (1, True, True, False, False),
     ],
 )
-def test_what_follows_an_attempt(
+def test_should_restart(
     status: int, stop_requested: bool, made_progress: bool, is_retry: bool, restarts: bool
 ) -> None:
     assert should_restart(status, stop_requested, made_progress, is_retry) is restarts
@@ -74,14 +74,14 @@ def test_what_follows_an_attempt(
         ({1: 1, 0: 130}, True, True, 130, None),
     ],
 )
-def test_of_several_ranks_that_failed_the_cause_is_named(
+def test_cause_of_several_failed_ranks(
     failed: dict[int, int], stop_requested: bool, interrupted: bool, status: int, cause: int | None
 ) -> None:
     """In the order in which they ended: who was killed is the cause, who lost its connection to it comes first."""
     assert exit_status(failed, stop_requested, interrupted) == (status, cause)
 
 
-def test_how_long_the_other_ranks_have() -> None:
+def test_grace_period() -> None:
     """A save that a stop waits for takes longer than last words do."""
     assert grace_s({1: 75}) == 60 and grace_s({1: 75, 2: 1}) == grace_s({1: 1}) == 4
     assert grace_s({1: 2}) == 4 and grace_s({1: 1, 0: 2}) == 0
@@ -116,7 +116,7 @@ BY_SLURM = "--nnodes 2 --master_addr node-03 --master_port"
         ({**SLURM, "SLURM_NNODES": "1"}, "--nproc 2"),
     ],
 )
-def test_settings_are_options_of_the_launcher(
+def test_environment_settings(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], options: str
 ) -> None:
     monkeypatch.setattr(launch, "cuda_devices", lambda: [80] * 8 if settings.get("HAS_GPU") else [])
@@ -127,7 +127,7 @@ def test_settings_are_options_of_the_launcher(
     assert pairs(found) == pairs(options.split())
 
 
-def test_without_a_configuration_two_gpus_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_run_uses_at_most_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More cannot share its batch. A number that is asked for is taken."""
     monkeypatch.setattr(launch, "cuda_devices", lambda: [80] * 8)
     assert launch.rank_options(launch.TINY_RANKS, by_srun=False) == ["--nproc", "2"]
@@ -150,7 +150,7 @@ def test_without_a_configuration_two_gpus_at_most(monkeypatch: pytest.MonkeyPatc
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, None),
     ],
 )
-def test_wrong_settings(
+def test_invalid_settings_raise(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], key: str | None
 ) -> None:
     """Also those that argparse refuses."""
@@ -162,7 +162,7 @@ def test_wrong_settings(
 
 
 @pytest.mark.parametrize("nodes", ["1", "4"])
-def test_ranks_in_a_container_of_pyxis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: str) -> None:
+def test_ranks_in_pyxis_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: str) -> None:
     """Also of one node: srun is what enters it."""
     monkeypatch.chdir(tmp_path)
     container = {"CONTAINER_IMAGE": "team/image.sqsh", "CONTAINER_MOUNTS": "/scratch:/data"}
@@ -181,7 +181,7 @@ def test_ranks_in_a_container_of_pyxis(monkeypatch: pytest.MonkeyPatch, tmp_path
     ]
 
 
-def test_the_image_is_made_of_files_that_are_there() -> None:
+def test_dockerfile_copies_existing_files() -> None:
     copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     assert len(copied) == 2 and all((ROOT / name).exists() for line in copied for name in line.split())
 
@@ -238,7 +238,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         signal.signal(number, handler)
 
 
-def test_a_job_is_restarted_from_its_own_checkpoint(machine: Machine) -> None:
+def test_job_restarts_from_its_checkpoint(machine: Machine) -> None:
     machine.plan(
         f"{progress(3)}; exit 137", f"{checkpoint(5)}; exit 1", f"{progress(6)}; kill -9 $$", "exit 0"
     )
@@ -250,7 +250,7 @@ def test_a_job_is_restarted_from_its_own_checkpoint(machine: Machine) -> None:
     assert command in " ".join(first) and first[-2:] == NEVER
 
 
-def test_a_restart_without_progress_is_tried_once(machine: Machine) -> None:
+def test_one_restart_without_progress(machine: Machine) -> None:
     fails = f"{progress(7)}; exit 9"
     machine.plan(fails, fails, f"{progress(8)}; exit 9", "exit 0")
     assert machine.run(MAX_RESTARTS="4") == 0 and len(machine.starts()) == 4
@@ -259,12 +259,12 @@ def test_a_restart_without_progress_is_tried_once(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("most", "starts"), [("2", 3), ("0", 1)])
-def test_restarts_are_bounded(machine: Machine, most: str, starts: int) -> None:
+def test_restart_limit(machine: Machine, most: str, starts: int) -> None:
     machine.plan(*[f"{progress(step)}; exit 134" for step in range(1, 9)])
     assert machine.run(MAX_RESTARTS=most) == 134 and len(machine.starts()) == starts
 
 
-def test_a_start_that_failed_before_it_began_does_not_resume_what_was_there(machine: Machine) -> None:
+def test_failed_first_start_does_not_resume_an_old_run(machine: Machine) -> None:
     """A new run moves the old checkpoints aside only when it is about to begin."""
     subprocess.run(["bash", "-ec", checkpoint(9)], check=True)
     machine.plan("exit 1", "exit 0")
@@ -282,7 +282,7 @@ def test_a_start_that_failed_before_it_began_does_not_resume_what_was_there(mach
         ("exit 130", {}, 130, False),
     ],
 )
-def test_what_ends_a_job(
+def test_statuses_that_end_a_job(
     machine: Machine, end: str, settings: dict[str, str], status: int, requeued: bool
 ) -> None:
     machine.plan(f"{checkpoint(4)}; {end}")
@@ -296,7 +296,7 @@ def test_what_ends_a_job(
 
 
 @pytest.mark.parametrize("before", [None, 9])
-def test_a_requeued_job_resumes_its_own_checkpoint(machine: Machine, before: int | None) -> None:
+def test_requeued_job_resumes(machine: Machine, before: int | None) -> None:
     """And not one that was there before it, which its first start may not have come to set aside."""
     machine.plan(STOPPED, f"rm -rf run/checkpoints; {checkpoint(4)}; {STOPPED}", "exit 0")
     if before:
@@ -309,7 +309,7 @@ def test_a_requeued_job_resumes_its_own_checkpoint(machine: Machine, before: int
     assert tuple(machine.starts()[-1].split()[-2:]) == NEVER
 
 
-def test_a_signal_reaches_srun_as_usr1(machine: Machine) -> None:
+def test_signal_is_forwarded_to_srun_as_usr1(machine: Machine) -> None:
     """It is waited for until its save is done, however many signals come."""
     twice = f"kill -TERM $PPID; {AWAIT}; got=; kill -HUP $PPID; {AWAIT}"
     machine.plan(f"trap 'got=1' USR1; {twice}; {checkpoint(4)}; {STOPPED}")
@@ -317,21 +317,21 @@ def test_a_signal_reaches_srun_as_usr1(machine: Machine) -> None:
     assert (machine.folder / "run/checkpoints/step-00000004/manifest.json").exists()
 
 
-def test_after_ctrl_c_a_job_is_neither_restarted_nor_requeued(machine: Machine) -> None:
+def test_ctrl_c_prevents_restart_and_requeue(machine: Machine) -> None:
     once = f"trap 'got=1' USR1; kill -INT $PPID; {AWAIT}"
     machine.plan(f"{once}; {STOPPED}", f"{once}; exit 130", f"{once}; exit 9", "exit 0")
     assert [machine.run() for _ in range(3)] == [75, 130, 9]
     assert len(machine.starts()) == 3 and not machine.requeues()
 
 
-def test_a_second_ctrl_c_reaches_srun(machine: Machine) -> None:
+def test_second_ctrl_c_reaches_srun(machine: Machine) -> None:
     machine.plan(
         f"trap 'got=1' USR1; trap 'exit 7' INT; kill -INT $PPID; {AWAIT}; kill -INT $PPID; got=; {AWAIT}"
     )
     assert machine.run() == 130 and not machine.requeues()
 
 
-def test_a_pause_ends_when_the_job_is_stopped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_ends_a_pause(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "PAUSE_S", 1e6)
     machine.plan("(sleep 0.5; kill -USR1 $PPID) & exit 1".replace("$PPID", str(os.getpid())), "exit 0")
     assert machine.run() == 75 and len(machine.starts()) == 1 and machine.requeues() == ["requeue 41234"]
@@ -349,7 +349,7 @@ def test_a_pause_ends_when_the_job_is_stopped(machine: Machine, monkeypatch: pyt
         (["--save_strategy", "steps", "--dry_run"], None),
     ],
 )
-def test_the_demo_needs_a_run_that_saves(machine: Machine, options: list[str], compute: str | None) -> None:
+def test_demo_needs_a_checkpoint(machine: Machine, options: list[str], compute: str | None) -> None:
     demo: list[str] = []
     with mock.patch.object(os, "execv", lambda path, command: demo.extend(command)):
         assert machine.run(*options, DEMO_PROMPT="a b") == 0
@@ -361,7 +361,7 @@ def test_the_demo_needs_a_run_that_saves(machine: Machine, options: list[str], c
         assert demo[demo.index("--precision") + 1] == compute and demo[demo.index("--prompt") + 1] == "a b"
 
 
-def test_the_embedded_corpus_is_prepared_once(machine: Machine) -> None:
+def test_embedded_corpus_is_prepared_once(machine: Machine) -> None:
     folder = machine.folder / "data/python-stdlib"
     option = ("--data.sources.text", str(folder))
     assert machine.run(*option) == 0 and len(machine.starts()) == 1
@@ -378,7 +378,7 @@ def test_the_embedded_corpus_is_prepared_once(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("do", "status"), [("exit 3", 3), (f"kill -USR1 $PPID; {AWAIT}", 75)])
-def test_a_preparation_that_fails_or_is_stopped(machine: Machine, do: str, status: int) -> None:
+def test_failed_or_stopped_preparation(machine: Machine, do: str, status: int) -> None:
     option = ("--data.sources.text", str(machine.folder / "data/python-stdlib"))
     executable(machine.folder / "python", f'[[ "$*" == *train_tokenizer* ]] || exit 0\n{do}')
     assert machine.run(*option) == status and not machine.starts()

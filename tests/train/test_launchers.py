@@ -75,7 +75,7 @@ TORCHRUN = dict(zip(TORCH_VARIABLES, ("3", "1", "4", "first", "1234"), strict=Tr
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "first"}, {}),
     ],
 )  # fmt: skip
-def test_a_rank_is_what_its_launcher_says(given: dict[str, str], described: dict[str, str]) -> None:
+def test_torch_variables_by_launcher(given: dict[str, str], described: dict[str, str]) -> None:
     environment = dict(given)
     export_torch_variables(environment)
     assert {name: text for name, text in environment.items() if name in described} == described
@@ -118,7 +118,7 @@ BY_LAUNCHER = "launcher_described_in_part"
          "no_master_addr", "MASTER_ADDR"),
     ],
 )  # fmt: skip
-def test_a_rank_that_is_described_in_part_is_refused(given: dict[str, str], code: str, key: str) -> None:
+def test_incomplete_torch_variables_raise(given: dict[str, str], code: str, key: str) -> None:
     environment = dict(given)
     with refused(LauncherError, code=code, key=key):
         export_torch_variables(environment)
@@ -137,18 +137,18 @@ def test_a_rank_that_is_described_in_part_is_refused(given: dict[str, str], code
         ("n[1-2]-ib", "n1-ib"),
     ],
 )
-def test_the_first_host_of_a_list_of_slurms(nodes: str, first: str) -> None:
+def test_first_hostname(nodes: str, first: str) -> None:
     assert first_hostname(nodes) == first
 
 
-def test_ports_of_slurm_jobs() -> None:
+def test_step_port() -> None:
     """Below 32768, from where systems take ports for connections; not those of the jobs and steps beside it."""
     ports = [int(step_port(str(job), str(step))) for job in range(9_999_990, 10_000_010) for step in range(4)]
     assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32000
     assert 20000 <= int(step_port("1", "4294967290")) < 32000, "an interactive step"
 
 
-def test_a_process_of_which_little_is_known() -> None:
+def test_ranks_without_launcher_variables() -> None:
     assert (launchers.rank({}), launchers.world_size({}), launchers.local_world_size({})) == (0, 1, 1)
     described = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}  # deepspeed
     assert launchers.rank(described) == 5 and launchers.world_size(described) == 8
@@ -157,8 +157,8 @@ def test_a_process_of_which_little_is_known() -> None:
     assert launchers.rank({"RANK": "x"}) == 0 and launchers.world_size({"WORLD_SIZE": "0"}) == 1
 
 
-def test_help_is_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "fail", lambda error, _: pytest.fail(str(error)))
+def test_help_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "end_after_error", lambda error, _: pytest.fail(str(error)))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "16")
     with pytest.raises(SystemExit) as ended:
@@ -166,7 +166,7 @@ def test_help_is_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 0
 
 
-def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_reports_invalid_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (dict.fromkeys((*TORCH_VARIABLES, *SRUN_RANK), "") | SRUN | THERE).items():
         monkeypatch.setenv(name, text)
     ended = list[int]()
@@ -177,7 +177,7 @@ def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest
     assert ended == [9]
 
 
-def test_ranks_are_on_several_nodes_only_where_something_says_so() -> None:
+def test_multi_node_detection() -> None:
     assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
     for here in ({}, {"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}):

@@ -166,9 +166,7 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
 
 
 @pytest.mark.parametrize(("mistake", "code", "key"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_error_with_a_code_and_a_key(
-    world: World, mistake: Mistake, code: str, key: str | None
-) -> None:
+def test_each_mistake_is_one_error(world: World, mistake: Mistake, code: str, key: str | None) -> None:
     mistake(world)
     before, begun = world.content(), time.perf_counter()
     with pytest.raises(UserError) as error:
@@ -178,7 +176,7 @@ def test_a_mistake_is_one_error_with_a_code_and_a_key(
     assert world.content() == before and (before or not world.output.is_dir())
 
 
-def test_several_mistakes_are_one_error_and_status_2(world: World) -> None:
+def test_several_mistakes_are_one_error(world: World) -> None:
     keys(data__sources={"text": "data/pretrian"}, model__attention_backend="flash")(world)
     world.disk(1e6)
     assert train.main([world.config()]) == 2
@@ -193,14 +191,14 @@ def test_several_mistakes_are_one_error_and_status_2(world: World) -> None:
 
 
 @pytest.mark.parametrize(("rank", "checks"), [(0, 1), (1, 0)])
-def test_one_of_the_ranks_checks(
-    world: World, monkeypatch: pytest.MonkeyPatch, rank: int, checks: int
-) -> None:
+def test_only_one_rank_checks(world: World, monkeypatch: pytest.MonkeyPatch, rank: int, checks: int) -> None:
     """Under torchrun or srun, where train/launch.py has not checked."""
     checked: list[int] = []
     monkeypatch.setattr(train.launchers, "rank", lambda: rank)
     monkeypatch.setattr(train, "check", lambda *_: checked.append(rank) or [])
-    monkeypatch.setattr(train, "fail", lambda error, _: "goes on" if "was not seen" in str(error) else 0)
+    monkeypatch.setattr(
+        train, "end_after_error", lambda error, _: "goes on" if "was not seen" in str(error) else 0
+    )
     assert train.main([world.config()]) == "goes on"
     assert len(checked) == checks
 
@@ -212,7 +210,7 @@ def launched(world: World, *options: str) -> int:
     return launch.main([*options, str(launch.TRAIN), world.config()])
 
 
-def test_the_launcher_checks_before_it_starts_ranks(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_checks_before_starting_ranks(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     keys(data__sources={"text": "data/pretrian"})(world)
     assert launched(world, "--nproc", "2") == 2
     assert capsys.readouterr().err.count("data/pretrian") == 1
@@ -227,7 +225,7 @@ def test_the_launcher_checks_before_it_starts_ranks(world: World, capsys: pytest
 
 
 @pytest.mark.interpreter
-def test_cuda_devices_are_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver(name: str) -> None:
         raise OSError
 
@@ -250,7 +248,7 @@ print([name for name in ("torch", "transformers", "deepspeed", "pandas") if name
 
 
 @pytest.mark.interpreter
-def test_what_is_wrong_is_found_without_torch(world: World) -> None:
+def test_mistakes_are_found_without_torch(world: World) -> None:
     """Also that a model is too large, or has no room: in a second, and before the next 3 GB are in memory."""
     keys(data__sources={"text": "data/pretrian"}, model__config="hare_1.1b")(world)
     keys(deepspeed="ds_config_zero3.json")(world)

@@ -33,7 +33,7 @@ def tensors(folder: Path, step: int) -> list[Any]:
     return [leaf for leaf in found if isinstance(leaf, int | float | list)]
 
 
-def test_a_change_is_a_stop_and_a_resume(settings: dict, tmp_path: Path) -> None:
+def test_phase_change_equals_stop_and_resume(settings: dict, tmp_path: Path) -> None:
     """With a startup check and a speed of its own, and a checkpoint to resume from."""
     first, second = PRECISIONS["bf16"], PRECISIONS["delayed"]
     settings |= {"max_steps": 5, "logging_steps": 2}
@@ -59,7 +59,7 @@ def test_a_change_is_a_stop_and_a_resume(settings: dict, tmp_path: Path) -> None
         assert curve(folder) == curve(whole)[2:] and tensors(folder, 5) == tensors(whole, 5)
 
 
-def test_a_change_is_watched(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a start and steps are: ranks that hang would be waited for, for the day that they wait for each other."""
     watched, build_engine = list[int](), trainer.build_engine_and_resume
 
@@ -78,9 +78,7 @@ PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed"), ("d
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_each_recipe_is_begun_and_left_as_by_a_resume(
-    settings: dict, tmp_path: Path, first: str, second: str
-) -> None:
+def test_phase_change_between_recipes(settings: dict, tmp_path: Path, first: str, second: str) -> None:
     schedule = [{"until_share": 0.5, **PRECISIONS[first]}, PRECISIONS[second]]
     whole = run(settings, precision={"schedule": schedule})
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
@@ -96,7 +94,7 @@ THREE = [{"until_tokens": 512, "compute": "bf16"}, {"until_step": 4}, {"recipe":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "steps"), [(0, [4]), (1, range(1, 6)), (2, [2]), (3, [2, 3])])
-def test_a_run_goes_on_from_any_step_of_its_schedule(
+def test_resume_at_any_step_of_a_schedule(
     settings: dict, tmp_path: Path, stage: int, steps: Iterable[int]
 ) -> None:
     """The changes are those after steps 2 and 4."""
@@ -110,9 +108,7 @@ def test_a_run_goes_on_from_any_step_of_its_schedule(
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
-    settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int
-) -> None:
+def test_phase_change_releases_memory(settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []
     check_startup, build_engine = trainer.check_startup, trainer.build_engine_and_resume
@@ -143,7 +139,7 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
     assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
 
 
-def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settings: dict) -> None:
+def test_unsupported_later_phase_raises_before_training(settings: dict) -> None:
     schedule = [{"until_step": 3, "compute": "bf16"}, {"bf16_modules": ["no.such"]}]
     with refused(PrecisionError):
         run(settings, precision={"schedule": schedule})

@@ -105,7 +105,7 @@ def observed(settings: dict, **changes: Any) -> list[MicroBatch]:
         pytest.param("te_linear", "current", marks=pytest.mark.slow),
     ],
 )
-def test_graphs_of_each_stage_change_no_bit(
+def test_graphs_in_each_phase_are_bit_equal(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str
 ) -> None:
     """Nor does a resume from a checkpoint in each stage. On tapes."""
@@ -135,7 +135,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("device", [SLOW_CPU, CUDA])
-def test_a_schedule_that_is_stopped_in_its_fp8_stage_goes_on_bit_for_bit(
+def test_resume_in_fp8_phase_is_bit_exact(
     settings: dict,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,9 +170,7 @@ def test_a_schedule_that_is_stopped_in_its_fp8_stage_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_what_a_stage_captured_is_gone_before_the_next_has_a_model(
-    settings: dict, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_phase_change_releases_graphs(settings: dict, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The memory of both stages' graphs, and with them both models, would not fit."""
     if device == "cpu":
         graphs_on_tapes(monkeypatch)

@@ -44,7 +44,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_each_rank_verifies_its_share_of_all_data(
+def test_each_rank_verifies_its_share(
     settings: dict, data: Path, monkeypatch: pytest.MonkeyPatch, rank: list[int]
 ) -> None:
     """Terabytes would take each of them hours; that of held-out data is among them."""
@@ -63,7 +63,7 @@ def test_each_rank_verifies_its_share_of_all_data(
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 
 
-def test_the_first_scales_are_of_the_rows_that_the_rank_begins_with(
+def test_calibration_uses_the_first_batch_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, rank: list[int]
 ) -> None:
     rank[0] = 1
@@ -78,7 +78,7 @@ def test_the_first_scales_are_of_the_rows_that_the_rank_begins_with(
     assert asked == [(26, 2), (3, None)]
 
 
-def test_a_start_notes_its_changes_and_no_earlier_ones(tmp_path: Path) -> None:
+def test_start_records_only_its_changes(tmp_path: Path) -> None:
     """With what makes a run out of a checkpoint of another one."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
@@ -98,7 +98,7 @@ def test_a_start_notes_its_changes_and_no_earlier_ones(tmp_path: Path) -> None:
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
 
 
-def test_a_start_knows_all_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_records_ranks_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(every: list, own: str) -> None:
         every[:] = ["a", "b", "a"]
 

@@ -43,7 +43,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_that_leave_fp8_end_the_run(
+def test_lost_fp8_gradients_end_the_run(
     settings: dict, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
     """One GEMM of a step in bf16 is enough; the forward is as before."""
@@ -55,7 +55,7 @@ def test_gradients_that_leave_fp8_end_the_run(
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_the_first_step_of_a_start_runs_the_attention_that_was_checked(
+def test_first_step_runs_the_checked_attention(
     settings: dict, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
     settings |= {"lr_scheduler_type": "constant"}
@@ -68,7 +68,7 @@ def test_the_first_step_of_a_start_runs_the_attention_that_was_checked(
         run(settings, max_steps=3, allow_changes_on_resume=["max_steps"])
 
 
-def test_a_run_saves_by_time_without_other_numbers(
+def test_save_minutes_changes_no_result(
     settings: dict, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Minutes count from the last save; with 0 of them only the steps do."""
@@ -83,7 +83,7 @@ def test_a_run_saves_by_time_without_other_numbers(
     assert curve(by_time) == curve(trained)
 
 
-def test_only_steps_are_in_their_speed(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_counts_only_steps(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not evaluations, nor what training waits for a save. Here a step takes a second."""
     now = [0.0]
 
@@ -108,9 +108,7 @@ def test_only_steps_are_in_their_speed(settings: dict, monkeypatch: pytest.Monke
     assert [line["tokens_per_second"] for line in lines] == [256.0] * 6
 
 
-def test_the_loss_of_a_line_is_the_mean_since_the_last_one_also_over_a_stop(
-    settings: dict, trained: Path, tmp_path: Path
-) -> None:
+def test_logged_loss_is_the_mean_since_the_last_line(settings: dict, trained: Path, tmp_path: Path) -> None:
     """A run that is stopped in the middle of an interval goes on with what it had of it."""
     by_step = [m["loss"] for m in metrics(trained)]
     assert by_step == pytest.approx([m["step_loss"] for m in metrics(trained)], rel=1e-12)
@@ -125,7 +123,7 @@ def test_the_loss_of_a_line_is_the_mean_since_the_last_one_also_over_a_stop(
     assert curve(run(settings)) == whole
 
 
-def test_the_last_save_must_succeed(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_last_save_is_an_error(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever on_save_failure is: no other save follows."""
 
     def full(path: Path, value: Any) -> Any:
@@ -141,7 +139,7 @@ def test_the_last_save_must_succeed(settings: dict, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("error", [ReplicaError("ranks [1] differ"), OSError(5, "no data"), ValueError("no")])
-def test_an_error_leaves_the_save_in_the_background_whole(
+def test_error_waits_for_background_save(
     settings: dict, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Also one that is still being written: a rank of several exits without waiting for its threads."""

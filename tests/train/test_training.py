@@ -36,13 +36,13 @@ TORCHAO = {"tensorwise": {"recipe": "tensorwise"}, "rowwise": {"recipe": "rowwis
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_resume_is_bit_exact_on_the_gpu(settings: dict, variant: str, precision: str) -> None:
+def test_resume_is_bit_exact_on_gpu(settings: dict, variant: str, precision: str) -> None:
     check_resume(settings, variant, PRECISIONS[precision])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", TORCHAO)
-def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(settings: dict, precision: str) -> None:
+def test_compiled_torchao_resume_is_bit_exact_on_gpu(settings: dict, precision: str) -> None:
     check_resume(settings, "torchao", TORCHAO[precision])
 
 
@@ -68,7 +68,7 @@ def test_resume_is_bit_exact(settings: dict, variant: str, precision: str) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")  # tests/model/fp8/test_torchao.py has the code of a layer
 @pytest.mark.skipif(GPU, reason="on the GPU torchao is compiled in the resume test")
-def test_a_compiled_run_follows_the_uncompiled_one(settings: dict, tmp_path: Path) -> None:
+def test_compiled_run_matches_uncompiled(settings: dict, tmp_path: Path) -> None:
     settings["max_eval_samples"] = 4  # of whole micro-batches: one graph evaluates
     curves = []
     for compile in (False, True):
@@ -80,7 +80,7 @@ def test_a_compiled_run_follows_the_uncompiled_one(settings: dict, tmp_path: Pat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_zero_3_recomputes_on_the_gpu(settings: dict, tmp_path: Path, variant: str) -> None:
+def test_zero_3_recomputation_on_gpu(settings: dict, tmp_path: Path, variant: str) -> None:
     """The weights that it gathers for a layer's backward stay through the layer's second forward."""
     settings |= {"model": {**settings["model"], "variant": variant}, "deepspeed": "ds_config_zero3.json"}
     losses = []
@@ -92,7 +92,7 @@ def test_zero_3_recomputes_on_the_gpu(settings: dict, tmp_path: Path, variant: s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute,attention", [("fp16", "auto"), ("fp32", "unfused")])
-def test_fp16_and_fp32_train_on_the_gpu(settings: dict, compute: str, attention: str) -> None:
+def test_fp16_and_fp32_training_on_gpu(settings: dict, compute: str, attention: str) -> None:
     """fp16 with DeepSpeed's loss scaling; no fused attention takes float32, so it must be asked for by name."""
     settings["model"]["attention_backend"] = attention
     settings["precision"] = {"compute": compute}
@@ -101,7 +101,7 @@ def test_fp16_and_fp32_train_on_the_gpu(settings: dict, compute: str, attention:
 
 
 @pytest.mark.gpu
-def test_an_unfused_attention_is_an_error_unless_asked_for(settings: dict) -> None:
+def test_unfused_attention_raises(settings: dict) -> None:
     settings["precision"] = {"compute": "fp32"}
     with refused(StartupCheckError, code="unfused_attention", key="model.attention_backend"):
         run(settings)
@@ -155,15 +155,15 @@ def deepspeed_launcher() -> list[str]:
 
 @pytest.mark.multi_gpu
 @pytest.mark.process
-def test_two_gpus_under_deepspeed(trained: Path, settings: dict, tmp_path: Path) -> None:
+def test_two_gpus_with_deepspeed_launcher(trained: Path, settings: dict, tmp_path: Path) -> None:
     check_two_ranks(trained, settings, tmp_path, deepspeed_launcher())
 
 
 @pytest.mark.skipif(
-    GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
+    GPU, reason="needs a machine without CUDA; test_two_gpus_with_deepspeed_launcher is its form for GPUs"
 )
 @pytest.mark.process
-def test_two_ranks(trained: Path, settings: dict, tmp_path: Path) -> None:
+def test_two_ranks_train_alike(trained: Path, settings: dict, tmp_path: Path) -> None:
     launcher = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
     check_two_ranks(trained, settings, tmp_path, launcher)
 
@@ -215,7 +215,9 @@ def test_zero_stages_train_alike(trained: Path, settings: dict, stage: int) -> N
     check_export(output_dir, losses[-1][-1], settings)
 
 
-def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small_model: Path) -> None:
+def test_training_with_recomputation_and_tied_embeddings(
+    settings: dict, tmp_path: Path, small_model: Path
+) -> None:
     config = json.loads(small_model.read_text()) | {"tie_word_embeddings": True}
     tied = tmp_path / "tied.json"
     tied.write_text(json.dumps(config))
@@ -227,7 +229,7 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_loaded_weights_are_evaluated_before_the_first_step(
+def test_initial_weights_are_evaluated_first(
     trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """As step 0, which a resume keeps; the steps after it are the same without it. Random weights are not evaluated."""
@@ -252,7 +254,7 @@ def test_loaded_weights_are_evaluated_before_the_first_step(
     assert curve(without)[0][:4] == curve(resumed)[0][:4] and metrics(without)[0]["step"] == 1
 
 
-def test_a_finished_run_has_nothing_to_train(
+def test_finished_run_is_not_trained(
     own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last checkpoint is still the one to export, for the start before may have ended without; once is enough."""
@@ -270,7 +272,7 @@ def test_a_finished_run_has_nothing_to_train(
     assert exported.stat().st_mtime_ns == written
 
 
-def test_starting_anew_keeps_what_was(own_trained: Path, settings: dict) -> None:
+def test_new_start_keeps_the_old_run(own_trained: Path, settings: dict) -> None:
     """And what was exported is not taken for the export of the new run."""
     output_dir = own_trained
     run(settings, resume_from_checkpoint="never", max_steps=2, save_strategy="no")
@@ -282,9 +284,7 @@ def test_starting_anew_keeps_what_was(own_trained: Path, settings: dict) -> None
     assert list(output_dir.glob("metrics.jsonl.discarded-*"))
 
 
-def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_after_non_finite_loss(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     right = mistral_base.causal_lm_loss
     calls = []
 
@@ -308,9 +308,7 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_a_kept_checkpoint_may_have_another_name(
-    trained: Path, settings: dict, tmp_path: Path, step: int
-) -> None:
+def test_resume_from_renamed_checkpoint(trained: Path, settings: dict, tmp_path: Path, step: int) -> None:
     best = shutil.copytree(trained / f"checkpoints/step-{step:08d}", tmp_path / "best")
     other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(best))
     assert curve(other)[-1:] == curve(trained)[-1:] * (step < 6)
@@ -319,7 +317,7 @@ def test_a_kept_checkpoint_may_have_another_name(
 
 
 @pytest.mark.process
-def test_the_export_command(own_trained: Path, tmp_path: Path) -> None:
+def test_export_command(own_trained: Path, tmp_path: Path) -> None:
     """It gives what the run exported, and refuses a checkpoint that is not whole."""
     output_dir = own_trained
     path = output_dir / "checkpoints/step-00000006"
@@ -350,7 +348,7 @@ def test_the_export_command(own_trained: Path, tmp_path: Path) -> None:
         (dict(resume_from_checkpoint="nowhere/step-1"), CheckpointError),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(settings: dict, changes: dict, error: type) -> None:
+def test_invalid_input_raises_before_writing(settings: dict, changes: dict, error: type) -> None:
     with refused(error):
         run({k: v for k, v in settings.items() if k != "gradient_accumulation_steps"}, **changes)
     assert not Path(settings["output_dir"]).exists()

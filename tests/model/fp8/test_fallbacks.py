@@ -60,7 +60,7 @@ def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", OF)
-def test_the_startup_check_counts_what_each_level_runs(variant: str, device: str) -> None:
+def test_startup_check_counts_gemms_of_each_fallback(variant: str, device: str) -> None:
     """FP8 GEMMs forward and backward, the operands that are looked at, and whose scales are state."""
     fallbacks = OF[variant]
     model, precision = model_of(variant, fallbacks, device)
@@ -85,7 +85,7 @@ def test_the_startup_check_counts_what_each_level_runs(variant: str, device: str
     assert with_state == gemm_modules(model, precision).keys() - fallbacks.keys() - {"lm_head"}
 
 
-def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
+def test_startup_check_detects_missing_fp8_gradient() -> None:
     model, precision = model_of(
         "te_linear", {"model.layers.0.self_attn.q_proj": "bf16_backward"}, recipe="block"
     )
@@ -98,7 +98,7 @@ def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", OF)
 @pytest.mark.parametrize("level", FALLBACK_ORDER[1:4])
-def test_delayed_scales_move_whatever_the_first_module_is(variant: str, level: str, device: str) -> None:
+def test_delayed_scales_update_with_any_first_module(variant: str, level: str, device: str) -> None:
     """Its backward, which is the last one, moves the gradients' scales of all others; they are those of a run in which
     it is delayed."""
     first = next(iter(OF[variant]))
@@ -113,7 +113,7 @@ def test_delayed_scales_move_whatever_the_first_module_is(variant: str, level: s
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
-def test_a_backward_in_high_precision_has_what_was_not_quantized(kind: str, device: str) -> None:
+def test_high_precision_backward_uses_unquantized_operands(kind: str, device: str) -> None:
     """The forward is that of block scaling, gradients are those of bf16's GEMMs, which block scaling's are not."""
     precision = precision_on(device, recipe="block")
     te, generator = precision.te, torch.Generator().manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_backward_in_high_precision_has_what_was_not_quantized(kind: str, devi
         assert errors[0] < 4e-3 < 2e-2 < errors[1]
 
 
-def test_a_fused_mlp_has_no_such_backward_and_no_such_level() -> None:
+def test_fused_mlp_skips_bf16_backward() -> None:
     model, precision = model_of("te_layer", {})
     ladder = {}
     for name in ("model.layers.0.self_attention.proj", "model.layers.0.layernorm_mlp"):
@@ -168,7 +168,7 @@ def test_recomputation_gives_the_same_bits(variant: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_a_state_from_before_is_that_of_the_modules_that_still_have_one() -> None:
+def test_loading_fp8_state_skips_modules_with_fallback() -> None:
     """Loaded as a run does: after the startup check, with which each module has run at its level."""
     before, delayed = model_of("te_layer", {}, amax_history_len=4)
     step(before)
@@ -184,7 +184,7 @@ def test_a_state_from_before_is_that_of_the_modules_that_still_have_one() -> Non
     assert error.value.key.startswith("model.layers.0.self_attention.proj.")
 
 
-def test_a_model_of_which_every_module_was_taken_out_trains_on() -> None:
+def test_model_with_all_modules_in_bf16_trains() -> None:
     model, precision = model_of("te_layer", {})
     every = dict.fromkeys(gemm_modules(model, precision), "bf16")
     model, precision = model_of("te_layer", every, health_steps=1)
@@ -215,7 +215,7 @@ def first_gradients(**precision: object) -> dict[str, torch.Tensor]:
     return {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-def test_the_first_backward_is_not_lost(device: str) -> None:
+def test_calibration_includes_the_first_backward(device: str) -> None:
     exact = first_gradients(compute="bf16")
     # of all matrices, those whose gradient is made of gradients that were cast on their way
     names = [name for name, gradient in exact.items() if "layers" in name and gradient.dim() == 2]
@@ -233,7 +233,7 @@ def test_the_first_backward_is_not_lost(device: str) -> None:
     assert max(kept) < 0.105
 
 
-def test_only_scales_change() -> None:
+def test_calibration_changes_only_scales() -> None:
     model, precision, inputs, labels = model_and_batch(recipe="delayed", calibration_passes=2)
     before = {name: p.clone() for name, p in model.named_parameters()}
     assert calibrate(model, precision, inputs, labels, 1)

@@ -43,7 +43,7 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layouts,ran", [(("nn", "tn"), 0), (("nn",), 9), (("tn",), 9)])
-def test_gradients_without_fp8_are_found(
+def test_missing_fp8_gradients_are_detected(
     monkeypatch: pytest.MonkeyPatch, recipe: str, layouts: tuple[str, ...], ran: int
 ) -> None:
     model, precision = model_of(recipe=recipe)
@@ -53,7 +53,7 @@ def test_gradients_without_fp8_are_found(
     assert numbers(error.value) == [6, ran, 18]
 
 
-def test_a_forward_without_fp8_operands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fp8_forward_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules ran under an autocast and say `fp8`."""
     model, precision = model_of()
     without_fp8(monkeypatch, "nt")
@@ -61,7 +61,7 @@ def test_a_forward_without_fp8_operands_is_found(monkeypatch: pytest.MonkeyPatch
         check_startup(model, precision)
 
 
-def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_missing_gemm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, precision = model_of()
     real = gemm.fp8_gemm
 
@@ -77,7 +77,7 @@ def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None
     assert numbers(error.value) == [2, 1, 2] and "layers.0.layernorm_mlp" in str(error.value)
 
 
-def test_fp8_that_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplanned_fp8_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, precision = model_of(compute="bf16")
     monkeypatch.setattr(precision, "autocast", model_of()[1].autocast)
     with refused(StartupCheckError, code="fp8_gemms") as error:
@@ -87,7 +87,7 @@ def test_fp8_that_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-def test_a_recomputation_does_not_count(variant: str) -> None:
+def test_recomputed_gemms_are_not_counted(variant: str) -> None:
     counts = []
     for checkpointing in (False, True):
         model, precision = model_of(variant, checkpointing, backend="transformer_engine")
@@ -100,7 +100,7 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
     assert counts[0] == counts[1]
 
 
-def test_an_inner_count_is_its_own_and_a_replay_counts_again() -> None:
+def test_nested_counts_and_graph_replays() -> None:
     model, precision = model_of()
     with count_gemms(model, precision) as outer:
         with count_gemms(model, precision) as inner:

@@ -99,9 +99,7 @@ class Multiplied:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
-def test_the_statistics_are_those_of_a_count_in_float64(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, form: str
-) -> None:
+def test_statistics_equal_float64_reference(monkeypatch: pytest.MonkeyPatch, recipe: str, form: str) -> None:
     """Of the layers' modules, and of lm_head, whose two gradients alone are FP8 products."""
     model, precision = model_of("te_linear", recipe=recipe, fp8_format=form)
     backward(model)  # delayed scaling: scales of it are in use below, with amaxes of another batch
@@ -132,7 +130,7 @@ def test_the_statistics_are_those_of_a_count_in_float64(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_look_changes_nothing(recipe: str) -> None:
+def test_health_check_changes_no_result(recipe: str) -> None:
     """Losses, gradients and the state of FP8, bit for bit; nor does one remain."""
     results = []
     for looks in (False, True):
@@ -153,7 +151,7 @@ def test_a_look_changes_nothing(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recomputation_does_not_count(variant: str) -> None:
+def test_recomputed_operands_are_not_counted(variant: str) -> None:
     totals = []
     for checkpointing in (False, True):
         model, precision = model_of(variant, checkpointing, backend="transformer_engine", recipe="delayed")
@@ -178,7 +176,7 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
         ({}, {"lm_head": "bf16"}, ["proj", "qkv", "fc1", "fc2"]),
     ],
 )
-def test_modules_without_fp8_are_left_out(keys: dict, fallbacks: dict[str, str], gemms: list[str]) -> None:
+def test_modules_without_fp8_are_skipped(keys: dict, fallbacks: dict[str, str], gemms: list[str]) -> None:
     model, precision = model_of("te_layer", fallbacks=fallbacks, recipe="current", **keys)
     check = HealthCheck(model, precision)
     with check.watching(), pause_collection():
@@ -190,7 +188,7 @@ def test_modules_without_fp8_are_left_out(keys: dict, fallbacks: dict[str, str],
     assert check.totals().isfinite().all()
 
 
-def test_when_a_check_is_due() -> None:
+def test_health_check_schedule() -> None:
     model, precision = model_of("te_layer", compute="bf16", health_steps=5)
     assert check_due(model, precision, 5) is None
     model, precision = model_of("te_layer", recipe="current", health_steps=5)
@@ -233,7 +231,7 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
 @pytest.mark.parametrize("cache_weights", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_graph_holds_the_look(
+def test_health_check_in_cuda_graph(
     device: str, variant: str, recipe: str, cache_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
@@ -249,7 +247,7 @@ def test_a_graph_holds_the_look(
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_bytes_are_those_that_transformer_engine_multiplies(
+def test_intercepted_codes_equal_gemm_operands(
     monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str, cached: bool
 ) -> None:
     """Counted on the side: rows of the operands of each GEMM of the forward and of the inputs' gradients."""

@@ -57,7 +57,7 @@ def test_every_planned_module_runs_fp8(backend: str, variant: str, modules: int,
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_change_the_numbers_a_little(backend: str, recipe: str) -> None:
+def test_recipes_change_outputs_within_tolerance(backend: str, recipe: str) -> None:
     """FP8 differs from bf16 (it is on) but not by much (it is right)."""
     losses = {}
     for compute in ("fp8", "bf16"):
@@ -73,7 +73,7 @@ def test_recipes_change_the_numbers_a_little(backend: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_knobs_reach_each_kind_of_tensor(recipe: str, fp8_format: str) -> None:
+def test_recipe_keys_apply_to_each_tensor(recipe: str, fp8_format: str) -> None:
     for power_2, epsilon in itertools.product((None, True, False), (0.0, 0.25)):
         keys = dict(recipe=recipe, power_2_scales=power_2, amax_epsilon=epsilon, fp8_format=fp8_format)
         r = precision_of(**keys).recipe
@@ -109,9 +109,7 @@ def test_knobs_reach_each_kind_of_tensor(recipe: str, fp8_format: str) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    variant: str, keys: dict, compile: bool | None, key: str
-) -> None:
+def test_incompatible_keys_raise(variant: str, keys: dict, compile: bool | None, key: str) -> None:
     with refused(PrecisionError, code="combination", key=key):
         build_model(
             small_config(), variant, precision_of(**{"backend": "reference", **keys}), compile=compile
@@ -119,14 +117,14 @@ def test_what_does_not_go_together_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_fp8_without_hardware_is_an_error() -> None:
+def test_fp8_on_unsupported_gpu_raises() -> None:
     with refused(PrecisionError, code="no_gpu", key="precision.backend"):
         Precision(PrecisionConfig(backend="transformer_engine"))
     assert Precision(PrecisionConfig()).te.name == "reference"
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.layers.0.mlp.up_proj"])
-def test_a_module_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_failing_module_exits_autocast(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """As where memory runs out in it: the scales of later passes would never move."""
     precision = precision_of(amax_history_len=4)
     model = build_model(small_config(), "te_linear", precision)
@@ -142,7 +140,7 @@ def test_a_module_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.Monke
     ("capability", "allowed"),
     [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)],
 )
-def test_fp8_runs_on_compute_capability_9_alone(
+def test_supported_compute_capabilities(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool
 ) -> None:
     """bf16 and the CPU reference run everywhere."""
@@ -159,7 +157,7 @@ def test_fp8_runs_on_compute_capability_9_alone(
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_patterns_keep_modules_out(backend: str, variant: str) -> None:
+def test_bf16_modules_patterns(backend: str, variant: str) -> None:
     precision = precision_of(backend, bf16_modules=["lm_head", "model.layers.0"])
     model = build_model(small_config(), variant, precision)
     with count_gemms(model, precision) as gemms:
@@ -174,7 +172,7 @@ def test_patterns_keep_modules_out(backend: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize(("variant", "recipe"), [("te_linear", "delayed"), ("torchao", "tensorwise")])
-def test_what_fp8_cannot_take_is_refused_before_the_first_step(variant: str, recipe: str) -> None:
+def test_unsupported_feature_sizes_raise(variant: str, recipe: str) -> None:
     """All weights that do not fit are named at once, as precision.bf16_modules takes them."""
     for patterns, code in ((["lm_head", "layers.7.*"], "no_such_module"), (["*"], "no_fp8_module")):
         with refused(PrecisionError, code=code, key="precision.bf16_modules"):
@@ -188,7 +186,7 @@ def test_what_fp8_cannot_take_is_refused_before_the_first_step(variant: str, rec
     build_model(config, variant, precision_of(recipe=recipe, bf16_modules=["lm_head", "*.mlp"]))
 
 
-def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
+def test_fp8_state_round_trip(backend: str) -> None:
     precision = precision_of(backend, amax_history_len=4)
     model = build_model(small_config(), "te_layer", precision)
     for seed in range(3):
@@ -212,7 +210,7 @@ def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
         load_fp8_state(other, precision, saved)
 
 
-def test_the_scales_that_te_keeps_of_an_attention_are_left_out(backend: str) -> None:
+def test_attention_scales_are_not_saved(backend: str) -> None:
     """A checkpoint of Transformer Engine is read by the reference, as an export does."""
     precision = precision_of(backend, amax_history_len=4)
     model = build_model(small_config(), "te_layer", precision)
@@ -228,7 +226,7 @@ def test_the_scales_that_te_keeps_of_an_attention_are_left_out(backend: str) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputation_changes_nothing(variant: str, recipe: str) -> None:
+def test_recomputation_changes_no_result(variant: str, recipe: str) -> None:
     precision = precision_of("transformer_engine", recipe=recipe)
     results = []
     for checkpointing in (False, True):
@@ -242,7 +240,7 @@ def test_recomputation_changes_nothing(variant: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_the_startup_check_leaves_no_trace(backend: str, variant: str) -> None:
+def test_startup_check_leaves_no_state(backend: str, variant: str) -> None:
     keys = dict(compute="bf16") if variant == "hf" else {}
     precision = precision_of(backend, **keys)
     model = build_model(small_config(sliding_window=40), variant, precision)
@@ -252,7 +250,7 @@ def test_the_startup_check_leaves_no_trace(backend: str, variant: str) -> None:
     assert [step(model, s) for s in range(2)] == [step(fresh, s) for s in range(2)]
 
 
-def test_the_startup_check_finds_a_wrong_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_check_detects_wrong_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is off by one token is enough."""
     precision = precision_of(backend)
     model = build_model(small_config(sliding_window=40), "te_linear", precision)
@@ -283,7 +281,7 @@ KNOBS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("key", KNOBS)
-def test_a_key_that_a_recipe_does_not_read_is_refused_and_left_out_of_its_stage(key: str) -> None:
+def test_unused_recipe_key_raises(key: str) -> None:
     value, readers = KNOBS[key]
     for recipe in recipes.RECIPES:
         problems = PrecisionConfig(recipe=recipe, **{key: value}).problems()
@@ -310,7 +308,7 @@ def test_a_key_that_a_recipe_does_not_read_is_refused_and_left_out_of_its_stage(
         ({"optimizer_states": "fp8"}, 2 + 2 * (1 + 4 / 256)),
     ],
 )
-def test_what_a_parameters_states_take(keys: dict, bytes_: float) -> None:
+def test_optimizer_state_bytes(keys: dict, bytes_: float) -> None:
     assert PrecisionConfig(**keys).optimizer_bytes == bytes_
 
 
@@ -334,7 +332,7 @@ def test_what_a_parameters_states_take(keys: dict, bytes_: float) -> None:
         ({"on_trouble": "escalate", "health_steps": 1}, None),
     ],
 )
-def test_what_goes_together(keys: dict, key: str | None) -> None:
+def test_compatible_keys(keys: dict, key: str | None) -> None:
     problems = PrecisionConfig(**keys).problems()
     assert list(map(first_key, problems)) == ([f"precision.{key}"] if key else [])
 
@@ -351,8 +349,6 @@ def test_what_goes_together(keys: dict, key: str | None) -> None:
         ("te_layer", "transformer_engine", None, False),
     ],
 )
-def test_what_is_compiled_unless_the_user_says_otherwise(
-    variant: str, backend: Any, asked: bool | None, compiled: bool
-) -> None:
+def test_compile_default(variant: str, backend: Any, asked: bool | None, compiled: bool) -> None:
     """torchao where a GPU runs it: there FP8 without torch.compile is slower than bf16."""
     assert compiles(variant, PrecisionConfig(recipe="rowwise", backend=backend), asked) == compiled

@@ -30,12 +30,12 @@ AT_START = dict.fromkeys(
         ({"use_fused_attention": False, "use_unfused_attention": True}, "unfused"),
     ],
 )
-def test_attention_in_use(monkeypatch: pytest.MonkeyPatch, chosen: dict, name: str) -> None:
+def test_attention_backend_in_use(monkeypatch: pytest.MonkeyPatch, chosen: dict, name: str) -> None:
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(_attention_backends=AT_START | chosen))
     assert attention_backend_in_use(SimpleNamespace(name="transformer_engine")) == name
 
 
-def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
+def test_gpu_without_transformer_engine_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -62,7 +62,7 @@ def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
         ("fused", "4.0.0b29", torch.bfloat16, 64, (9, 0), "fused"),
     ],
 )
-def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
+def test_flash_attention_4_selection(
     asked: str,
     version: str | None,
     dtype: torch.dtype,
@@ -72,7 +72,7 @@ def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also the second time, when the first choice stands in the environment; not against what the user's says."""
-    monkeypatch.setattr(te_backend, "version_of", lambda package: version)
+    monkeypatch.setattr(te_backend, "package_version", lambda package: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for variable in ATTENTION_BACKENDS["fused"]:
         monkeypatch.delenv(variable, raising=False)
@@ -91,7 +91,7 @@ def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
 
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("deterministic", ["", "torch", "environment"])
-def test_attention_within_documents(
+def test_document_attention_selection(
     monkeypatch: pytest.MonkeyPatch, installed: bool, deterministic: str
 ) -> None:
     """cuDNN is never deterministic there. Transformer Engine also reads a variable of its own."""

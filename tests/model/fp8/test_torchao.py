@@ -50,7 +50,7 @@ def errors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[float
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_the_hf_model_within_the_error_of_fp8(recipe: str) -> None:
+def test_logits_match_hf_within_fp8_error(recipe: str) -> None:
     loss, ours = gradients(build(precision_of(recipe)))
     true_loss, theirs = gradients(build(precision_of(compute="bf16"), "hf"))
     assert loss != true_loss and loss == pytest.approx(true_loss, rel=2e-3)
@@ -60,7 +60,7 @@ def test_it_is_the_hf_model_within_the_error_of_fp8(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_and_weights_are_hugging_faces(tied: bool) -> None:
+def test_parameter_names_equal_hugging_face(tied: bool) -> None:
     precision = precision_of(bf16_modules=[])
     model = build(precision, tie_word_embeddings=tied)
     assert model.state_dict().keys() == MistralForCausalLM(model.config).state_dict().keys()
@@ -71,7 +71,7 @@ def test_names_and_weights_are_hugging_faces(tied: bool) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_the_startup_check_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_check_detects_missing_fp8_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     class ForwardOnly(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, linear):
@@ -92,7 +92,7 @@ def test_the_startup_check_finds_a_backward_without_fp8(monkeypatch: pytest.Monk
     assert numbers(error.value) == [14, 26, 28]
 
 
-def test_a_machine_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     torchao_fp8._torchao.cache_clear()
     with refused(PrecisionError, code="not_installed", key="precision.backend"):
@@ -100,7 +100,7 @@ def test_a_machine_without_torchao_says_what_to_install(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
+def test_emulation_without_cuda() -> None:
     precision = precision_of(backend="auto")
     assert precision.emulated and backend_in_use(build(precision), precision).endswith("(emulated)")
     assert not build(precision).compiled and build(precision, compile=True).compiled
@@ -117,7 +117,7 @@ def scaled_mms(step: Callable[[], object]) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compile", [False, True])
-def test_on_the_gpu_it_is_the_hf_model_within_the_error_of_fp8(recipe: str, compile: bool) -> None:
+def test_gpu_logits_match_hf_within_fp8_error(recipe: str, compile: bool) -> None:
     precision = precision_of(recipe, backend="auto")
     model = build(precision, compile=compile, hidden_size=512, intermediate_size=1024, head_dim=64)
     assert any("warning" in line for line in check_startup(model, precision)) != compile
@@ -131,7 +131,7 @@ def test_on_the_gpu_it_is_the_hf_model_within_the_error_of_fp8(recipe: str, comp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_emulation_is_the_gpus_arithmetic(recipe: str) -> None:
+def test_emulation_equals_gpu(recipe: str) -> None:
     (loss, gpu), (emulated_loss, emulated) = (
         gradients(build(precision_of(recipe, backend=backend), compile=False))
         for backend in ("auto", "reference")

@@ -63,7 +63,7 @@ SUMS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("M", "V", "H", "kind"), SUMS)
-def test_the_embeddings_gradient_is_exact(
+def test_embedding_gradient(
     fused: Callable, device: str, M: int, V: int, H: int, kind: str, dtype: torch.dtype
 ) -> None:
     check_sum_by_row(fused("embedding").sum_by_row, device, many_ids(M, V, kind), V, H, dtype)
@@ -71,14 +71,12 @@ def test_the_embeddings_gradient_is_exact(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("M", "V", "H", "kind"), [(32768, 32000, 2048, "many"), (32768, 64, 512, "one")])
-def test_the_gradient_of_large_embeddings_is_exact(
-    M: int, V: int, H: int, kind: str, dtype: torch.dtype
-) -> None:
+def test_large_embedding_gradient(M: int, V: int, H: int, kind: str, dtype: torch.dtype) -> None:
     kernel = importlib.import_module("model.fused.embedding").sum_by_row
     check_sum_by_row(kernel, "cuda", many_ids(M, V, kind), V, H, dtype)
 
 
-def test_the_embedding_is_torchs(fused: Callable, device: str) -> None:
+def test_embedding_equals_torch(fused: Callable, device: str) -> None:
     ids, weight = (
         torch.tensor([[2, 1, 2]], device=device),
         torch.randn(4, 8, device=device, requires_grad=True),
@@ -179,7 +177,7 @@ def expected_totals(exact: Tensor, codes: Tensor, scale_inv: Tensor, moments: bo
 
 
 @pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
-def test_the_sums_are_those_of_float64(
+def test_operand_totals_equal_float64(
     device: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
 ) -> None:
     for shape, moments in product(SHAPES, (True, False)):
@@ -200,7 +198,7 @@ def test_the_sums_are_those_of_float64(
                 assert abs(ours - theirs) <= allowed, (shape, what)
 
 
-def test_memory_in_another_order_makes_no_difference() -> None:
+def test_operand_totals_with_other_strides() -> None:
     """A matrix that is a part of rows, codes that are a transpose, scales that lie by columns."""
     x = torch.randn(160, 512, device="cuda").bfloat16()
     codes, scale_inv = (t.cuda() for t in quantize_blocks(x.cpu()[:, :256].contiguous(), (1, 128), E4M3))
@@ -211,7 +209,7 @@ def test_memory_in_another_order_makes_no_difference() -> None:
     assert torch.equal(measure(Source("matrix", (x[:, :256],)), turned, by_columns, True), plain)
 
 
-def test_what_is_not_finite_is_not_hidden(device: str) -> None:
+def test_operand_totals_with_non_finite_values(device: str) -> None:
     codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device=device).to(E4M3)
     for second, beyond in ((math.nan, math.isnan), (2.0, math.isinf)):
         x = torch.tensor([[1.0, second, math.inf, 0.0]], device=device)
@@ -347,12 +345,12 @@ def delayed_swiglu() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
 @pytest.mark.parametrize(("M", "F"), [*FP8_SWIGLU, (4096, 5632)])
-def test_swiglu_in_fp8_is_exact_on_the_gpu(M: int, F: int, name: str) -> None:
+def test_fp8_swiglu_equals_reference(M: int, F: int, name: str) -> None:
     check_fp8_swiglu(*delayed_swiglu(), partial(of_format, name), M, F)
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> None:
+def test_fp8_swiglu_saturates_like_transformer_engine(name: str) -> None:
     """Beyond the largest value that one, both ways; NaN stays NaN and is no largest value; infinities as theirs."""
     kernels = te_kernels()
     swiglu, dswiglu = delayed_swiglu()
@@ -375,7 +373,7 @@ def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> No
     assert torch.equal(made._transpose, made._data.t())
 
 
-def test_the_gradient_of_swiglu_is_cast_once() -> None:
+def test_fp8_swiglu_gradient_is_rounded_once() -> None:
     """The fused cast is nearer to float32 than the way over bf16."""
     kernels = te_kernels()
     torch.manual_seed(0)
@@ -390,9 +388,7 @@ def test_the_gradient_of_swiglu_is_cast_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-def test_wrong_kernels_are_found_before_they_are_used(
-    fused: Callable, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_miscompiled_kernel_is_detected(fused: Callable, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = fused("swiglu_fp8")
     dswiglu = module.dswiglu
     assert module.matches_reference(of_format(name, 16.0))

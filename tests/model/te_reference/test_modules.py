@@ -20,7 +20,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_values_are_those_of_the_conversion(dtype):
+def test_fp8_values_equal_torch_conversion(dtype):
     """All 256 bytes to the bit, NaN too, in the memory layout that it would have: sums over it keep their order."""
     data = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(3).view(32, 24)
     for layout in (data, data.t(), data[:, ::2], data.view(4, 8, 24), data[:0], data[3]):
@@ -29,13 +29,13 @@ def test_values_are_those_of_the_conversion(dtype):
         assert found.stride() == expected.stride()
 
 
-def test_amax_passes_over_nan_only():
+def test_amax_ignores_nan():
     for values, largest in (([NAN, -4.0, 3.0], 4), ([NAN, NAN], 0), ([NAN, -INF], INF), ([], 0)):
         assert amax(torch.tensor(values)) == largest
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
-def test_dequantize_recovers_values_on_the_grid_in_every_layout(block):
+def test_dequantize_round_trip(block):
     x = torch.randint(-8, 9, (200, 136)).float() * 0.25
     data, scale_inv = quantize_blocks(x, block, E4M3)
     assert torch.equal(dequantize(data, scale_inv), x)
@@ -57,7 +57,7 @@ def dense_attention(q, k, v, left):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(("window", "left"), [(None, 99), ((-1, 0), 99), ((3, 0), 3), ((0, 0), 0)])
-def test_attention_and_its_gradients_are_those_of_the_dense_masked_softmax(groups, window, left, dtype):
+def test_attention_equals_dense_masked_softmax(groups, window, left, dtype):
     torch.manual_seed(0)
     attention = te.DotProductAttention(4, 8, num_gqa_groups=groups, qkv_format="bshd", window_size=window)
     inputs = [torch.randn(2, 12, heads, 8).to(dtype).requires_grad_() for heads in (4, groups, groups)]
@@ -80,7 +80,7 @@ def linear_with(weight):
     return module
 
 
-def test_without_fp8_a_product_and_its_gradients_are_rounded_once():
+def test_linear_without_fp8_rounds_once():
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((64, 128), (96, 128), (64, 96)))
     module, leaf = linear_with(weight), x.view(4, 16, -1).clone().requires_grad_()
@@ -104,7 +104,7 @@ def test_without_fp8_a_product_and_its_gradients_are_rounded_once():
         ((16, 32), 48, True, True),
     ],
 )
-def test_shapes_that_fp8_gemms_take(shape, outputs, training, fits):
+def test_supported_gemm_shapes(shape, outputs, training, fits):
     module = te.Linear(shape[-1], outputs, bias=False)
     with torch.set_grad_enabled(training), te.autocast(recipe=DelayedScaling()):
         if fits:
@@ -128,12 +128,12 @@ def test_shapes_that_fp8_gemms_take(shape, outputs, training, fits):
         lambda: te.apply_rotary_pos_emb(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)),
     ],
 )
-def test_arguments_without_an_implementation_are_refused(make):
+def test_unsupported_arguments_raise(make):
     with pytest.raises((ValueError, TypeError)):
         make()
 
 
-def test_conversion_to_bfloat16_keeps_the_state_in_float32():
+def test_fp8_state_stays_float32_after_bfloat16():
     """DeepSpeed calls module.bfloat16()."""
     module, x = te.Linear(32, 48, bias=False), torch.randn(16, 32)
     with te.autocast(recipe=DelayedScaling()):
@@ -145,7 +145,7 @@ def test_conversion_to_bfloat16_keeps_the_state_in_float32():
 
 
 @pytest.mark.process
-def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
+def test_amaxes_are_reduced_once_per_direction(tmp_path):
     (ranks,) = run_cases(tmp_path / "ranks", [(2, "reduce_amaxes", {})])
     for rank, (reduced, own) in enumerate(ranks):
         # one reduction for the forward tensors of both modules, one for the backward

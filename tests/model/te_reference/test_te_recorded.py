@@ -57,7 +57,7 @@ def te() -> SimpleNamespace:
     return te_backend.load("reference")
 
 
-def test_the_recording_is_complete(recorded: dict[str, np.ndarray]) -> None:
+def test_recording_is_complete(recorded: dict[str, np.ndarray]) -> None:
     meta = json.loads(str(recorded["meta"]))
     assert "2.20.2" in meta["transformer_engine"]
     for case in CASES:
@@ -87,7 +87,7 @@ def quantize(case: cases.QuantizationCase) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("data", [*cases.SMALL, "large"])
 @pytest.mark.parametrize("kind", ["delayed", "current", "block1", "block2"])
-def test_quantized_bytes_and_scales_are_equal(recorded: dict[str, np.ndarray], kind: str, data: str) -> None:
+def test_quantization_equals_recording(recorded: dict[str, np.ndarray], kind: str, data: str) -> None:
     for case in CASES:
         if (case.kind, case.data) == (kind, data):
             for name, actual in quantize(case).items():
@@ -100,7 +100,7 @@ def test_quantized_bytes_and_scales_are_equal(recorded: dict[str, np.ndarray], k
 
 
 @pytest.mark.parametrize("options", cases.UPDATE_OPTIONS, ids=cases.update_key)
-def test_scale_updates_are_equal(recorded: dict[str, np.ndarray], options: dict[str, Any]) -> None:
+def test_scale_updates_equal_recording(recorded: dict[str, np.ndarray], options: dict[str, Any]) -> None:
     history = torch.zeros(options["length"], len(cases.AMAXES[0]))
     scale = torch.ones(len(cases.AMAXES[0]))
     for step, amaxes in enumerate(cases.AMAXES):
@@ -143,7 +143,9 @@ def compare(
 
 @pytest.mark.parametrize("kind", cases.LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_layers_agree(recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str) -> None:
+def test_layers_match_recording(
+    recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str
+) -> None:
     chosen = cases.recipes(te)[recipe]
     with tensor_core.emulated():
         actual = cases.run_layer(te, kind, chosen, "cpu", steps=3 if chosen.delayed() else 1)
@@ -152,7 +154,7 @@ def test_layers_agree(recorded: dict[str, np.ndarray], te: SimpleNamespace, reci
 
 @pytest.mark.parametrize("kind", FLOAT32_TOLERANCE)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_modules_with_float32_sums_stay_close(
+def test_modules_match_recording_with_float32_accumulation(
     recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str
 ) -> None:
     chosen = cases.recipes(te)[recipe]
@@ -160,9 +162,7 @@ def test_modules_with_float32_sums_stay_close(
     compare(actual, recorded, f"layer/{recipe}/{kind}/", tolerance=FLOAT32_TOLERANCE[kind], equal=0.6)
 
 
-def test_recomputation_on_the_gpu_changes_nothing(
-    recorded: dict[str, np.ndarray], te: SimpleNamespace
-) -> None:
+def test_recomputation_equals_recording(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
     """The reference keeps the activations that Transformer Engine recomputed."""
     recipe = cases.recipes(te)["delayed"]
     with tensor_core.emulated():
@@ -170,7 +170,7 @@ def test_recomputation_on_the_gpu_changes_nothing(
     compare(actual, recorded, "recompute/")
 
 
-def test_the_state_moves_at_the_same_moments(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
+def test_scale_update_order_equals_recording(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
     with tensor_core.emulated():
         actual = cases.run_sequence(te, "cpu")
     compare(actual, recorded, "sequence/")
@@ -214,7 +214,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     ],
     ids=lambda keys: "-".join(str(v) for v in keys.values()),
 )
-def test_losses_gradients_and_scales_agree(variant: str, keys: dict) -> None:
+def test_training_matches_recording(variant: str, keys: dict) -> None:
     with tensor_core.emulated():
         ours = train("reference", variant, **keys)
     theirs = train("transformer_engine", variant, **keys)

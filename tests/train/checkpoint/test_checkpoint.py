@@ -75,7 +75,7 @@ def fault(number: int | None) -> Callable[..., None]:
 # ---------------------------------------------------------------- which one is chosen
 
 
-def test_the_newest_committed_one_is_chosen(tmp_path: Path) -> None:
+def test_newest_committed_checkpoint_is_chosen(tmp_path: Path) -> None:
     make(tmp_path, 9), make(tmp_path, 10)
     (make(tmp_path, 11) / MANIFEST).unlink()
     assert choose_checkpoint(tmp_path, "auto") == tmp_path / checkpoint_name(10)
@@ -98,7 +98,7 @@ def test_the_newest_committed_one_is_chosen(tmp_path: Path) -> None:
         (lambda p: (p / MANIFEST).write_text("[]"), MANIFEST),
     ],
 )
-def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file: str) -> None:
+def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path: Path, damage, file: str) -> None:
     root = tmp_path / "checkpoints"
     damage(make(root, 2))
     with refused(CheckpointError, code="none_verifies", key=str(root)):
@@ -112,7 +112,7 @@ def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file:
     assert str(root / checkpoint_name(2) / file) in str(error.value)
 
 
-def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
+def test_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     """Also when its start is gone or one of its checkpoints is damaged. Another run's checkpoint is refused."""
     start, other = make(tmp_path / "old", 3), make(tmp_path / "old", 4)
     root = tmp_path / "new"
@@ -132,7 +132,7 @@ def test_a_branch_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     assert choose_checkpoint(root, str(start)) == root / checkpoint_name(5)
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the run would start over. A file that cannot be read is damage."""
     path = make(tmp_path, 1)
     with monkeypatch.context() as broken:
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------- the manifest
 
 
-def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
+def test_single_bit_flip_is_detected(tmp_path: Path) -> None:
     """In the manifest at every place."""
     path = make(tmp_path, 1)
     assert problems(path) == []
@@ -164,9 +164,7 @@ def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     assert problems(path) == []
 
 
-def test_files_that_other_machines_keep_to_themselves_are_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invisible_files_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(tmp_path, 1)
     entries = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in read_manifest(path).items()]
     (path / MANIFEST).unlink()
@@ -182,9 +180,7 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     assert committed(tmp_path) == [path]
 
 
-def test_all_files_are_on_the_disk_before_the_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut would leave a manifest of empty files."""
     synced: list[tuple[str, int]] = []
 
@@ -212,7 +208,7 @@ def test_all_files_are_on_the_disk_before_the_manifest(
 # ---------------------------------------------------------------- the place of a save
 
 
-def test_later_checkpoints_are_set_aside_and_killed_saves_removed(tmp_path: Path) -> None:
+def test_later_checkpoints_are_moved(tmp_path: Path) -> None:
     """Also where `checkpoints` is a link to another disk, across which nothing can be renamed."""
     other, root = tmp_path / "other_disk/of_this_run", tmp_path / "run/checkpoints"
     for step in (1, 2, 3):
@@ -227,7 +223,7 @@ def test_later_checkpoints_are_set_aside_and_killed_saves_removed(tmp_path: Path
     assert sorted(path.name for path in other.iterdir()) == [checkpoint_name(1), checkpoint_name(5)]
 
 
-def test_the_oldest_checkpoints_are_discarded(tmp_path: Path) -> None:
+def test_save_total_limit(tmp_path: Path) -> None:
     """Never the one that was just committed, even beside one of a later step."""
     for step in (1, 2, 3, 9):
         make(tmp_path, step)
@@ -236,7 +232,7 @@ def test_the_oldest_checkpoints_are_discarded(tmp_path: Path) -> None:
         assert steps(tmp_path) == expected
 
 
-def test_an_interrupted_or_failed_removal_leaves_no_half_that_counts(
+def test_interrupted_removal_leaves_no_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, 1), make(tmp_path, 2)
@@ -255,7 +251,7 @@ def test_an_interrupted_or_failed_removal_leaves_no_half_that_counts(
     assert steps(tmp_path) == [3]
 
 
-def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_path: Path) -> None:
+def test_removing_a_linked_checkpoint_removes_the_link(tmp_path: Path) -> None:
     """As one of an archive, from which a run began."""
     kept, half, root = (
         make(tmp_path / "archive", 2),
@@ -283,7 +279,7 @@ def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_p
         ([errno.ENOSPC, None], False),
     ],
 )
-def test_a_fault_may_pass_where_it_may_on_all_ranks(
+def test_error_is_transient_only_if_so_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, numbers: list[int | None], passes: bool
 ) -> None:
     ranks, found = Ranks(), list[tuple]()
@@ -309,7 +305,7 @@ def test_a_fault_may_pass_where_it_may_on_all_ranks(
         (ValueError("5"), False),
     ],
 )
-def test_which_faults_may_pass(error: Exception, passes: bool) -> None:
+def test_transient_errors(error: Exception, passes: bool) -> None:
     assert is_transient(error) == passes
     error.__cause__ = None
     outer = ValueError("because of it")
@@ -320,7 +316,7 @@ def test_which_faults_may_pass(error: Exception, passes: bool) -> None:
 # ---------------------------------------------------------------- what is in the files
 
 
-def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_state_is_restored(tmp_path: Path) -> None:
     """In the form in which a rank saves them."""
     precision = Precision(PrecisionConfig(compute="fp32", backend="reference"))
     torch.save(rank_state(torch.nn.Linear(1, 1), precision), tmp_path / "rank_00000.pt")
@@ -334,7 +330,7 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert [draw(), draw()] == [first, second]
 
 
-def test_a_run_state_that_is_damaged_or_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_invalid_run_state_raises(tmp_path: Path) -> None:
     file = make(tmp_path, 3) / RUN_STATE
     assert read_state(file.parent).consumed_samples == 24
     for content in (json.dumps(json.loads(file.read_text()) | {"horizon": 7}), "[]", "{}", "{"):
@@ -359,7 +355,7 @@ USUAL: dict[str, Any] = {"recipe": "delayed", "backend": "reference"}
         ({"compute": "bf16"}, {"compute": "bf16", "amax_history_len": 1024}, True),
     ],
 )  # fmt: skip
-def test_fp8_state_is_kept_where_the_modules_have_the_same(now: dict, before: dict, is_kept: bool) -> None:
+def test_fits_fp8_state(now: dict, before: dict, is_kept: bool) -> None:
     """Histories of another length, or scales for another range, would be those of other tensors."""
     precision = Precision(PrecisionConfig(**USUAL | now))
     recipe = {key: value for key, value in before.items() if key != "amax_history_len"}
@@ -369,7 +365,7 @@ def test_fp8_state_is_kept_where_the_modules_have_the_same(now: dict, before: di
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_folder_that_a_glob_takes_for_a_pattern_is_resumed_from(settings: dict, stage: int) -> None:
+def test_resume_from_folder_with_glob_characters(settings: dict, stage: int) -> None:
     """At ZeRO 3 exported, too."""
     folder = Path(settings["output_dir"]).with_name("run[lr=3e-4]*")
     settings |= {"output_dir": str(folder), "deepspeed": f"ds_config_zero{stage}.json"}

@@ -70,9 +70,7 @@ def root(tmp_path: Path) -> Path:
         ("", None),
     ],
 )
-def test_a_checkpoint_or_the_newest_good_one_of_a_run_is_taken(
-    tmp_path: Path, root: Path, given: str, taken: int | None
-) -> None:
+def test_select_checkpoint(tmp_path: Path, root: Path, given: str, taken: int | None) -> None:
     if taken:
         assert export.select_checkpoint(tmp_path / given) == root / checkpoint_name(taken)
         return
@@ -80,7 +78,7 @@ def test_a_checkpoint_or_the_newest_good_one_of_a_run_is_taken(
         export.select_checkpoint(tmp_path / given)
 
 
-def test_what_is_in_the_folder(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_export_files(trained: Path, data: Path, tmp_path: Path) -> None:
     """Weights in the dtype of training, each once; of the tokenizer's folder, which may be a model's, the tokenizer."""
     model = shutil.copytree(data / "tokenizer", tmp_path / "model")
     for name in ("model.safetensors", "exported_from.json", "README.md", "onnx"):
@@ -98,7 +96,7 @@ def test_what_is_in_the_folder(trained: Path, data: Path, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_exporting_again_replaces_the_files_of_an_export_alone(
+def test_repeated_export_keeps_other_files(
     trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards and a tokenizer of an earlier export would be loaded with the new ones."""
@@ -129,7 +127,7 @@ def test_exporting_again_replaces_the_files_of_an_export_alone(
 
 
 @pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
-def test_what_could_not_be_written_whole_is_removed(
+def test_incomplete_export_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """A full disk needs the room; and the export that was there before stays."""
@@ -149,7 +147,7 @@ def test_what_could_not_be_written_whole_is_removed(
     assert (tmp_path / "out/exported_from.json").read_text() == "before"
 
 
-def test_what_no_export_wrote_is_not_replaced(tmp_path: Path) -> None:
+def test_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "there").mkdir()
     (tmp_path / "there/exported_from.json").touch()
@@ -161,7 +159,7 @@ def test_what_no_export_wrote_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_export_has_bos_and_eos_of_the_tokenizer(trained: Path, data: Path, tmp_path: Path) -> None:
     """A configuration may be written for another one: a text would not end at its EOS."""
     path, out = tmp_path / "run" / STEP_6, tmp_path / "out"
     shutil.copytree(trained / STEP_6, path)
@@ -180,7 +178,7 @@ def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_p
     assert exported(5, 7) == {(5, "7")}
 
 
-def test_the_trained_length_is_recorded_and_is_the_default_context(trained: Path) -> None:
+def test_export_records_the_trained_length(trained: Path) -> None:
     """Of a model with 2,048 positions that was trained at 64."""
     folder = trained / "hf"
     config = json.loads((folder / "config.json").read_text())
@@ -228,7 +226,7 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_another_tokenizer_is_refused_unless_it_is_given(tmp_path: Path, data: Path) -> None:
+def test_different_tokenizer_raises(tmp_path: Path, data: Path) -> None:
     """That of the training's data may have been made anew since."""
     source, folder = {"tokenizer_sha256": "1234"}, data / "tokenizer"
     configured = {"data": {"sources": {"text": str(data)}}}
@@ -239,9 +237,7 @@ def test_another_tokenizer_is_refused_unless_it_is_given(tmp_path: Path, data: P
     assert export.trained_tokenizer(tmp_path, state) == folder
 
 
-def test_a_tokenizer_that_transformers_reads_differently_is_refused(
-    trained: Path, data: Path, tmp_path: Path
-) -> None:
+def test_inconsistent_tokenizer_raises(trained: Path, data: Path, tmp_path: Path) -> None:
     """A tokenizer.json with more ids than the model, or another EOS than tokenizer.model."""
     folder = shutil.copytree(data / "tokenizer", tmp_path / "tokenizer")
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"

@@ -53,7 +53,7 @@ def logits(folder: Path, dequantized: bool) -> torch.Tensor:
     return model(input_ids=random_ids(model.config, 1, 48)).logits.detach()
 
 
-def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
+def test_export_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
     output_dir = run(settings, precision={"recipe": "delayed", "bf16_modules": ["lm_head", "*.0.*mlp"]})
     checkpoint, out = output_dir / "checkpoints/step-00000006", tmp_path / "fp8"
     remarks = export_fp8(settings, checkpoint, out)
@@ -124,7 +124,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: Path) -> None:
+def test_export_with_block_scaling(settings: dict, tmp_path: Path, small_model: Path) -> None:
     """Sizes that blocks do not divide are refused; those that they do have the format of blocks."""
     settings |= {"max_steps": 2, "precision": {"recipe": "block"}}
     out = tmp_path / "fp8"
@@ -156,7 +156,7 @@ def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: P
         ({"variant": "torchao"}, {"recipe": "rowwise", "bf16_modules": ["lm_head", "*.k_proj"]}, 12),
     ],
 )
-def test_a_run_that_was_no_fp8_of_transformer_engine(
+def test_fp8_export_without_transformer_engine_raises(
     settings: dict, tmp_path: Path, model: dict, precision: dict, count: int
 ) -> None:
     settings["model"] |= model

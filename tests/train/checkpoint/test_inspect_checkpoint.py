@@ -17,7 +17,7 @@ def status(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_good_checkpoints_of_a_run_and_one_alone(tmp_path: Path) -> None:
+def test_intact_checkpoints(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     changes = [{"step": 4, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
     first = make(root, 10, changes=changes, began_at={"path": "old/step-00000002", "manifest_sha256": "0"})
@@ -40,7 +40,7 @@ def test_good_checkpoints_of_a_run_and_one_alone(tmp_path: Path) -> None:
         (lambda p: (p.parent / ROLLBACK).write_text("{"), ROLLBACK, False),
     ],
 )
-def test_damage_is_named_and_the_status_is_1(
+def test_damaged_checkpoint_exits_with_status_1(
     tmp_path: Path, damage: Callable[[Path], object], file: str, needs_verify: bool
 ) -> None:
     make(tmp_path, 10)
@@ -53,7 +53,7 @@ def test_damage_is_named_and_the_status_is_1(
     assert status(tmp_path, "--verify") == 1 and status(tmp_path) == (0 if needs_verify else 1)
 
 
-def test_what_is_not_committed_is_not_judged(tmp_path: Path) -> None:
+def test_uncommitted_checkpoint_is_ignored(tmp_path: Path) -> None:
     make(tmp_path, 20)
     (make(tmp_path, 30) / MANIFEST).unlink()
     (tmp_path / checkpoint_name(40)).mkdir()
@@ -65,6 +65,6 @@ def test_what_is_not_committed_is_not_judged(tmp_path: Path) -> None:
     assert status(tmp_path, "--verify") == 0 and status(tmp_path / checkpoint_name(40)) == 1
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text('{"schema": 1, "shards": []}')  # prepared data have one, too
     assert status(tmp_path / "nowhere") == status(tmp_path) == 2

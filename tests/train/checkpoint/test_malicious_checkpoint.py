@@ -35,7 +35,9 @@ def poison(checkpoint: Path, pattern: str, mark: Path) -> Path:
 
 
 @pytest.mark.parametrize("pattern", [MODEL, OPTIMIZER, RANK])
-def test_a_payload_is_not_executed(pattern: str, settings: dict, own_trained: Path, tmp_path: Path) -> None:
+def test_pickle_payload_is_not_executed(
+    pattern: str, settings: dict, own_trained: Path, tmp_path: Path
+) -> None:
     """By a resume, which DeepSpeed or the resharding loads, and by what exports and evaluations load."""
     checkpoint, mark = own_trained / "checkpoints/step-00000006", tmp_path / "executed"
     file = poison(checkpoint, pattern, mark)
@@ -49,7 +51,7 @@ def test_a_payload_is_not_executed(pattern: str, settings: dict, own_trained: Pa
     assert not mark.exists()
 
 
-def test_all_programs_load_checkpoints_in_one_place() -> None:
+def test_checkpoints_are_loaded_in_one_place() -> None:
     """`load_shard` allows only tensors and plain values."""
     sources = [
         path for folder in ("train", "model", "fp8_inference_demo") for path in (ROOT / folder).rglob("*.py")

@@ -129,7 +129,7 @@ def keys_of(error: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
+def test_resume_rule_of_each_key(key: str) -> None:
     base, value = VALUES.get(key, ({}, None))
     if key not in VALUES:
         value = changed(KEYS[key], KEYS[key].get("default", BASE.get(key)))
@@ -161,7 +161,7 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_model_of_other_sizes_is_refused(size: str) -> None:
+def test_other_model_sizes_raise(size: str) -> None:
     old, new = state_of({}), state_of({"learning_rate": 1e-5})
     old.model_config[size], new.model_config[size] = 1, 2
     with refused(CheckpointError, code="cannot_change", key="model.config") as error:
@@ -169,7 +169,7 @@ def test_a_model_of_other_sizes_is_refused(size: str) -> None:
     assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
 
 
-def test_weights_in_another_type_are_refused() -> None:
+def test_other_weight_type_raises() -> None:
     with refused(CheckpointError, code="cannot_change", key="precision.compute"):
         resumed(state_of({"precision.compute": "fp32"}), state_of({}))
 
@@ -178,13 +178,13 @@ def test_weights_in_another_type_are_refused() -> None:
     ("began", "given", "ignored"),
     [("base", "other", 1), (None, "other", 1), ("base", None, 0), ("base", "base", 0)],
 )
-def test_init_from_stays_what_the_run_began_with(began: str | None, given: str | None, ignored: int) -> None:
+def test_init_from_is_kept_on_resume(began: str | None, given: str | None, ignored: int) -> None:
     new = state_of({"model.init_from": given})
     assert len(resumed(new, state_of({"model.init_from": began}), False)) == ignored
     assert new.train_config["model"]["init_from"] == began
 
 
-def test_files_that_may_be_partitioned_differently_are_resharded() -> None:
+def test_repartitioned_files_are_resharded() -> None:
     """DeepSpeed would load the flat tensors of another order without an error."""
     zero2 = state_of({"deepspeed": {"zero_optimization": {"stage": 2}}})
     in_turns = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
@@ -198,7 +198,7 @@ def test_files_that_may_be_partitioned_differently_are_resharded() -> None:
         assert is_partitioned_differently(old, state_of(values)) == expected, values
 
 
-def test_a_checkpoint_without_a_key_had_its_default() -> None:
+def test_missing_key_in_checkpoint_has_its_default() -> None:
     """As one of a version before the key existed, or with a key that is gone."""
     saved = state_of({})
     del saved.train_config["weight_decay"]
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_a_key_had_its_default() -> None:
     assert [change.what for change in error.value.changes] == [Difference("weight_decay", 0.1, 0.2)]
 
 
-def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
+def test_due_evaluation_keeps_its_precision() -> None:
     """Also where another version had another default for a key that nothing reads."""
     phases = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
     raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
@@ -301,9 +301,7 @@ BOTH = ["max_seq_length", "per_device_train_batch_size"]
         ),
     ],
 )
-def test_changed_data_are_refused_by_difference_or_allowed(
-    folders, sources, before, changes, expected, keys
-) -> None:
+def test_changed_data_raise_or_are_allowed(folders, sources, before, changes, expected, keys) -> None:
     saved = state(two(folders), consumed=24, **before)
     new = state(sources(folders), **{**before, **changes})
     unchanged = copy.deepcopy(new)
@@ -322,14 +320,14 @@ def test_changed_data_are_refused_by_difference_or_allowed(
 @pytest.mark.parametrize(
     ("old", "new", "consumed", "expected"), [(64, 128, 25, 13), (64, 96, 24, 16), (128, 64, 25, 50)]
 )
-def test_another_sequence_length_resumes_at_the_same_tokens(folders, old, new, consumed, expected) -> None:
+def test_resume_with_another_sequence_length(folders, old, new, consumed, expected) -> None:
     saved = state(two(folders), consumed=consumed, max_seq_length=old, train_batch_size_tokens=128 * 96)
     later = state(two(folders), max_seq_length=new, train_batch_size_tokens=128 * 96)
     resumed(later, saved)
     assert later.consumed_samples == expected and later.consumed_tokens == saved.consumed_tokens
 
 
-def test_another_number_of_ranks_resumes_with_the_same_samples(folders) -> None:
+def test_resume_with_another_number_of_ranks(folders) -> None:
     saved = state(two(folders), consumed=24, ranks=4, train_batch_size_tokens=8 * 64 * 8)
     for ranks, steps in ((2, 4), (8, 1)):
         new = state(two(folders), ranks=ranks, train_batch_size_tokens=8 * 64 * 8)
@@ -343,7 +341,7 @@ def test_another_number_of_ranks_resumes_with_the_same_samples(folders) -> None:
     resumed(smaller, saved)
 
 
-def test_another_zero_stage_resumes_with_its_own_settings(folders) -> None:
+def test_resume_with_another_zero_stage(folders) -> None:
     """At the same stage other settings are refused."""
     saved = state(two(folders), consumed=24, deepspeed="ds_config_zero2.json")
     later = state(two(folders), deepspeed="ds_config_zero3.json")
@@ -356,7 +354,7 @@ def test_another_zero_stage_resumes_with_its_own_settings(folders) -> None:
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
 
 
-def test_a_run_begins_with_exported_weights(trained: Path, settings: dict, tmp_path: Path) -> None:
+def test_init_from_export(trained: Path, settings: dict, tmp_path: Path) -> None:
     model = {**settings["model"], "init_from": str(trained / "hf"), "variant": "te_linear"}
     second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, max_steps=2)
     expected = metrics(trained)[-1]["eval_loss"]

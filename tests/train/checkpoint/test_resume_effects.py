@@ -26,7 +26,7 @@ ALL_AT_ONCE = {
 }
 
 
-def test_allowed_changes_are_noted_and_repeatable(own_trained: Path, settings: dict) -> None:
+def test_allowed_changes_are_recorded(own_trained: Path, settings: dict) -> None:
     """A longer cosine and other settings of AdamW, at once. They are noted in the metrics and the next checkpoint."""
     before = curve(own_trained)
     with refused(CheckpointError, code="change_not_allowed") as error:
@@ -69,7 +69,7 @@ DECAY = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "learning
 
 
 @pytest.mark.slow
-def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(settings: dict, tmp_path: Path) -> None:
+def test_branch_in_a_new_folder(settings: dict, tmp_path: Path) -> None:
     """From the middle of a warmup_stable_decay run, by one command; a second start goes on from its own checkpoint."""
     stable = run(settings, **DECAY, max_steps=12, save_steps=4, eval_steps=0)
     start, branch = stable / "checkpoints/step-00000004", tmp_path / "branch"
@@ -100,9 +100,7 @@ def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(settings: dict
     assert curve(branch) == whole and not list(branch.glob("checkpoints.discarded-*"))
 
 
-def test_max_steps_below_the_step_of_the_run_is_refused(
-    own_trained: Path, settings: dict, tmp_path: Path
-) -> None:
+def test_max_steps_below_the_current_step_raises(own_trained: Path, settings: dict, tmp_path: Path) -> None:
     """Before anything is written. An earlier checkpoint trains on in a new folder."""
     before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
     settings |= {"max_steps": 4, "allow_changes_on_resume": ["max_steps"]}
@@ -156,9 +154,7 @@ def gone_on(trained: Path, settings: dict, tmp_path: Path, changes: dict) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_change_of_the_numbers_shows_in_the_next_steps(
-    trained: Path, settings: dict, tmp_path: Path, key: str
-) -> None:
+def test_changed_hyperparameters_take_effect(trained: Path, settings: dict, tmp_path: Path, key: str) -> None:
     steps = gone_on(trained, settings, tmp_path, NUMBERS[key])
     unchanged = curve(trained)[3:]
     assert [entry[0] for entry in steps] == [4, 5, 6]
@@ -173,7 +169,7 @@ def test_a_change_of_the_numbers_shows_in_the_next_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "stage"), [("bf16", 1), ("bf16", 3), ("hybrid", 1), ("current", 2)])
-def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
+def test_change_to_delayed_scaling_calibrates(
     settings: dict, tmp_path: Path, before: str, stage: int
 ) -> None:
     """Gradients are neither lost below the range of e4m3 nor cut at its top."""

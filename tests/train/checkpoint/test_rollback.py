@@ -60,9 +60,7 @@ def state_at(step: int, **values: Any) -> RunState:
     return RunState(step, 8 * step, 0, 1, 1, {"learning_rate": 3e-4}, {}, **values)
 
 
-def test_samples_from_the_step_before_the_first_spike_to_the_last_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_skips_samples_around_the_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But none from before the checkpoint. A run goes back to one checkpoint at most three times, restarts included:
     else one that spikes and crashes would do so without end."""
     world = World(tmp_path, monkeypatch, state_at(9, skipped_samples=[[1, 2]]))
@@ -82,9 +80,7 @@ def test_samples_from_the_step_before_the_first_spike_to_the_last_are_skipped(
     assert world.roll_back(48) and world.state.step == 4
 
 
-def test_each_rollback_skips_the_step_that_ran_before_the_spike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_rollbacks_skip_more_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second rollback on, skipped samples lie between that step and the spike."""
     path = make(tmp_path, 3, health={"loss": [1.0] * 16, "grad_norm": [1.0] * 16})
     world, health = World(tmp_path, monkeypatch, read_state(path)), Health(16, 10.0)
@@ -110,7 +106,7 @@ def test_each_rollback_skips_the_step_that_ran_before_the_spike(
 @pytest.mark.parametrize(
     ("fingerprint", "compute"), [({"seed": 7}, "fp8"), ({}, "bf16")], ids=["order", "precision"]
 )
-def test_there_is_no_way_back_to_before_the_order_or_the_precision_changed(
+def test_no_rollback_across_data_or_precision_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fingerprint: dict, compute: str
 ) -> None:
     """Positions are other samples there; and its FP8 state is of no use."""
@@ -120,9 +116,7 @@ def test_there_is_no_way_back_to_before_the_order_or_the_precision_changed(
     assert not world.roll_back(40) and not world.resharded and world.state.step == 5
 
 
-def test_a_rollback_keeps_the_configuration_and_the_ranks_of_this_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_keeps_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "checkpoints"
     path, newer = make(root, 3), make(root, 6)
     (newer / "weights.pt").write_bytes(b"")
@@ -143,7 +137,7 @@ def test_a_rollback_keeps_the_configuration_and_the_ranks_of_this_start(
     assert state.fallbacks == {"lm_head": "bf16"} and not state.evaluation_due
 
 
-def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
+def test_damaged_rollback_record_raises(tmp_path: Path) -> None:
     paths = [make(tmp_path, step) for step in (1, 2, 3)]
     note = tmp_path / ROLLBACK
     record_rollback(paths[1], [[34, 38]])
@@ -154,7 +148,7 @@ def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
             rolled_back(paths[1])
 
 
-def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
+def test_rollback_record_moves_with_its_checkpoint(tmp_path: Path) -> None:
     """A run that starts again comes to the same checkpoint, bit for bit, and was not rolled back."""
     root = tmp_path / "checkpoints"
     paths = [make(root, step) for step in (1, 2, 3)]
@@ -174,7 +168,7 @@ def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
         ({"seed": 43}, [[4, 8]], []),  # positions of another order
     ],
 )
-def test_a_resume_skips_what_was_rolled_back(
+def test_resume_after_rollback_skips_samples(
     tmp_path: Path, changes: dict, noted: list | None, expected: list
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -192,7 +186,7 @@ def test_a_resume_skips_what_was_rolled_back(
 @pytest.mark.parametrize(
     "ranges", [[], [[4, 8]], [[10, 12], [4, 8]], [[4, 8], [7, 15]], [[34, 38]], [[0, 3]]]
 )
-def test_steps_of_another_size_repeat_no_sample(count: int, ranges: list[list[int]]) -> None:
+def test_rollback_with_another_batch_size(count: int, ranges: list[list[int]]) -> None:
     taken: list[int] = []
     position = 2
     while position < 60:

@@ -69,7 +69,7 @@ class Stored:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without CUDA, as the one that recorded it"
 )
-def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
+def test_stored_checkpoint_resumes_with_recorded_losses() -> None:
     path = choose_checkpoint(FOLDER, "auto")
     assert path is not None and path.name == checkpoint_name(SAVED_STEP)
     assert read_state(path).step == SAVED_STEP

@@ -54,12 +54,12 @@ def resolved(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_changes_a_step_is_named(old: dict, new: dict, found: dict) -> None:
+def test_differences_that_change_a_step(old: dict, new: dict, found: dict) -> None:
     expected = [Difference(key, *values) for key, values in found.items()]
     assert resume_differences(resolved(**old), resolved(**new)) == expected
 
 
-def test_the_shipped_baseline_differs_from_fp8_only_in_precision() -> None:
+def test_shipped_baseline_differs_only_in_precision() -> None:
     fp8, bf16 = (load_arguments([f"train_config_{kind}"]).to_dict() for kind in ("fp8", "bf16"))
     assert {key for key in fp8 if fp8[key] != bf16[key]} == {"precision", "output_dir"}
     assert resume_differences(fp8, bf16) == [Difference("precision.compute", "fp8", "bf16")]
@@ -84,9 +84,7 @@ def test_the_shipped_baseline_differs_from_fp8_only_in_precision() -> None:
         ("margin", None, {}, False),
     ],
 )  # fmt: skip
-def test_a_key_of_precision_counts_where_a_phase_reads_it(
-    key: str, before: Any, own: dict, counts: bool
-) -> None:
+def test_precision_keys_are_compared_if_read(key: str, before: Any, own: dict, counts: bool) -> None:
     new = resolved(**own)
     old = {**new, "precision": {**new["precision"], key: before}}
     if before is None:

@@ -49,7 +49,7 @@ def refusal(deepspeed, *keys, **changes) -> str:
 # ---------------------------------------------------------------- what is filled in
 
 
-def test_what_is_filled_in_by_default():
+def test_defaults():
     config = resolved()
     assert config["zero_optimization"] == {"stage": 1} and config["data_types"] == {
         "grad_accum_dtype": "fp32"
@@ -63,7 +63,7 @@ def test_what_is_filled_in_by_default():
     assert config["gradient_clipping"] == 0.0  # DeepSpeed's own default is 1.0
 
 
-def test_what_the_user_set_stays_and_the_given_object_is_not_modified():
+def test_user_values_are_kept():
     timers = {"throughput": {"enabled": True}}
     given = {
         "wall_clock_breakdown": True,
@@ -83,13 +83,13 @@ def test_what_the_user_set_stays_and_the_given_object_is_not_modified():
     ("compute", "bf16", "fp16"),
     [("fp8", True, False), ("bf16", True, False), ("fp16", False, True), ("fp32", False, False)],
 )
-def test_precision_selects_deepspeeds_section(compute, bf16, fp16):
+def test_precision_section(compute, bf16, fp16):
     config = resolved(compute=compute)
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (bf16, fp16)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_type_of_gradient_communication(dtype):
+def test_gradient_communication_type(dtype):
     precision = {"compute": "bf16", "gradient_communication": dtype}
     for given in ({}, {"communication_data_type": "auto"}, {"communication_data_type": dtype}):
         assert resolved(given, precision=precision)["communication_data_type"] == dtype
@@ -99,7 +99,7 @@ def test_the_type_of_gradient_communication(dtype):
     refusal({"communication_data_type": other}, "communication_data_type")
 
 
-def test_zero_3_sizes_follow_the_hidden_size():
+def test_zero_3_sizes():
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     found = resolved({"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}})["zero_optimization"]
     assert [found[name] for name in sizes] == [128 * 128, int(0.9 * 128 * 128), 10 * 128]
@@ -123,7 +123,7 @@ def with_msamp(level, precision=(), **section) -> TrainingArguments:
         ("O2", False, {}),
     ],
 )
-def test_a_section_for_ms_amp_becomes_the_nearest_keys_here(level, enabled, own):
+def test_msamp_section(level, enabled, own):
     given = with_msamp(level, use_te=True, enabled=enabled)
     found = resolve_arguments(given, 2)
     same = resolve_arguments(arguments("ds_config_zero1.json", precision={"compute": "bf16", **own}), 2)
@@ -146,7 +146,7 @@ def test_a_section_for_ms_amp_becomes_the_nearest_keys_here(level, enabled, own)
         ({"level": "O2", "precision": {"compute": "fp32"}}, "precision.optimizer_states"),
     ],
 )
-def test_a_section_for_ms_amp_that_cannot_be_applied_is_refused(changes, key):
+def test_invalid_msamp_section_raises(changes, key):
     with refused(ConfigurationError, key=key):
         resolve_arguments(with_msamp(**changes), 1)
 
@@ -201,7 +201,7 @@ STAGE = "zero_optimization.stage"
         ("ds_config_zero3.json", {"speed": {"cuda_graphs": True}}, STAGE, ""),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(deepspeed, changes, key, named):
+def test_incompatible_keys_raise(deepspeed, changes, key, named):
     message = refusal(deepspeed, key, **changes)
     assert all(name in message for name in named.split())
 
@@ -223,7 +223,7 @@ def test_what_does_not_go_together_is_refused(deepspeed, changes, key, named):
         ({"zero_optimization": {"stage": 2}}, {"gradient_checkpointing": True}),
     ],
 )
-def test_what_goes_together_is_accepted(deepspeed, changes):
+def test_compatible_keys(deepspeed, changes):
     resolved(deepspeed, **changes)
 
 
@@ -238,7 +238,7 @@ def test_what_goes_together_is_accepted(deepspeed, changes):
         ({**PACKED, "optimizer_moments": "fp32"}, {"adam_beta2": 0.99}, None),
     ],
 )
-def test_optimizer_states_that_are_refused_before_deepspeed(precision, changes, key):
+def test_unsupported_optimizer_states_raise(precision, changes, key):
     if key is None:
         arguments(precision=precision, **changes)
         return
@@ -249,7 +249,7 @@ def test_optimizer_states_that_are_refused_before_deepspeed(precision, changes, 
 @pytest.mark.parametrize(
     ("variant", "layer"), [("te_linear", "MistralDecoderLayer"), ("te_layer", "FusedTransformerLayer")]
 )
-def test_recomputation_at_zero_3_needs_the_layer_as_a_leaf(variant, layer):
+def test_zero_3_recomputation_needs_leaf_modules(variant, layer):
     """Without it the backward pass finds a weight of no elements (seen on two H200s)."""
     shipped = load_deepspeed("ds_config_zero3.json")
     zero = shipped["zero_optimization"]
@@ -322,18 +322,18 @@ def at(path: str, value: object) -> dict:
 
 
 @pytest.mark.parametrize(("path", "values"), WRONG_VALUES.items())
-def test_a_value_that_is_not_supported_is_named_with_its_key(path, values):
+def test_unsupported_value_names_the_key(path, values):
     for value in values:
         assert json.dumps(value) in refusal(at(path, value), path)
 
 
 @pytest.mark.parametrize(("path", "near"), NEAREST.items())
-def test_a_key_that_is_not_supported_is_named_with_the_nearest(path, near):
+def test_unsupported_key_suggests_the_nearest(path, near):
     message = refusal(at(path, {"type": "auto"} if path == "scheduler" else "auto"), path)
     assert (near or "") in message and REPLACEMENTS.get(path, "") in message
 
 
-def test_all_problems_come_at_once_and_name_the_configuration():
+def test_all_problems_are_reported_together():
     given = resolve_arguments(arguments({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}}), 2)
     with refused(ConfigurationError, key="zero") as error:
         ds_config.resolve_ds_config(given, 2, "own.json")
@@ -341,7 +341,7 @@ def test_all_problems_come_at_once_and_name_the_configuration():
     assert "own.json" in str(error.value)
 
 
-def test_every_key_is_accepted_with_each_value_that_it_takes():
+def test_every_supported_key_and_value():
     given = {"leaf_module": {"classes": "A", "names": ["b"], "name_suffixes": []}}
     for path, (allowed, _) in KEYS.items():
         section, _, key = path.rpartition(".")
@@ -415,14 +415,14 @@ def deepspeed_result():
 
 
 @pytest.mark.process
-def test_supported_keys_are_read_by_deepspeed(deepspeed_result):
+def test_deepspeed_reads_supported_keys(deepspeed_result):
     read = set(deepspeed_result["read"])
     assert {key for key in (*KEYS, *SECTIONS - {"msamp"}) if "." not in key} <= read
     assert {key for key in REPLACEMENTS if "." not in key} <= read
 
 
 @pytest.mark.process
-def test_every_shipped_configuration_trains_in_deepspeed(deepspeed_result):
+def test_shipped_configurations_train(deepspeed_result):
     runs = deepspeed_result["runs"]
     assert {name.removeprefix("ds_config_") for name in runs} == {
         "zero0-bf16", "zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16",

@@ -115,13 +115,13 @@ def config(tmp_path) -> str:
         ({"precision__recipe": "block", "precision__margin": 1}, "precision.margin", "block"),
     ],
 )
-def test_an_error_names_the_key_the_value_and_what_is_allowed(changes, key, values):
+def test_error_names_key_value_and_allowed_values(changes, key, values):
     with refused(ConfigurationError, key=key) as error:
         arguments(**changes)
     assert all(value in str(error.value) for value in values.split())
 
 
-def test_all_keys_with_a_wrong_name_or_value_come_at_once():
+def test_all_problems_are_reported_together():
     wrong = {"learnin_rate": 1, "save_steps": -1, "precision__margin": 1.5, "model__variant": "best"}
     with refused(ConfigurationError) as error:
         arguments(**wrong, max_steps="many", warmup_steps=101)
@@ -133,7 +133,7 @@ def test_all_keys_with_a_wrong_name_or_value_come_at_once():
         arguments(run_name="\udce9")
 
 
-def test_integers_are_accepted_as_numbers_and_compare_equal():
+def test_integers_are_accepted_as_numbers():
     ones, floats = ({"weight_decay": n(0), "data__weights": {"a": n(1)}} for n in (int, float))
     assert arguments(**ones) == arguments(**floats)
     assert isinstance(arguments(**ones).weight_decay, float)
@@ -142,7 +142,7 @@ def test_integers_are_accepted_as_numbers_and_compare_equal():
 # ---------------------------------------------------------------- resolving
 
 
-def test_accumulation_follows_from_tokens_and_tokens_from_accumulation():
+def test_accumulation_and_batch_tokens():
     a = arguments(per_device_train_batch_size=4, max_seq_length=64, train_batch_size_tokens=2048)
     assert [resolve_arguments(a, ranks).gradient_accumulation_steps for ranks in (1, 4)] == [8, 2]
     assert a.gradient_accumulation_steps is None  # the original is unchanged
@@ -176,13 +176,13 @@ def test_accumulation_follows_from_tokens_and_tokens_from_accumulation():
         ),
     ],
 )
-def test_batches_that_do_not_divide_or_disagree_are_refused(changes, ranks, code, values):
+def test_inconsistent_batch_sizes_raise(changes, ranks, code, values):
     with refused(ConfigurationError, code=code, key="train_batch_size_tokens") as error:
         resolve_arguments(arguments(max_seq_length=64, **changes), ranks)
     assert set(values) <= set(numbers(error.value))
 
 
-def test_resolved_configuration_round_trips_through_a_file(tmp_path):
+def test_resolved_configuration_round_trip(tmp_path):
     phases = [{"until_tokens": 1000, "weights": {"a": 2}}, {"weights": {"a": 1}}]
     a = resolve_arguments(arguments(precision__recipe="current", data__weights=phases), 2)
     a.output_dir = "somewhere"
@@ -220,7 +220,7 @@ def test_resolved_configuration_round_trips_through_a_file(tmp_path):
         ("--run_name 1 --data.sources.b {b", {"run_name": "1", "data.sources": {"a": "data/a", "b": "{b"}}),
     ],
 )
-def test_command_lines_that_are_accepted(config, words, found):
+def test_valid_command_lines(config, words, found):
     for argv in ([config, *words.split()], [*words.split(), config])[: 1 if words.endswith("e") else 2]:
         a = load_arguments(argv)
         for key, value in found.items():
@@ -258,13 +258,13 @@ def test_command_lines_that_are_accepted(config, words, found):
         ("--batch-size 8 {config}", "unknown_key", "batch-size", "per_device_train_batch_size"),
     ],
 )
-def test_command_lines_that_are_refused(config, argv, code, key, named):
+def test_invalid_command_lines(config, argv, code, key, named):
     with refused(ConfigurationError, code=code, key=key) as error:
         load_arguments(argv.replace("{config}", config).split())
     assert named in str(error.value)
 
 
-def test_a_name_of_another_program_leads_to_a_key():
+def test_names_of_other_programs_suggest_a_key():
     keys = all_keys()
     assert all(use.partition(";")[0].partition(",")[0].split()[0] in keys for use in FOREIGN.values())
     assert not keys.keys() & FOREIGN.keys()
@@ -283,13 +283,13 @@ def test_a_name_of_another_program_leads_to_a_key():
         ("a.yaml", "max_steps: 3\n", "not_json"),
     ],
 )
-def test_a_file_that_is_no_json_object_is_refused(tmp_path, config, name, text, code):
+def test_non_object_json_raises(tmp_path, config, name, text, code):
     path = write(tmp_path, text, name)
     with refused(UserError, code=code, key="max_steps" if code == "duplicate_key" else path):
         load_arguments([path])
 
 
-def test_files_are_looked_up_here_first_then_in_train_args(tmp_path, monkeypatch):
+def test_configuration_file_lookup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_arguments(["train_config_tiny.json"]).max_steps == 250
     assert load_arguments(["train_config_tiny"]).output_dir == "output/train_config_tiny"
@@ -297,7 +297,7 @@ def test_files_are_looked_up_here_first_then_in_train_args(tmp_path, monkeypatch
     assert load_arguments(["train_config_tiny.json"]).max_steps == 100
 
 
-def test_data_folders_are_looked_up_here_first_then_in_the_repository(tmp_path, monkeypatch):
+def test_data_folder_lookup(tmp_path, monkeypatch):
     folders = {"a": "train_args", "b": "nowhere"}
     config = write(tmp_path, {**MINIMAL, "data": {"sources": folders, "eval_sources": folders}})
     monkeypatch.chdir(tmp_path)
@@ -308,7 +308,7 @@ def test_data_folders_are_looked_up_here_first_then_in_the_repository(tmp_path, 
     assert data.sources == data.eval_sources == folders
 
 
-def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, config, monkeypatch):
+def test_invalid_output_dir_raises(tmp_path, config, monkeypatch):
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to("nowhere")
@@ -328,7 +328,7 @@ def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, config, monk
 @pytest.mark.parametrize(
     "path", sorted(CONFIG_FOLDER.glob("train_config_*.json")), ids=lambda path: path.stem
 )
-def test_shipped_configurations_resolve_on_one_and_two_devices(path):
+def test_shipped_configurations_resolve(path):
     a = load_arguments([str(path)])
     one, two = (resolve_arguments(a, ranks) for ranks in (1, 2))
     assert one.train_batch_size_tokens == two.train_batch_size_tokens
@@ -342,7 +342,7 @@ def test_shipped_configurations_resolve_on_one_and_two_devices(path):
 # ---------------------------------------------------------------- help, schema, readers
 
 
-def test_help_has_every_key_and_the_schema_file_is_current():
+def test_help_and_schema_are_current():
     printed = help_text()
     for key, node in all_keys().items():
         assert f"--{key} " in printed and node["description"] in printed
@@ -353,7 +353,7 @@ def test_help_has_every_key_and_the_schema_file_is_current():
     assert arguments(**{"$schema": "anything"}) == arguments()
 
 
-def test_the_log_has_the_keys_that_are_not_at_their_defaults():
+def test_find_changed_arguments():
     def named(**changes) -> set[str]:
         return {*find_changed_arguments(resolve_arguments(arguments(output_dir="x", **changes), 1))}
 
@@ -373,7 +373,7 @@ def test_arguments_are_checked_without_torch():
     assert done.stdout.strip() == "[]"
 
 
-def test_every_key_has_a_reader():
+def test_every_key_is_read():
     """Some source other than its declaration reads each key, as an attribute or as config["key"]."""
     read = set()
     for path in [*REPOSITORY.glob("train/**/*.py"), *REPOSITORY.glob("model/**/*.py")]:

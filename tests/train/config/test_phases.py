@@ -20,7 +20,7 @@ def resolved(schedule: Any, **changes: Any) -> TrainingArguments:
 THREE = [{"until_tokens": 500}, {"until_share": 0.7}, {"recipe": "current"}]
 
 
-def test_a_phase_is_a_function_of_steps_and_tokens() -> None:
+def test_phase_at() -> None:
     args = resolved(THREE)
     assert [phase_at(args, n, 256 * n) for n in range(7)] == [0, 0, 1, 1, 2, 2, 2]
     assert phase_at(args, 1, 500) == 1 and phase_at(args, 1, 499) == 0  # steps before had other sizes
@@ -28,11 +28,11 @@ def test_a_phase_is_a_function_of_steps_and_tokens() -> None:
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(6, [2, 2, 2]), (3, [2, 0, 1]), (1, [1, 0, 0])])
-def test_shares_of_phases_in_runs_of_other_lengths(steps: int, expected: list[int]) -> None:
+def test_phase_shares(steps: int, expected: list[int]) -> None:
     assert phase_shares(resolved(THREE), steps) == pytest.approx([count / steps for count in expected])
 
 
-def test_a_phase_has_its_own_keys_and_those_of_the_section() -> None:
+def test_phase_keys_override_the_section() -> None:
     """A key of the section that the recipe of a phase does not read is no error in the phase."""
     section = {"precision__margin": 2, "precision__fast_accumulation_wgrad": True}
     schedule = [{"until_step": 2, "margin": 0}, {"until_step": 4, "recipe": "block", "amax_epsilon": 1.0}]
@@ -59,7 +59,7 @@ def test_a_phase_has_its_own_keys_and_those_of_the_section() -> None:
         ([{"until_step": 1}, {"until_tokens": 700}, {"until_step": 4}, {}], (1, 64), (2, [4, 4, 4])),
     ],
 )
-def test_ends_by_tokens_are_checked_at_a_position(
+def test_until_tokens_is_checked(
     schedule: Any, at: tuple[int, int], problem: tuple[int, list[int]] | None
 ) -> None:
     found = phase_end_problems(resolved(schedule), *at)
@@ -90,12 +90,12 @@ def test_ends_by_tokens_are_checked_at_a_position(
         ([], {}, "schedule"),
     ],
 )
-def test_a_wrong_schedule_is_refused(schedule: Any, changes: dict, key: str) -> None:
+def test_invalid_schedule_raises(schedule: Any, changes: dict, key: str) -> None:
     with refused(ConfigurationError, key=f"precision.{key}"):
         resolved(schedule, **changes)
 
 
-def test_rules_that_hold_in_any_phase() -> None:
+def test_rules_apply_to_each_phase() -> None:
     """FP8's batch sizes, and checkpoints for fallbacks."""
     bf16 = {"until_step": 2, "compute": "bf16"}
     odd = {"max_seq_length": 33, "per_device_train_batch_size": 2, "precision__compute": "bf16"}

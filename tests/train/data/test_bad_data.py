@@ -29,14 +29,14 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def test_a_source_too_small_to_be_mixed_by_size_is_refused() -> None:
+def test_too_small_source_raises() -> None:
     with refused(DataError, code="weight_too_small", key="data.weights"):
         mix({"large": 10**10, "small": 1}, ["large", "small"], T)
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])
 @pytest.mark.parametrize("change", [-1, -8, 8, None])
-def test_a_truncated_longer_or_missing_file_is_named_when_opened(folder, name, change):
+def test_wrong_file_size_raises(folder, name, change):
     content = (folder / name).read_bytes()
     (folder / name).unlink()
     if change is not None:
@@ -47,7 +47,7 @@ def test_a_truncated_longer_or_missing_file_is_named_when_opened(folder, name, c
     assert change is None or {len(content) + change, len(content)} <= {*numbers(error.value)}
 
 
-def test_a_shard_that_is_cut_off_while_training_reads_it_is_named(folder):
+def test_shard_truncated_during_training(folder):
     """An error, where a memory map would kill the process."""
     stream = open_stream({"a": folder}, None, T, seed=1)
     stream.batch(0, stream.num_samples)  # all shards are open
@@ -58,7 +58,7 @@ def test_a_shard_that_is_cut_off_while_training_reads_it_is_named(folder):
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])
-def test_a_flipped_bit_is_found_by_verify(folder, name):
+def test_verify_detects_a_bit_flip(folder, name):
     content = bytearray((folder / name).read_bytes())
     content[40] ^= 1
     (folder / name).write_bytes(content)
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_by_verify(folder, name):
         assert found == [("wrong_sha256", str(folder / name))]
 
 
-def test_other_evaluation_data_are_no_other_training_data(folder, tmp_path):
+def test_evaluation_data_may_change(folder, tmp_path):
     """A run goes on with them."""
     train = [tokens(1000, seed=s) for s in range(3)]
     other = make_folder(tmp_path / "other", {"train": train, "eval": [tokens(500, seed=9)]})
@@ -83,7 +83,7 @@ def test_other_evaluation_data_are_no_other_training_data(folder, tmp_path):
 
 
 @pytest.mark.parametrize("where", [0, 70, 500, -1])
-def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder, where):
+def test_token_id_beyond_the_vocabulary(folder, where):
     """Also in a file whose hash is the manifest's: what was prepared is wrong, not what was copied. In whichever of
     the parts that are read at a time, where a sample spans two shards, and in the last token, which is only a label."""
     path = folder / "train_00001.ds"
@@ -113,7 +113,7 @@ def large(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "large", parts, vocab_size=LARGE)
 
 
-def test_a_vocabulary_beyond_65_536_is_read_as_it_was_written(large):
+def test_large_vocabulary_round_trip(large):
     manifest = read_manifest(large)
     assert manifest.dtype == "uint32" and manifest.shards[0].bytes == 4 * manifest.shards[0].tokens
     stream = open_stream({"a": large}, None, T, seed=1)
@@ -128,7 +128,7 @@ def test_a_vocabulary_beyond_65_536_is_read_as_it_was_written(large):
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_run_with_data_verify_refuses_a_flipped_bit_before_it_writes_anything(settings, own_shards):
+def test_data_verify_runs_before_any_output(settings, own_shards):
     path = next(own_shards.glob("eval_*.ds"))
     content = path.read_bytes()
     path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])

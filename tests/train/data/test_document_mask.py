@@ -52,7 +52,7 @@ def naive(folder: Path, split: str, seq_length: int) -> list[tuple[list[int], li
 @pytest.mark.parametrize(
     "split,seq_length", [("train", T), ("train", 1), ("train", 7), ("train", 4096), ("eval", T), ("eval", 7)]
 )
-def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, seq_length: int) -> None:
+def test_positions_and_labels_follow_the_index(folder: Path, split: str, seq_length: int) -> None:
     stream = open_stream({"a": folder}, None, seq_length, seed=1, split=split, document_mask=True)
     plain = open_stream({"a": folder}, None, seq_length, seed=1, split=split)
     expected = naive(folder, split, seq_length)
@@ -72,7 +72,7 @@ def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, s
 
 
 @pytest.mark.parametrize("bit", [5, 13, 63])
-def test_a_flipped_bit_of_an_index_gives_samples_or_an_error_that_names_it(folder: Path, bit: int) -> None:
+def test_damaged_index(folder: Path, bit: int) -> None:
     """Ends that are far away, or before the ones before them, wherever the search for a sample's ends comes by."""
     shard = read_manifest(folder).split_shards("train")[0]
     path = folder / f"{shard.name}.index"
@@ -93,7 +93,7 @@ def test_a_flipped_bit_of_an_index_gives_samples_or_an_error_that_names_it(folde
 @pytest.mark.parametrize(
     "variant,precision", [("te_layer", "delayed"), pytest.param("te_linear", "bf16", marks=pytest.mark.slow)]
 )
-def test_a_run_within_documents(settings: dict, folder: Path, variant: str, precision: str) -> None:
+def test_training_with_document_mask(settings: dict, folder: Path, variant: str, precision: str) -> None:
     """Through DeepSpeed: it learns, resumes to the bit, and its evaluation loss is the mean over the labels."""
     compute = {"recipe": "delayed"} if precision == "delayed" else {"compute": precision}
     settings = {**settings, "precision": compute, "model": {**settings["model"], "variant": variant}}
@@ -125,7 +125,7 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
     assert total / count == pytest.approx(metrics(whole)[-1]["eval_loss"], abs=1e-2)
 
 
-def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_path: Path) -> None:
+def test_loss_weights_each_label_equally(settings: dict, folder: Path, tmp_path: Path) -> None:
     """However the samples of a step are cut into micro-batches, in float32 the numbers are the same: a mean of means
     would differ, since micro-batches differ in their number of labels."""
     settings["data"] = {"sources": {"text": str(folder)}, "document_mask": True}

@@ -17,7 +17,7 @@ from train.data.format import DataError
 
 
 @pytest.mark.parametrize("without", ["", "tokenizer.model"])
-def test_the_bytes_of_ids_are_those_of_their_text(tokenizer_dir: Path, tmp_path: Path, without: str) -> None:
+def test_text_bytes(tokenizer_dir: Path, tmp_path: Path, without: str) -> None:
     """Over several documents, and for each part of them."""
     folder = shutil.copytree(tokenizer_dir, tmp_path / "own", ignore=shutil.ignore_patterns(without))
     encoder, texts = TextEncoder(folder), [*corpus_texts(3), " \u6771 \U0001f642", "  a\n"]
@@ -30,7 +30,7 @@ def test_the_bytes_of_ids_are_those_of_their_text(tokenizer_dir: Path, tmp_path:
         assert sum(encoder.text_bytes(part[:-1], part[1:]) for part in parts) == size
 
 
-def test_a_vocabulary_with_unused_ids_reaches_to_its_largest(tmp_path: Path) -> None:
+def test_vocabulary_size_with_unused_ids(tmp_path: Path) -> None:
     """A model has a row for each id below vocab_size."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 7}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -39,7 +39,7 @@ def test_a_vocabulary_with_unused_ids_reaches_to_its_largest(tmp_path: Path) -> 
     assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8
 
 
-def test_the_tokenizer_of_a_training_is_with_its_data_else_in_its_export(tmp_path: Path) -> None:
+def test_find_tokenizer(tmp_path: Path) -> None:
     mine, export = tmp_path / "mine", tmp_path / "run/hf"
     sources = {"gone": str(tmp_path / "gone"), "mine": str(mine)}
     for folder in (mine / "tokenizer", export):

@@ -45,13 +45,13 @@ def worst_deviation(stages: list[tuple[int, list[float]]], samples: int) -> floa
 
 
 @pytest.mark.parametrize("stages", [STAGES[:1], STAGES], ids=["one stage", "three stages"])
-def test_every_prefix_of_100_000_samples_is_within_one_sample(stages):
+def test_every_prefix_follows_the_weights(stages):
     bound = 1 - 1 / (2 * len(STAGES[0][1]) - 2)
     # 0.1 is what rounding weights to a millionth adds over 100,000 samples, at most
     assert worst_deviation(stages, 100_000) < bound + 0.1
 
 
-def test_weights_without_a_common_denominator_go_to_the_nearest_quotas():
+def test_irrational_weights_are_rounded():
     """What is left after rounding down goes to the sources that lost most by it."""
     assert Mixture([0.13, 0.29, 0.58], max_period=10).weights == [[0.1, 0.3, 0.6]]
     assert Mixture([0.58, 0.29, 0.13], max_period=10).weights == [[0.6, 0.3, 0.1]]
@@ -70,7 +70,7 @@ def random_stages(choice: random.Random) -> list[tuple[int, list[float]]]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_stages_keep_the_bound_and_any_position_is_found(seed):
+def test_random_phases(seed):
     choice = random.Random(seed)
     for _ in range(10):
         stages = random_stages(choice)
@@ -87,7 +87,7 @@ def test_random_stages_keep_the_bound_and_any_position_is_found(seed):
             assert np.array_equal(part[1], ordinal[start : start + count]), stages
 
 
-def test_stages_of_any_length_cost_no_more_than_short_ones():
+def test_cost_is_independent_of_phase_length():
     far = Mixture([0.7, 0.3], later=[(10**12 + 1, [0.2, 0.8]), (3 * 10**12, [0.5, 0.5])])
     source, ordinal = far.locate(10**12 + 1 - 5, 10)
     assert {*source[5:].tolist()} == {0, 1} and (source[5:] == 1).sum() == 4
@@ -104,7 +104,7 @@ def test_stages_of_any_length_cost_no_more_than_short_ones():
         ([12345, 678, 9], "00000000000000100000", "513a9369e4dd7e23"),
     ],
 )
-def test_the_order_of_one_stage_is_what_checkpoints_were_written_with(weights, beginning, digest):
+def test_single_phase_order_is_stable(weights, beginning, digest):
     source, _ = Mixture(weights).locate(0, 10_000)
     assert "".join(map(str, source[:20])) == beginning
     assert hashlib.sha256(source.astype(np.uint8).tobytes()).hexdigest().startswith(digest)
@@ -134,7 +134,7 @@ def names_of(stream: SampleStream, start: int, count: int) -> str:
     return "".join(stream.sources[source].name for source, _ in stream.sample_ids(start, count))
 
 
-def test_a_stage_begins_with_the_first_sample_at_or_beyond_its_boundary(folders):
+def test_phase_boundary(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
     assert names_of(stream, 0, 100) == "a" * 100
     # sample 200 begins at token 200 * T, before the boundary; sample 201 is the first beyond
@@ -145,19 +145,19 @@ def test_a_stage_begins_with_the_first_sample_at_or_beyond_its_boundary(folders)
     assert "a" not in names_of(stream, 201, 400) and names_of(stream, 201, 400).count("c") in (299, 300, 301)
 
 
-def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):
+def test_single_phase_list_equals_plain_weights(folders):
     plain = {"a": 2.0, "b": 1.0, "c": 1.0}
     one, other = open_stream(folders, plain, T, 1), open_stream(folders, staged((None, plain)), T, 1)
     assert one.sample_ids(0, 500) == other.sample_ids(0, 500) and one.fingerprint() == other.fingerprint()
     assert one.fingerprint()["sources"]["a"]["weight"] == 0.5
 
 
-def test_the_fingerprint_has_the_stages(folders):
+def test_fingerprint_includes_phases(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
     assert stream.fingerprint()["sources"]["c"]["weight_from_sample"] == {"0": 0, "100": 0, "201": 0.75}
 
 
-def test_a_position_has_the_weights_of_its_stage(folders):
+def test_weights_at_position(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
     found = [stream.weights_at(sample) for sample in (0, 99, 100, 201)]
     assert found == [{"a": 1}, {"a": 1}, {"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}]
@@ -206,13 +206,13 @@ def arguments(weights: object) -> TrainingArguments:
 @pytest.mark.parametrize(
     "weights, key, named", [*((as_json(weights), *more) for weights, *more in REFUSED), *MALFORMED]
 )
-def test_weights_that_cannot_be_are_named_by_stage_and_source(weights, key, named):
+def test_invalid_weights_name_phase_and_source(weights, key, named):
     with refused(ConfigurationError, key=key) as error:
         arguments(weights)
     assert all(name in str(error.value) for name in named)
 
 
-def test_a_stage_without_a_sample_and_a_weight_too_small_are_refused(folders):
+def test_empty_phase_or_tiny_weight_raises(folders):
     weights = staged((100, {"a": 1, "b": 1}), (101, {"c": 1}), (None, {"a": 1}))
     with refused(DataError, code="stage_without_sample", key="data.weights[1]"):
         open_stream(folders, weights, T, seed=1)

@@ -43,7 +43,7 @@ def split_tokens(folder: Path, split: str) -> np.ndarray:
     return np.concatenate([np.fromfile(folder / shard.name, "<u2") for shard in shards]).astype(np.int64)
 
 
-def test_an_epoch_has_every_window_once(data):
+def test_epoch_visits_every_window_once(data):
     stream = open_stream({"a": data}, None, T, seed=1)
     tokens = split_tokens(data, "train")
     windows = (len(tokens) - 1) // T
@@ -68,7 +68,7 @@ def test_an_epoch_has_every_window_once(data):
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(3 * T, 2), (3 * T + 1, 3), (4 * T, 3)])
-def test_the_last_token_of_a_split_is_a_label_only(tmp_path, tokens, samples):
+def test_last_token_is_only_a_label(tmp_path, tokens, samples):
     """A sample takes one token more than it has."""
     folder = make_folder(tmp_path / "a", {"train": [np.arange(T), np.arange(T, tokens)]})
     stream = open_stream({"a": folder}, None, T, seed=0)
@@ -77,7 +77,7 @@ def test_the_last_token_of_a_split_is_a_label_only(tmp_path, tokens, samples):
     assert sorted(labels.flatten().tolist()) == list(range(1, samples * T + 1))
 
 
-def test_eval_is_in_natural_order_and_ends(data):
+def test_eval_stream_order(data):
     stream = open_stream({"a": data}, None, T, seed=1, split="eval")
     tokens = split_tokens(data, "eval")
     input_ids, labels, _ = stream.batch(0, stream.num_samples)
@@ -103,13 +103,13 @@ def test_permutation(size):
 
 
 @pytest.mark.parametrize(("size", "digest"), [(1000, "c754f582ea46627f"), (70_001, "5ccb1a468db20fd9")])
-def test_the_order_of_an_epoch_is_what_checkpoints_were_written_with(size, digest):
+def test_epoch_order_is_stable(size, digest):
     """Another one would give a run that goes on samples again that it has seen."""
     order = permute(np.arange(size), size, permutation_key(7, "web", 2))
     assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest().startswith(digest)
 
 
-def test_fingerprint_changes_with_all_that_the_order_depends_on(data, second):
+def test_fingerprint_covers_the_sample_order(data, second):
     def fingerprint(sources=None, weights=None, seq_length=T, seed=1) -> str:
         sources = sources or {"a": data, "b": second}
         return json.dumps(open_stream(sources, weights, seq_length, seed).fingerprint(), sort_keys=True)
@@ -135,7 +135,7 @@ def graded(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 12, 72, 143, 144, 1000])
-def test_evaluation_samples_are_spread_over_the_split_whatever_the_ranks(graded: dict, most: int) -> None:
+def test_evaluation_samples_are_evenly_spaced(graded: dict, most: int) -> None:
     stream = open_stream(graded, None, T, 0, "eval", max_samples=most)
     count = min(most, 144)
     assert stream.num_samples == count
@@ -158,7 +158,7 @@ def test_evaluation_samples_are_spread_over_the_split_whatever_the_ranks(graded:
         assert not own or max(gaps) <= windows / len(own) + 1
 
 
-def test_the_unigram_loss_is_of_the_evaluation_samples(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unigram_loss(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across shards; of a large split the frequencies are those of a part of it, spread over it."""
     train = open_stream(graded, None, T, 0)
     for most in (3, 50, 144):
@@ -176,7 +176,7 @@ def test_the_unigram_loss_is_of_the_evaluation_samples(graded: dict, monkeypatch
     assert counts.sum() == 20 * T and np.flatnonzero(counts).tolist() == list(range(0, 96, 5))
 
 
-def test_a_batch_is_filled_with_rows_without_labels(data):
+def test_last_batch_is_padded(data):
     """Of three samples in batches of two, the second of two ranks has one sample and a row to fill."""
     stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True, max_samples=3)
     ((start, rows, batch),) = held_out_batches(stream, 2, rank=1, world=2)
@@ -195,7 +195,7 @@ def test_vocabulary_must_fit_the_model(data):
         check_fit(sources, 400, T - 1)
 
 
-def test_other_tokenizer_is_refused(tmp_path, data):
+def test_different_tokenizer_raises(tmp_path, data):
     other = shutil.copytree(data, tmp_path / "b")
     (other / "tokenizer/tokenizer.model").write_bytes(b"other")
     path, digest = other / "manifest.json", hashlib.sha256(b"other").hexdigest()
@@ -216,7 +216,7 @@ def test_other_tokenizer_is_refused(tmp_path, data):
         ({"eval_fraction": 0.3, "steps": {"eval_by": "position"}}, True, True),
     ],
 )
-def test_a_document_in_two_folders_is_not_in_both_splits(tmp_path, data, changes, as_source, as_set):
+def test_leaked_document_raises(tmp_path, data, changes, as_source, as_set):
     """`data` has the eval fraction 0.1."""
     other, plain = shutil.copytree(data, tmp_path / "other"), shutil.copytree(data, tmp_path / "plain")
     path = other / "manifest.json"

@@ -65,7 +65,7 @@ def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.
     return torch.cat(parts).numpy()
 
 
-def test_ids_are_the_same_over_twenty_interruptions(folders, expected):
+def test_sample_ids_are_stable_over_interruptions(folders, expected):
     """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
     consumed samples, which is all that is kept."""
     choice = random.Random(3)
@@ -79,7 +79,7 @@ def test_ids_are_the_same_over_twenty_interruptions(folders, expected):
     assert np.array_equal(found, expected[: len(found)])
 
 
-def test_nothing_is_lost_or_repeated_in_any_epoch(folders, expected):
+def test_no_sample_is_lost_or_repeated(folders, expected):
     for index, source in enumerate(opened(folders).sources):
         windows = expected[expected[:, 0] == index, 1]
         epochs = len(windows) // source.num_windows

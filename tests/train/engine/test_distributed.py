@@ -17,7 +17,7 @@ from train.launchers import LauncherError
 
 
 @pytest.mark.interpreter
-def test_deepspeed_does_not_talk_over_an_answer() -> None:
+def test_deepspeed_prints_are_suppressed() -> None:
     """train/evaluate.py and train/export.py read checkpoints by this file, and answer on standard output."""
     environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} | {
         "CUDA_VISIBLE_DEVICES": ""
@@ -56,29 +56,29 @@ def arrive(*environments: dict[str, str]) -> list[Exception | None]:
         return list(pool.map(one, environments))
 
 
-def test_ranks_that_arrive_in_any_order_go_on() -> None:
+def test_ranks_arrive_in_any_order() -> None:
     assert arrive(*(rank(number, port) for port in [free_port()] for number in (3, 1, 2, 0))) == [None] * 4
 
 
-def test_ranks_that_do_not_arrive_are_listed_on_all() -> None:
+def test_missing_ranks_are_listed() -> None:
     port = free_port()
     for error in arrive(*(rank(number, port, 6, NODES_TIMEOUT_S="3") for number in (0, 2, 5))):
         assert isinstance(error, ConnectionError) and numbers(error)[:5] == [6, 1, 3, 4, 3]
 
 
-def test_unequal_numbers_of_ranks_are_named_on_both_nodes() -> None:
+def test_unequal_world_sizes_raise() -> None:
     port = free_port()
     for error in arrive(rank(0, port, NODES_TIMEOUT_S="1"), rank(2, port, 6)):
         assert isinstance(error, LauncherError) and error.code == "ranks_differ"
         assert {2, 6, 0, 4} <= set(numbers(error))
 
 
-def test_a_rank_that_does_not_reach_rank_0_says_where_it_looked() -> None:
+def test_unreachable_rank_0_error() -> None:
     port = free_port()
     (error,) = arrive(rank(2, port, NODES_TIMEOUT_S="1"))
     assert isinstance(error, ConnectionError) and f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in str(error)
 
 
-def test_nobody_waits_on_one_node_nor_where_an_agent_has_waited() -> None:
+def test_no_wait_on_one_node() -> None:
     for environment in {}, {**rank(1, 1), "WORLD_SIZE": "2"}, rank(1, 1, TORCHELASTIC_USE_AGENT_STORE="True"):
         assert distributed.wait_for_ranks(environment) is None

@@ -43,9 +43,7 @@ def _batch(start: int, count: int, rows: int) -> Batch:
 
 
 @pytest.mark.parametrize("samples", range(1, 10))
-def test_ranks_without_a_sample_evaluate_none_of_another(
-    samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_samples(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with two rows each: the last of their forwards may have fewer samples than rows, or none."""
     totals: list[torch.Tensor] = []
     forwards = []
@@ -60,9 +58,7 @@ def test_ranks_without_a_sample_evaluate_none_of_another(
     assert sum(totals).tolist() == [4 * sum(range(samples)), 4 * samples]
 
 
-def test_each_held_out_set_is_evaluated_by_itself(
-    process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_sets_are_separate(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the FP8 state that training left, which is there again afterwards."""
     engine = Engine()
     monkeypatch.setattr("train.engine.held_out.fp8_state", lambda *_: {"scale": engine.scale})
@@ -77,7 +73,7 @@ def test_each_held_out_set_is_evaluated_by_itself(
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])
-def test_an_evaluation_that_is_stopped_has_no_loss_of_any_set(process_group: None, batches: int) -> None:
+def test_stopped_evaluation_returns_no_loss(process_group: None, batches: int) -> None:
     engine = Engine()
     assert engine.evaluate(stop_after=batches, own=3, other=3) is None and engine.forwards == batches
     assert engine.modes == ["eval", "train"]

@@ -49,14 +49,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("variant", "stage", "compute"), CASES)
-def test_a_step_is_that_of_plain_muon(
+def test_step_equals_plain_muon(
     process_group: None, config: str, variant: str, stage: int, compute: str
 ) -> None:
     """Momentum, clipping, decay and the scale of each matrix; AdamW for the others."""
     assert max(muon_against_plain(config, variant, stage, compute).values()) < FLOAT32
 
 
-def test_fused_weights_and_apart_take_the_same_step(process_group: None, config: str) -> None:
+def test_fused_weights_equal_separate_weights(process_group: None, config: str) -> None:
     (_, fused), (_, apart) = (two_steps(config, v, 0, "fp32", False) for v in ("te_layer", "te_linear"))
     assert fused.keys() == apart.keys() and "model.layers.1.self_attn.v_proj.weight" in fused
     for name, weight in fused.items():
@@ -65,14 +65,14 @@ def test_fused_weights_and_apart_take_the_same_step(process_group: None, config:
 
 @pytest.mark.process
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_two_ranks_take_the_same_step(config: str, tmp_path: Path, stage: int) -> None:
+def test_two_ranks_equal_one(config: str, tmp_path: Path, stage: int) -> None:
     """Each with samples of its own; at ZeRO 1 a matrix lies on both."""
     case = {"config": config, "variant": "te_layer", "stage": stage, "compute": "bf16"}
     (errors,) = run_cases(tmp_path, [(2, "muon_against_plain", case)])
     assert max(max(of_rank.values()) for of_rank in errors) < FLOAT32
 
 
-def test_the_matrices_of_the_layers_are_muons(config: str) -> None:
+def test_muon_parameters(config: str) -> None:
     """Embeddings and head are AdamW's, also where they are one; vectors have no decay."""
     for tied in (False, True):
         model_config = load_config(config)
@@ -95,7 +95,7 @@ def test_the_matrices_of_the_layers_are_muons(config: str) -> None:
             assert group["lr_scale"] * group["weight_decay"] == pytest.approx(0.1)
 
 
-def test_the_plan_counts_the_products_of_a_step() -> None:
+def test_newton_schulz_flops() -> None:
     """Of hare_1.1b, as torch counts them in DeepSpeed's function."""
     from deepspeed.runtime.zero.muon.original_muon import zeropower_via_gram_newtonschulz
 
@@ -110,13 +110,13 @@ def test_the_plan_counts_the_products_of_a_step() -> None:
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_run_in_fp8_resumes_bit_exactly_and_exports(settings: dict) -> None:
+def test_fp8_run_resumes_bit_exactly(settings: dict) -> None:
     check_resume(settings | {"optim": "muon"}, "te_layer", PRECISIONS["delayed"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_on_the_gpu_it_is_the_same_and_resumes_bit_exactly(settings: dict, config: str, variant: str) -> None:
+def test_gpu_run_resumes_bit_exactly(settings: dict, config: str, variant: str) -> None:
     """A step in bf16 beside the plain one; a run in FP8 with CUDA graphs and gradients that GEMMs add up."""
     assert max(muon_against_plain(config, variant, 1, "bf16").values()) < FLOAT32
     settings |= {"optim": "muon", "speed": {"cuda_graphs": True}}
@@ -125,7 +125,7 @@ def test_on_the_gpu_it_is_the_same_and_resumes_bit_exactly(settings: dict, confi
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_run_goes_on_with_other_ranks_and_at_another_stage(
+def test_resume_with_other_ranks_and_zero_stage(
     settings: dict, data: Path, config: str, tmp_path: Path
 ) -> None:
     base = {

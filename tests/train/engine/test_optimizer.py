@@ -32,7 +32,7 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_plain_optimizer_skips_what_is_not_finite(clipping: float) -> None:
+def test_non_finite_step_is_skipped(clipping: float) -> None:
     """torch's own, as DeepSpeed calls it at ZeRO 0 in float32; it clips before the step, or not at all. The norm is
     that of before the clipping."""
     model = nn.Linear(4, 2, bias=False)
@@ -67,7 +67,7 @@ class Tied(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
 
-def test_decay_is_by_dimension_and_tied_weights_appear_once():
+def test_parameter_groups():
     model = Tied()
     decay, rest = parameter_groups(model, 0.1)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
@@ -78,7 +78,7 @@ def test_decay_is_by_dimension_and_tied_weights_appear_once():
     assert len(decay["params"]) == 3
 
 
-def test_optimizer_takes_the_arguments():
+def test_optimizer_arguments():
     a = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
     optimizer = build_optimizer(Tied(), a)
     assert type(optimizer) is torch.optim.AdamW  # ZeRO accepts exactly this class
@@ -121,7 +121,7 @@ MUON = {"optim": "muon"}
     ],
 )
 @pytest.mark.usefixtures("process_group")
-def test_a_loaded_engine_keeps_the_settings_of_the_configuration(
+def test_loading_keeps_configured_settings(
     settings: dict, tmp_path: Path, precision: dict[str, str], changes: dict[str, Any]
 ) -> None:
     """DeepSpeed loads those of the checkpoint, and a kernel that a CPU or a GPU does not have."""
@@ -146,7 +146,7 @@ def test_a_loaded_engine_keeps_the_settings_of_the_configuration(
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
-def test_the_step_count_is_where_the_kernel_reads_it(fused: bool, device: str) -> None:
+def test_step_count_device(fused: bool, device: str) -> None:
     """PackedAdamW has no defaults, only groups."""
     weight = nn.Parameter(torch.zeros(1, device="meta"))
     state = {weight: {"step": torch.zeros(1)}}
@@ -157,7 +157,7 @@ def test_the_step_count_is_where_the_kernel_reads_it(fused: bool, device: str) -
 
 
 @pytest.mark.gpu
-def test_steps_counted_on_a_cpu_are_gone_on_from_on_a_gpu() -> None:
+def test_step_count_moves_from_cpu_to_gpu() -> None:
     """AdamW is fused there, and reads the count where the weights are."""
 
     def stepped(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:

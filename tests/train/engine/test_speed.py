@@ -27,7 +27,7 @@ GPU = torch.cuda.is_available()
 
 
 @pytest.mark.skipif(GPU, reason="the GPU forms of this test run there")
-def test_without_a_gpu_switches_change_no_bit(settings: dict, tmp_path: Path) -> None:
+def test_switches_are_bit_equal_on_the_cpu(settings: dict, tmp_path: Path) -> None:
     on = dict.fromkeys(OFF, True)
     curves = [
         curve(run(settings, speed=speed, output_dir=str(tmp_path / name)))
@@ -38,7 +38,7 @@ def test_without_a_gpu_switches_change_no_bit(settings: dict, tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("switch", [s for s in OFF if s != "cuda_graphs"])
-def test_each_switch_trains_alike(settings: dict, tmp_path: Path, switch: str) -> None:
+def test_switches_train_alike(settings: dict, tmp_path: Path, switch: str) -> None:
     curves = [
         curve(run(settings, speed={**OFF, switch: on}, output_dir=str(tmp_path / str(on))))
         for on in (False, True)
@@ -54,7 +54,7 @@ def test_each_switch_trains_alike(settings: dict, tmp_path: Path, switch: str) -
 )
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_a_run_with_cuda_graphs_is_the_same_run(
+def test_cuda_graphs_train_alike(
     settings: dict,
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
@@ -140,7 +140,7 @@ def main_grads_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_graphs_and_main_grads_change_no_bit(
+def test_graphs_and_main_grads_are_bit_equal(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switches: list[str]
 ) -> None:
     """Through accumulation, clipping, evaluation and a resume."""
@@ -156,9 +156,7 @@ def test_graphs_and_main_grads_change_no_bit(
 
 
 @pytest.mark.skipif(GPU, reason="takes the reference's GEMMs out of FP8")
-def test_a_graph_of_gradients_without_fp8_ends_the_run(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_without_fp8_gradients_raises(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules ran FP8 when they were proven; what was captured did not."""
     graphs_on_tapes(monkeypatch)
     begin = MicroStep.__init__
@@ -181,7 +179,7 @@ def test_a_graph_of_gradients_without_fp8_ends_the_run(
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
     ],
 )
-def test_cuda_graphs_exclude(settings: dict, changes: dict, key: str) -> None:
+def test_cuda_graphs_incompatibilities(settings: dict, changes: dict, key: str) -> None:
     changes = changes | {"model": {**settings["model"], **changes.get("model", {})}}
     with pytest.raises(ConfigurationError) as error:
         run(settings, speed={"cuda_graphs": True}, **changes)
@@ -191,7 +189,7 @@ def test_cuda_graphs_exclude(settings: dict, changes: dict, key: str) -> None:
 @pytest.mark.parametrize(
     "variant, fused", [("te_layer", True), ("te_layer", False), ("te_linear", True), ("hf", True)]
 )
-def test_zero_3_gathers_a_layer_at_a_time(variant: str, fused: bool) -> None:
+def test_zero_3_gathers_one_layer(variant: str, fused: bool) -> None:
     """What waits for the hooks of modules in Python is the host."""
     precision = Precision(PrecisionConfig(compute="bf16"))
     model = build_model(small_config(), variant, precision, seed=0, speed=SpeedConfig(fused_rope=fused))

@@ -27,7 +27,7 @@ INT8, FP8 = ({"compute": "bf16", "optimizer_states": states} for states in ("int
 EXACT = {**REMAINDER, "optimizer_moments": "fp32"}
 
 
-def test_a_float32_number_is_a_bf16_one_and_16_bits() -> None:
+def test_split_and_join_float32() -> None:
     """Every bf16 number with what lies about it: ties, signs of zero, the smallest and the largest."""
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     bits = (torch.arange(-(2**15), 2**15, dtype=torch.int32)[:, None] * 2**16 + low).flatten()
@@ -47,7 +47,7 @@ def test_a_float32_number_is_a_bf16_one_and_16_bits() -> None:
 @pytest.mark.parametrize(
     ("moments", "tolerance"), [("fp32", 0.0), ("bf16", 2e-2), ("int8", 0.1), ("fp8", 0.1)]
 )
-def test_a_step_is_that_of_float32(monkeypatch: pytest.MonkeyPatch, moments: str, tolerance: float) -> None:
+def test_step_equals_float32(monkeypatch: pytest.MonkeyPatch, moments: str, tolerance: float) -> None:
     """With float32 moments to the last bit, however the weights are cut into chunks."""
     monkeypatch.setattr(states, "STATE_CHUNK", 256)
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_a_step_is_that_of_float32(monkeypatch: pytest.MonkeyPatch, moments: str
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_moments_in_8_bits_are_those_of_torchao(kind: str) -> None:
+def test_eight_bit_moments_equal_torchao(kind: str) -> None:
     """Cut anywhere, and but for second moments that torchao rounds to 0."""
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
@@ -101,7 +101,7 @@ def test_moments_in_8_bits_are_those_of_torchao(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_weights_whose_gradients_stop_stay_about_where_they_are(kind: str) -> None:
+def test_weights_without_gradient_are_stable(kind: str) -> None:
     """Gradients that are small beside others of their block have second moments that 8 bits would make 0; without a
     gradient to make them more again, a step would be the first moment divided by epsilon."""
     sizes = 10.0 ** -torch.linspace(0, 4, 256)
@@ -174,7 +174,7 @@ def storages_alive() -> dict[int, torch.UntypedStorage]:
 @pytest.mark.parametrize(
     ("precision", "most"), [(FLOAT32, 1.0), (EXACT, 10 / 12), (REMAINDER, 0.75), (INT8, 0.4), (FP8, 0.4)]
 )
-def test_what_states_take(settings: dict, precision: dict[str, str], most: float) -> None:
+def test_state_bytes(settings: dict, precision: dict[str, str], most: float) -> None:
     """Of all that an engine holds after a step, what is neither a bf16 weight nor its float32 gradient nor what stays
     of a bf16 one: to 1 % what the plan counts, and DeepSpeed's float32 weights are gone."""
     before = storages_alive()  # kept, so that no address comes again
@@ -189,7 +189,7 @@ def test_what_states_take(settings: dict, precision: dict[str, str], most: float
     assert held == pytest.approx(planned, rel=0.01)
 
 
-def test_float32_becomes_packed_and_packed_float32_to_the_last_bit(settings: dict, tmp_path: Path) -> None:
+def test_conversion_between_float32_and_packed_states(settings: dict, tmp_path: Path) -> None:
     first = Trained(settings, FLOAT32).steps(3)
     state = first.whole()
     path = first.saved(tmp_path / "float32")
@@ -206,7 +206,7 @@ def test_float32_becomes_packed_and_packed_float32_to_the_last_bit(settings: dic
     assert equal(back.whole(), state)
 
 
-def test_before_the_first_step_there_is_nothing_to_pack(settings: dict, tmp_path: Path) -> None:
+def test_packing_before_the_first_step(settings: dict, tmp_path: Path) -> None:
     first = Trained(settings, FLOAT32)
     path = first.saved(tmp_path / "float32")
     packed = Trained(settings, REMAINDER, seed=7).loaded(path, True)
@@ -215,7 +215,7 @@ def test_before_the_first_step_there_is_nothing_to_pack(settings: dict, tmp_path
     assert equal(again.whole(), first.whole())
 
 
-def test_a_run_goes_on_with_the_same_bits(settings: dict) -> None:
+def test_resume_is_bit_exact(settings: dict) -> None:
     """As a configuration for MS-AMP has it."""
     deepspeed = load_deepspeed("ds_config_zero1.json") | {"msamp": {"enabled": True, "opt_level": "O2"}}
     changes = {"precision": FLOAT32, "deepspeed": deepspeed, "save_steps": 3}

@@ -31,7 +31,7 @@ def run_micro_batch(decision: SkipDecision) -> dict[str, torch.Tensor]:
     return fp8_state(model, decision.precision)
 
 
-def test_a_first_step_that_is_skipped_leaves_no_scales(decision: SkipDecision) -> None:
+def test_skipped_first_step_restores_scales(decision: SkipDecision) -> None:
     """There was no FP8 state before it that could be restored."""
     decision.keep_fp8_state()
     run_micro_batch(decision)
@@ -43,7 +43,7 @@ def test_a_first_step_that_is_skipped_leaves_no_scales(decision: SkipDecision) -
         assert bool((tensor == (1.0 if key.endswith(".scale") else 0.0)).all()), key
 
 
-def test_amaxes_that_are_not_finite_leave_the_history(decision: SkipDecision) -> None:
+def test_non_finite_amaxes_are_removed(decision: SkipDecision) -> None:
     """In every tenth step of the run, also after a resume, or it would have other numbers."""
     histories = [t for key, t in run_micro_batch(decision).items() if key.endswith("amax_history")]
     for step, is_mended in ((9, False), (10, True), (15, False), (20, True)):

@@ -32,7 +32,7 @@ from train.export import export
 SAMPLES = 5  # max_eval_samples of the runs
 
 
-def test_a_checkpoint_has_the_loss_that_its_training_logged(
+def test_loss_equals_logged_loss(
     trained: Path, data: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the scales of training; and so has the export, in current scaling nearly."""
@@ -61,7 +61,7 @@ def test_a_checkpoint_has_the_loss_that_its_training_logged(
         assert report["all"]["loss"] != pytest.approx(logged, rel=1e-6)
 
 
-def test_several_sources_within_documents(
+def test_several_sources_with_document_mask(
     settings: dict, data: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
 ) -> None:
     """As the run mixes its own sources, with its document mask, which text has as well."""
@@ -113,7 +113,7 @@ def expected_result(
 
 
 @pytest.mark.parametrize("stride", [64, 20])
-def test_documents_alone(
+def test_evaluation_by_document(
     trained: Path, other: Path, evaluated: Callable[..., dict], stride: int, tmp_path: Path
 ) -> None:
     """Text gives the same as prepared data."""
@@ -135,7 +135,9 @@ def test_documents_alone(
     assert report["stride"] == 64
 
 
-def test_text_in_a_row(trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:
+def test_evaluation_of_packed_text(
+    trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
+) -> None:
     """No token is skipped, unlike the last tokens of prepared data."""
     encoder, text = TextEncoder(other / "tokenizer"), tmp_path / "text.txt"
     texts = [encoder.decode(ids[1:-1]).strip("\n") for ids in imported(other, "eval")]
@@ -147,7 +149,9 @@ def test_text_in_a_row(trained: Path, other: Path, evaluated: Callable[..., dict
     assert report["sources"][str(text)] == expected and len(row) % 64 != 1
 
 
-def test_weights_in_fp8(trained: Path, data: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:
+def test_evaluation_of_fp8_weights(
+    trained: Path, data: Path, evaluated: Callable[..., dict], tmp_path: Path
+) -> None:
     """Multiplied out they are those that training multiplied with; the products round the activations, too."""
     folder = tmp_path / "hf-fp8"
     export(trained / "checkpoints/step-00000006", folder, data / "tokenizer", "hf-fp8")
@@ -158,7 +162,7 @@ def test_weights_in_fp8(trained: Path, data: Path, evaluated: Callable[..., dict
 
 
 @pytest.mark.process
-def test_two_ranks(
+def test_evaluation_on_two_ranks(
     trained: Path, data: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Share the samples and the documents, and come to what one comes to."""
@@ -179,9 +183,7 @@ def test_two_ranks(
         assert two["sources"][name] == pytest.approx(one["sources"][name], rel=1e-4), name
 
 
-def test_ctrl_c_ends_with_its_status(
-    trained: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_exit_status(trained: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.evaluation.evaluation.evaluate", Mock(side_effect=KeyboardInterrupt))
     assert main([str(trained)]) == 130
 
@@ -202,7 +204,7 @@ def planned(trained: Path, tmp_path: Path) -> Callable[..., Plan]:
     return call
 
 
-def test_a_checkpoint_is_evaluated_as_it_was_trained(planned: Callable[..., Plan]) -> None:
+def test_evaluation_uses_training_settings(planned: Callable[..., Plan]) -> None:
     trained: dict[str, Any] = {
         "max_seq_length": 32,
         "per_device_eval_batch_size": 6,
@@ -230,14 +232,14 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained(planned: Callable[..., Plan
         ("torchao", {"recipe": "rowwise"}, "bf16", ("hf", "bf16", "current")),
     ],
 )
-def test_a_precision_that_is_asked_for_has_the_modules_for_it(
+def test_requested_precision(
     planned: Callable[..., Plan], variant: str, precision: dict, compute: str | None, found: tuple
 ) -> None:
     its = planned(compute, model={"variant": variant}, precision=precision)
     assert (its.variant, its.precision.compute, its.precision.recipe) == found
 
 
-def test_a_folder_is_evaluated_at_its_trained_length_or_2048_tokens(trained: Path, tmp_path: Path) -> None:
+def test_evaluation_length_of_hf_folder(trained: Path, tmp_path: Path) -> None:
     config = json.loads((trained / "hf/config.json").read_text())
     shutil.copy(trained / "hf/model.safetensors", tmp_path)
     for positions, recorded, length in (
@@ -252,7 +254,7 @@ def test_a_folder_is_evaluated_at_its_trained_length_or_2048_tokens(trained: Pat
         assert (found.max_seq_length, found.batch_size, found.fallbacks) == (length, 8, {})
 
 
-def test_a_source_without_samples_has_no_result(
+def test_source_without_samples(
     trained: Path, data: Path, tmp_path: Path, evaluated: Callable[..., dict]
 ) -> None:
     shutil.copytree(data, tmp_path / "another")

@@ -70,7 +70,7 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "--batch_size", "0"], "--batch_size"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_options_raise(
     arguments: list[str],
     named: str,
     trained: Path,
@@ -101,7 +101,7 @@ def test_what_is_refused(
     assert named.format(**places) in refused(*(argument.format(**places) for argument in arguments))
 
 
-def test_a_tolerated_document_is_named(
+def test_skipped_document_is_named(
     trained: Path, tmp_path: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.jsonl"
@@ -112,7 +112,7 @@ def test_a_tolerated_document_is_named(
     assert report["stride"] is None
 
 
-def test_a_vocabulary_beyond_the_models(
+def test_vocabulary_larger_than_the_model_raises(
     trained: Path,
     large_vocabulary: Path,
     tmp_path: Path,
@@ -130,7 +130,7 @@ def test_a_vocabulary_beyond_the_models(
     assert {599, 512} <= {*numbers(refused(*options, tmp_path / "data"))}
 
 
-def test_a_model_may_have_ids_that_the_tokenizer_has_not(
+def test_vocabulary_smaller_than_the_model(
     trained: Path, shards: Path, evaluated: Callable[..., dict]
 ) -> None:
     assert read_manifest(shards).vocab_size == 400  # of 512
@@ -138,7 +138,7 @@ def test_a_model_may_have_ids_that_the_tokenizer_has_not(
     assert evaluated(trained, shards, *options)["all"]["tokens"] > 0
 
 
-def test_a_folder_without_tokenizer(
+def test_folder_without_tokenizer_raises(
     own_hf: Path,
     data: Path,
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_a_folder_without_tokenizer(
     assert str(own_hf) in refused(own_hf, tmp_path / "text.txt")
 
 
-def test_the_data_of_the_training_are_others_by_now(
+def test_changed_training_data_raise(
     trained: Path,
     shards: Path,
     tmp_path: Path,
@@ -173,7 +173,7 @@ def test_the_data_of_the_training_are_others_by_now(
     assert str(tmp_path / "gone") in refused(trained)
 
 
-def test_damaged_weights(
+def test_damaged_weights_raise(
     trained: Path, own_hf: Path, own_trained: Path, data: Path, refused: Callable[..., str]
 ) -> None:
     weights = load_file(own_hf / "model.safetensors")
@@ -189,7 +189,7 @@ def test_damaged_weights(
     assert "rank_00000.pt" in refused(last)
 
 
-def test_of_a_run_the_newest_good_checkpoint_counts(
+def test_newest_intact_checkpoint_is_evaluated(
     own_trained: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without any, the export."""
@@ -202,7 +202,7 @@ def test_of_a_run_the_newest_good_checkpoint_counts(
     assert (report["variant"], report["precision"]) == ("hf", "bf16") and "run/hf" in report["model"]
 
 
-def test_fp8_that_does_not_run(
+def test_missing_fp8_raises(
     trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any batch: one has 8 products."""
@@ -219,7 +219,7 @@ def test_fp8_that_does_not_run(
     assert "precision.compute" in refused(trained)
 
 
-def test_content_that_changed(
+def test_changed_content_raises(
     trained: Path, other: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     folder = shutil.copytree(other, tmp_path / "data")
@@ -236,7 +236,7 @@ def test_content_that_changed(
     assert shard.name in refused(*options)
 
 
-def test_bytes_that_nobody_knows() -> None:
+def test_unknown_text_bytes() -> None:
     """Bits per byte are of text that was read, or of decoded tokens; None without text."""
     sums = torch.tensor([[6.0, 5.0, 3.0, 2.0, 1.0], [6.0, 5.0, 3.0, 0.0, 1.0], [8.0, 8.0, 4.0, 0.0, 2.0]])
     sources: list[Any] = [
@@ -257,7 +257,7 @@ def test_bytes_that_nobody_knows() -> None:
         scores.results(sums.double(), sources)
 
 
-def test_the_data_of_a_training_are_found_from_another_folder(
+def test_training_data_lookup(
     trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As training finds them: in the repository, where a relative folder is not here."""

@@ -10,9 +10,7 @@ from tests.train.runs import curve, metrics, run
 from train.data.format import DataError
 
 
-def test_further_sets_are_evaluated_and_change_nothing(
-    trained: Path, settings: dict, data: Path, other: Path
-) -> None:
+def test_additional_evaluation_sets(trained: Path, settings: dict, data: Path, other: Path) -> None:
     settings["data"]["eval_sources"] = {"same": str(data), "other": str(other)}
     output_dir = run(settings)
     assert curve(output_dir) == curve(trained)
@@ -22,7 +20,7 @@ def test_further_sets_are_evaluated_and_change_nothing(
     assert run(settings, max_steps=6) == output_dir
 
 
-def test_a_set_of_another_tokenizer_is_refused(settings: dict, shards: Path) -> None:
+def test_evaluation_set_with_other_tokenizer_raises(settings: dict, shards: Path) -> None:
     settings["data"]["eval_sources"] = {"held_out": str(shards)}
     with pytest.raises(DataError) as error:
         run(settings)

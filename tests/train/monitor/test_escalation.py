@@ -77,7 +77,7 @@ def before_each_step(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int
     monkeypatch.setattr(Trainer, "take_step", changed)
 
 
-def test_a_run_goes_on_from_a_change_as_it_went_on(
+def test_resume_after_fallback_is_bit_exact(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit; counted, proved anew, and known to whoever takes the checkpoint."""
@@ -146,7 +146,7 @@ def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant:
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
 @pytest.mark.parametrize(("variant", "recipe"), [("te_linear", "delayed"), ("te_layer", "current")])
-def test_every_level_is_reached_and_gone_on_from(
+def test_every_fallback_resumes(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str
 ) -> None:
     check_every_level(settings, tmp_path, monkeypatch, variant, recipe)
@@ -156,7 +156,7 @@ def test_every_level_is_reached_and_gone_on_from(
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_every_level_is_reached_and_gone_on_from_on_the_gpu(
+def test_every_fallback_resumes_on_gpu(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str, graphs: bool
 ) -> None:
     settings["speed"] = {"cuda_graphs": graphs}
@@ -164,7 +164,7 @@ def test_every_level_is_reached_and_gone_on_from_on_the_gpu(
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
-def test_a_step_that_is_skipped_takes_nothing_up(
+def test_skipped_step_causes_no_fallback(
     settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """An inf that a sample made is in the gradients of all layers before; the samples are left, the weights stay."""
@@ -194,7 +194,7 @@ def test_a_step_that_is_skipped_takes_nothing_up(
 
 
 @pytest.mark.slow
-def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
+def test_fallbacks_survive_a_bf16_phase(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_each_step(monkeypatch, growing("te_layer"))
@@ -225,7 +225,7 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path) -> None:
+def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
     """Two ranks, which see other samples; then one, at the same levels. The scales that are asked for leave half of
     the bits of some operands."""
     settings |= {"max_steps": 4, "deepspeed": "ds_config_zero3.json", "save_steps": 1}
@@ -258,7 +258,7 @@ def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path
         ({"schedule": [{"until_step": 2, "health_steps": 0}, {}]}, {}, "1 of 2"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, key: str) -> None:
+def test_incompatible_fallback_settings_raise(settings: dict, keys: dict, others: dict, key: str) -> None:
     if "recipe" in keys:
         settings["model"]["variant"] = "torchao"
     with pytest.raises(ConfigurationError) as error:
@@ -266,7 +266,7 @@ def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, key
     assert key in str(error.value)
 
 
-def test_a_machine_without_block_scaling_is_found_before_the_first_step(
+def test_missing_block_scaling_raises_before_training(
     settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def require(te: Any, recipe: str, instead: str = "use delayed or current") -> None:

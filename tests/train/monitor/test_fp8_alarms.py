@@ -76,7 +76,7 @@ def began(folder: Path) -> dict[int, dict[tuple[str, str], set[str]]]:
 
 
 @pytest.mark.parametrize(("what", "operand", "most", "value"), LIMITS)
-def test_limits(what: str, operand: str, most: float, value: float) -> None:
+def test_alarm_limits(what: str, operand: str, most: float, value: float) -> None:
     alarms = FP8Alarms()
     assert alarms.judge(1, health(**{f"fc2_{operand}": {what: most}})) == {}
     found = alarms.judge(2, health(**{f"fc2_{operand}": {what: value}}))["fp8_alarms"]
@@ -84,7 +84,7 @@ def test_limits(what: str, operand: str, most: float, value: float) -> None:
 
 
 @pytest.mark.parametrize("well", [health(fc2_input={"underflow": 0.0249}), {}])
-def test_an_alarm_begins_once_and_is_over_below_half_of_its_limits(well: dict[str, Any]) -> None:
+def test_alarm_start_and_end(well: dict[str, Any]) -> None:
     """What was saved is known after a resume. A GEMM without statistics does not run FP8 any more."""
     alarms = judged(health(), health(fc2_input={"underflow": 0.06}))
     for value, error in ((0.06, 0.03), (0.0251, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
@@ -104,7 +104,7 @@ def test_an_alarm_begins_once_and_is_over_below_half_of_its_limits(well: dict[st
         ({"saturated": 0.06}, "precision.recipe current"),
     ],
 )
-def test_the_log_names_a_key_that_helps(found: dict[str, float], helps: str, logged: list[str]) -> None:
+def test_alarm_suggests_a_key(found: dict[str, float], helps: str, logged: list[str]) -> None:
     FP8Alarms().judge(1, health(fc2_input=found))
     assert all(word in logged[0] for word in [f"{MLP}.fc2", *helps.split()])
 
@@ -128,9 +128,7 @@ BOTH = health(fc1_input={"range": 5.0}, fc1_weight={"range": 5.0})
         ([ONE, health(fc1_input={"range": 3.9})], False, 0),  # an alarm, but not above the limit
     ],
 )
-def test_a_module_falls_back_if_two_of_four_checks_find_it(
-    checks: list[dict], again: bool, fallbacks: int
-) -> None:
+def test_fallback_after_two_of_four_checks(checks: list[dict], again: bool, fallbacks: int) -> None:
     """What one check finds is checked in the next step, too."""
     precision, model = te_layer()
     alarms = judged(*checks)
@@ -143,7 +141,7 @@ def test_a_module_falls_back_if_two_of_four_checks_find_it(
     assert check_due(model, precision, 10, True) is None
 
 
-def test_a_module_falls_back_once_a_check_by_what_is_worst() -> None:
+def test_one_fallback_per_module_and_check() -> None:
     precision, model = te_layer()
     trouble = health(
         fc1_input={"underflow": 0.06, "error": 0.11}, fc2_gradient={"underflow": 0.9, "saturated": 0.05}
@@ -175,7 +173,7 @@ def test_a_module_falls_back_once_a_check_by_what_is_worst() -> None:
 
 
 @pytest.mark.slow
-def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
+def test_stale_scale_alarm_survives_resume(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and activations grow in one step beyond what the scales of the last ones hold."""
@@ -196,7 +194,7 @@ def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
 
 
 @pytest.mark.parametrize("without", [{"compute": "bf16"}, {"health_steps": 0}])
-def test_alarms_are_over_in_a_stage_that_does_not_look(
+def test_phase_without_checks_ends_alarms(
     settings: dict,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -215,7 +213,7 @@ def test_alarms_are_over_in_a_stage_that_does_not_look(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_a_healthy_run_has_no_alarm(settings: dict, recipe: str) -> None:
+def test_healthy_run_has_no_alarm(settings: dict, recipe: str) -> None:
     settings |= {"max_steps": 24, "warmup_steps": 8, "learning_rate": 1e-3, "logging_steps": 24}
     folder = run(settings, precision={"recipe": recipe, "health_steps": 2})
     assert len([m for m in metrics(folder) if "fp8_health" in m]) == 12

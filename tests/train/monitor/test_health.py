@@ -21,7 +21,7 @@ def recorded(*steps: tuple[float, float | None], norm: Any = 3.0) -> Health:
     return health
 
 
-def test_the_mean_loss_counts_tokens_with_a_label_also_over_a_resume(process_group: None) -> None:
+def test_interval_loss(process_group: None) -> None:
     health = recorded((2.0, 1.0), (0.5, 0.25))
     assert math.isnan(health.interval_loss())
     health.find_spikes(tokens=100)
@@ -33,7 +33,7 @@ def test_the_mean_loss_counts_tokens_with_a_label_also_over_a_resume(process_gro
     assert math.isnan(resumed.interval_loss())
 
 
-def test_a_resumed_run_knows_all_that_was_saved() -> None:
+def test_health_state_round_trip() -> None:
     known = {
         "skipped_in_a_row": 2,
         "spikes": 3,
@@ -55,7 +55,7 @@ def test_a_resumed_run_knows_all_that_was_saved() -> None:
         assert resumed.state_dict() == known
 
 
-def test_norms_are_those_of_their_steps(process_group: None) -> None:
+def test_gradient_norms_belong_to_their_steps(process_group: None) -> None:
     """DeepSpeed may write the next one into the tensor that it handed out."""
     norm, health = torch.tensor(0.0), Health(16, 10.0)
     for step in (1, 2, 3):
@@ -65,7 +65,7 @@ def test_norms_are_those_of_their_steps(process_group: None) -> None:
     assert health.state_dict()["grad_norm"] == [1, 2, 3]
 
 
-def test_ranks_judge_by_sums_that_know_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spike_detection_is_equal_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 they would depend on how many steps are judged together, and spikes with them."""
     health = recorded((1.0, None))
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

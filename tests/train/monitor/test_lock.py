@@ -69,7 +69,7 @@ def is_taken(path: Path) -> bool:
     return mine and not path.exists()
 
 
-def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(process_group: None, tmp_path: Path) -> None:
+def test_second_run_is_refused(process_group: None, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with hold_lock(folder):
         with refused(LockError, code="lock", key=str(folder.lock)), hold_lock(folder):
@@ -90,7 +90,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(process_group: 
         ("\0" * 100, False, LEASE_S),
     ],
 )
-def test_who_gets_a_lock_that_is_there(
+def test_existing_lock(
     path: Path, monkeypatch: pytest.MonkeyPatch, holder: Any, is_refused: bool, waits_s: float
 ) -> None:
     clock = simulate_time(monkeypatch)
@@ -109,9 +109,7 @@ def test_who_gets_a_lock_that_is_there(
     assert waits_s <= clock.now_s < waits_s + 5
 
 
-def test_a_run_of_another_machine_that_shows_itself_is_not_taken_over(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_living_remote_lock_is_not_taken_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = leave(path, **ELSEWHERE)
     clock = simulate_time(monkeypatch, lambda now_s: leave(path, **{**there, "beats": now_s // 5}))
     with refused(LockError, code="lock"):
@@ -121,7 +119,7 @@ def test_a_run_of_another_machine_that_shows_itself_is_not_taken_over(
     assert is_taken(path), "it has ended meanwhile"
 
 
-def test_the_check_before_a_start_refuses_only_what_needs_no_waiting(path: Path) -> None:
+def test_check_unlocked(path: Path) -> None:
     """And changes nothing."""
     Lock(path).check_unlocked()
     for holder in DEAD, ALIVE | ELSEWHERE:
@@ -134,7 +132,7 @@ def test_the_check_before_a_start_refuses_only_what_needs_no_waiting(path: Path)
 
 
 @pytest.mark.process
-def test_a_process_that_was_not_yet_waited_for_has_ended() -> None:
+def test_zombie_holder_has_ended() -> None:
     process = subprocess.Popen(["true"])
     while lock.process_started(process.pid) is not None:
         time.sleep(0.01)
@@ -142,7 +140,7 @@ def test_a_process_that_was_not_yet_waited_for_has_ended() -> None:
     assert lock.process_started(os.getpid()) is not None
 
 
-def test_a_living_run_shows_itself_long_before_it_is_taken_for_dead() -> None:
+def test_heartbeat_interval_is_below_the_lease() -> None:
     """Also where a busy file system is late with ten of its signs."""
     assert 10 * HEARTBEAT_INTERVAL_S < LEASE_S <= 60 and CHECK_INTERVAL_S < HEARTBEAT_INTERVAL_S
 
@@ -155,7 +153,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_is_rewritten_and_a_run_that_lost_it_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_lock_ends_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
     def end(status: int) -> None:
@@ -197,7 +195,7 @@ time.sleep(1e6)
 
 
 @pytest.mark.process
-def test_a_suspended_run_whose_lock_was_taken_over_ends(tmp_path: Path) -> None:
+def test_suspended_run_ends_after_takeover(tmp_path: Path) -> None:
     """By a second run on another machine."""
 
     def start(machine: str) -> subprocess.Popen:

@@ -17,7 +17,7 @@ from train.monitor.replicas import describe_difference, differs_from_rank_0, rep
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_a_single_bit_makes_a_difference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_bit_difference_is_detected(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of -0.0 and NaN, too."""
     values = torch.tensor([0.0, 3.0, math.nan if dtype.is_floating_point else 7.0]).to(dtype)[:, None]
     for byte in range(values.numel() * values.element_size()):
@@ -39,7 +39,7 @@ def test_a_single_bit_makes_a_difference(dtype: torch.dtype, monkeypatch: pytest
         ([[0, 0]] * 3, ""),
     ],
 )
-def test_the_ranks_at_fault_are_named_by_majority(differs: list[list[int]], named: str) -> None:
+def test_faulty_ranks_are_found_by_majority(differs: list[list[int]], named: str) -> None:
     message = describe_difference(differs, ["a", "b"]) or ""
     assert bool(message) == bool(named) and message[:8] == named[:8]
     assert all(word in message for word in named.split())
@@ -57,7 +57,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize("reduce_amax", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_must_be_alike(stage: int, reduce_amax: bool) -> None:
+def test_replicated_tensors(stage: int, reduce_amax: bool) -> None:
     """At ZeRO 3 nothing but FP8 state, and that not where each rank has its own."""
     engine: Any = SimpleNamespace(module=Module(), zero_optimization_stage=lambda: stage)
     precision = Precision(PrecisionConfig(backend="reference", reduce_amax=reduce_amax))

@@ -70,17 +70,17 @@ def resolve(args: TrainingArguments) -> TrainingArguments:
 @pytest.mark.parametrize(
     "precision", [{"auto": True, "compute": "bf16"}, {"auto": True, "recipe": "rowwise"}, {"auto": "a/path"}]
 )
-def test_auto_is_refused_where_there_is_nothing_to_choose(settings: dict, precision: dict) -> None:
+def test_auto_without_candidates_raises(settings: dict, precision: dict) -> None:
     with pytest.raises(ConfigurationError):
         arguments(settings, precision=precision)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_gpu_the_configuration_stays(settings: dict) -> None:
+def test_auto_without_gpu_keeps_the_configuration(settings: dict) -> None:
     assert resolve(arguments(settings)) == arguments(settings, precision={"amax_history_len": 4})
 
 
-def test_the_choice_becomes_the_configuration(settings: dict, measured: list[Task]) -> None:
+def test_choice_is_applied(settings: dict, measured: list[Task]) -> None:
     resolved = resolve(arguments(settings))
     assert resolved.precision.compute == "bf16" and resolved.precision.auto is False and len(measured) == 1
     from_file = resolve_arguments(build_arguments(resolved.to_dict()), 1)
@@ -97,13 +97,11 @@ def test_the_choice_becomes_the_configuration(settings: dict, measured: list[Tas
         ({"deepspeed": "ds_config_zero3.json"}, (False,)),
     ],
 )
-def test_graphs_are_measured_where_the_run_can_have_them(
-    settings: dict, changes: dict, graphs: tuple[bool, ...]
-) -> None:
+def test_graph_candidates(settings: dict, changes: dict, graphs: tuple[bool, ...]) -> None:
     assert glue.make_task(arguments(settings, **changes), 1).graph_modes() == graphs
 
 
-def test_the_optimizer_of_a_rank_is_not_available_to_the_model(settings: dict) -> None:
+def test_optimizer_memory_is_reserved(settings: dict) -> None:
     parameters = num_parameters(load_config(settings["model"]["config"]))
     one, two = (
         glue.make_task(resolve_arguments(build_arguments(settings), ranks), ranks).other_memory_gib
@@ -143,7 +141,7 @@ def prepared(settings: dict, corpus: Path, prepare: Callable[..., int]) -> dict[
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-def test_a_run_with_auto_is_the_run_written_by_hand(prepared: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_equals_explicit_configuration(prepared: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real measurement except for its times, in which bf16 is the faster. The resumed run does not measure."""
     script = Script(2 * 330.0, 300.0, 2 * 330.0)
     monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
@@ -151,7 +149,7 @@ def test_a_run_with_auto_is_the_run_written_by_hand(prepared: dict, monkeypatch:
     assert check_runs(prepared)["precision"]["compute"] == "bf16"
 
 
-def test_a_resumed_run_that_cannot_have_graphs_keeps_the_rest(
+def test_resume_without_graphs_keeps_the_choice(
     prepared: dict, measured: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(prepared)
@@ -167,7 +165,7 @@ def test_a_resumed_run_that_cannot_have_graphs_keeps_the_rest(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_a_run_with_auto_is_the_run_written_by_hand_on_a_gpu(
+def test_auto_equals_explicit_configuration_on_gpu(
     prepared: dict, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "WINDOW_MS", 20.0)

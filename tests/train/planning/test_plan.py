@@ -26,14 +26,14 @@ H100, H200 = GPUS["h100"], GPUS["h200"]
 
 
 @pytest.mark.parametrize("m", measured(), ids=lambda m: m.name)
-def test_measurements_are_predicted(m: Measured) -> None:
+def test_predictions_match_measurements(m: Measured) -> None:
     """Memory within 3 %, or 0.2 GiB of a small model; speed within 10 %."""
     memory = predict_memory(m.setting).measured_as_gib
     assert memory == pytest.approx(m.peak_gib, rel=0.03, abs=0.2)
     assert estimate(m.setting, m.gpu).tokens_per_second == pytest.approx(m.tokens_per_second, rel=0.1)
 
 
-def test_there_are_measurements_of_three_models_and_two_gpus() -> None:
+def test_measurements_cover_three_models_and_two_gpus() -> None:
     assert len({m.setting.parameters for m in measured()}) == 3 and {m.setting.ranks for m in measured()} >= {
         1,
         2,
@@ -54,7 +54,7 @@ def test_there_are_measurements_of_three_models_and_two_gpus() -> None:
         ({"model__config": "hare_0.4b"}, "weights"),
     ],
 )
-def test_what_takes_less_memory(less: dict[str, Any], part: str) -> None:
+def test_memory_savings(less: dict[str, Any], part: str) -> None:
     usual, other = (predict_memory(setting(ranks=8, **keys)).parts for keys in ({}, less))
     assert other.get(part, 0) < 0.99 * usual[part]
 
@@ -73,12 +73,12 @@ def test_what_takes_less_memory(less: dict[str, Any], part: str) -> None:
         ({"model__config": "hare_2.0b"}, {}),
     ],
 )
-def test_what_is_slower(slower: dict[str, Any], usual: dict[str, Any]) -> None:
+def test_slower_settings(slower: dict[str, Any], usual: dict[str, Any]) -> None:
     speeds = [estimate(setting(ranks=8, **keys), H200).tokens_per_second for keys in (slower, usual)]
     assert speeds[0] < speeds[1]
 
 
-def test_more_gpus_are_faster_but_not_as_many_times() -> None:
+def test_scaling_is_sublinear() -> None:
     s = setting(gradient_accumulation_steps=8)
     one, eight, many = (estimate(replace(s, ranks=n), H100).tokens_per_second for n in (1, 8, 128))
     assert 0.9 < eight / (8 * one) < 1 and many / 128 < eight / 8
@@ -86,14 +86,14 @@ def test_more_gpus_are_faster_but_not_as_many_times() -> None:
     assert estimate(s, H200).tokens_per_second > estimate(s, H100).tokens_per_second
 
 
-def test_uncertainty_grows_with_what_was_not_measured() -> None:
+def test_uncertainty() -> None:
     s = setting(gradient_accumulation_steps=8)
     usual = estimate(s, H200).within
     others = [replace(s, ranks=8), replace(s, zero_stage=3), replace(s, sizes=load_sizes("mistral_7b"))]
     assert all(estimate(other, H200).within > usual for other in others) and estimate(s, H100).within > usual
 
 
-def test_the_state_is_that_of_the_tables_in_the_docs() -> None:
+def test_state_memory_equals_the_docs() -> None:
     for stage, ranks in ((0, 1), (1, 8), (2, 8), (3, 8)):
         s = setting(ranks=ranks, deepspeed=f"ds_config_zero{stage}.json", speed__main_grad=False)
         parts = predict_memory(s).parts
@@ -102,7 +102,7 @@ def test_the_state_is_that_of_the_tables_in_the_docs() -> None:
         assert state - kept == pytest.approx(sum(state_parts_gib(s.sizes, stage, ranks).values()))
 
 
-def test_what_deepspeed_keeps_by_stage() -> None:
+def test_deepspeed_buffers_by_zero_stage() -> None:
     keys = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_seq_length": 64}
     zero, two, three = (
         predict_memory(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
@@ -113,19 +113,19 @@ def test_what_deepspeed_keeps_by_stage() -> None:
     assert load_deepspeed("ds_config_zero3.json")["zero_optimization"]["reduce_bucket_size"] == ZERO_3_BUCKET
 
 
-def test_the_peak_of_a_7b_on_two_gpus() -> None:
+def test_peak_memory_of_7b_on_two_gpus() -> None:
     """Measured on two H200s: 108 GiB, in the reduction of the gradients."""
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 4}
     memory = predict_memory(setting(ranks=2, gradient_accumulation_steps=16, **keys))
     assert memory.moment == "optimizer" and memory.peak_gib == pytest.approx(108, rel=0.03)
 
 
-def test_a_small_models_peak_is_in_its_evaluation() -> None:
+def test_evaluation_peak_of_a_small_model() -> None:
     s = setting(model__config="hare_0.4b", gradient_accumulation_steps=2)
     assert predict_memory(s).moment == "evaluation" != predict_memory(replace(s, eval_batch=0)).moment
 
 
-def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+def test_largest_micro_batch() -> None:
     s = setting(ranks=8)
     largest = largest_micro_batch(s, 79.1)
     for samples, fits in ((largest, True), (largest + 1, False)):
@@ -140,7 +140,7 @@ SCHEDULE = [
 ]
 
 
-def test_a_schedule_takes_the_memory_of_its_largest_phase_and_the_time_of_all() -> None:
+def test_schedule_memory_and_time() -> None:
     keys: dict[str, Any] = {
         "gradient_accumulation_steps": 8,
         "max_steps": 1000,
@@ -163,7 +163,7 @@ def test_a_schedule_takes_the_memory_of_its_largest_phase_and_the_time_of_all() 
         ({"max_seq_length": 2056}, 4, H200),
     ],
 )
-def test_a_recommendation_fits_and_is_as_fast_with_the_same_step(keys: dict, ranks: int, gpu: Any) -> None:
+def test_recommendation_fits(keys: dict, ranks: int, gpu: Any) -> None:
     s = setting(ranks=ranks, gradient_accumulation_steps=8, **keys)
     best = recommend(s, gpu, ranks, s.step_tokens, 400)
     assert best and best.fits and best.setting.step_tokens == s.step_tokens
@@ -180,13 +180,13 @@ def test_a_recommendation_fits_and_is_as_fast_with_the_same_step(keys: dict, ran
         ({"model__config": "mistral_7b", "optim": "muon"}, 1, H200, "fp32"),
     ],
 )
-def test_optimizer_states_are_packed_where_it_pays(keys: dict, ranks: int, gpu: Any, states: str) -> None:
+def test_recommended_optimizer_states(keys: dict, ranks: int, gpu: Any, states: str) -> None:
     s = setting(ranks=ranks, gradient_accumulation_steps=8, **keys)
     best = recommend(s, gpu, ranks, s.step_tokens, 400)
     assert best and best.setting.optimizer_states == states
 
 
-def test_what_is_configured_is_recommended_where_nothing_is_faster() -> None:
+def test_configured_setting_is_recommended_if_fastest() -> None:
     s = replace(setting(), seq_length=32, micro_batch=387, accumulation=1)
     best = recommend(s, H200, 1, s.step_tokens, 400)
     assert best and best.setting == s
@@ -195,7 +195,7 @@ def test_what_is_configured_is_recommended_where_nothing_is_faster() -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"), [("600B", 600 * 10**9), ("1.5t", 1500 * 10**9), ("20_000", 20_000), ("2K", 2000)]
 )
-def test_tokens(text: str, tokens: int) -> None:
+def test_parse_tokens(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
 
@@ -216,7 +216,7 @@ def test_tokens(text: str, tokens: int) -> None:
         ["tiny", "--model.variant", "hf", "--precision.compute", "bf16"],
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: list[str]) -> None:
+def test_unsupported_settings_raise(words: list[str]) -> None:
     try:
         status = program.main(words)
     except SystemExit as ended:
@@ -225,9 +225,7 @@ def test_what_cannot_be_planned_is_refused(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "gpus"), [(4096, 2), (8192, 4), (16384, 8), (6144, 1), (None, 8)])
-def test_by_default_so_many_gpus_are_planned_for_as_the_batch_has_micro_batches(
-    tmp_path: Path, tokens: int | None, gpus: int
-) -> None:
+def test_default_gpus(tmp_path: Path, tokens: int | None, gpus: int) -> None:
     """4,096 tokens in micro-batches of 8 x 256 are those of docs/getting-started.md."""
     sizes = {"max_seq_length": 256, "per_device_train_batch_size": 8, "train_batch_size_tokens": tokens}
     run, output = tmp_path / "run.json", tmp_path / "plan.json"
@@ -239,7 +237,7 @@ def test_by_default_so_many_gpus_are_planned_for_as_the_batch_has_micro_batches(
 
 
 @pytest.mark.parametrize("config", ["train_config_bf16", "hare_2.0b", str(CONFIGS / "mistral_0.4b.json")])
-def test_a_plan_as_json(config: str, tmp_path: Path) -> None:
+def test_plan_as_json(config: str, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     assert program.main([config, "--gpu", "h200", "--tokens", "600B", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
@@ -255,7 +253,7 @@ def test_a_plan_as_json(config: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.interpreter
-def test_it_needs_no_torch() -> None:
+def test_plan_does_not_import_torch() -> None:
     code = (
         "import sys; from train import plan; status = plan.main(['train_config_fp8']); "
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules); sys.exit(status)"
@@ -272,6 +270,6 @@ def test_it_needs_no_torch() -> None:
         ("NVIDIA A100-SXM4", None),
     ],
 )
-def test_a_run_predicts_the_speed_of_its_gpu(name: str, gpu: Any) -> None:
+def test_prediction_of_a_run(name: str, gpu: Any) -> None:
     s: Setting = setting()
     assert Prediction.make(s, name).estimate == (estimate(s, gpu) if gpu else None)

@@ -47,7 +47,7 @@ def arguments(*options: str) -> TrainingArguments:
     return resolve_arguments(load_arguments([str(ROOT / "train_args/train_config_fp8.json"), *options]), 8)
 
 
-def test_the_shipped_file_has_what_the_shipped_configuration_has() -> None:
+def test_shipped_accelerate_file_matches() -> None:
     assert contradictions(arguments(), LAUNCHED) == [] == contradictions(arguments(), {})
     text = YAML.read_text()
     for name in ("BACKEND", "FORMAT", "MARGIN", "INTERVAL", "AMAX_HISTORY_LEN", "AMAX_COMPUTE_ALGO"):
@@ -80,7 +80,7 @@ def test_the_shipped_file_has_what_the_shipped_configuration_has() -> None:
         ({"USE_PARALLELISM_CONFIG": "true"}, "", "ACCELERATE_USE_PARALLELISM_CONFIG"),
     ],
 )
-def test_a_setting_that_contradicts_is_an_error(theirs: dict[str, str], options: str, key: str) -> None:
+def test_contradicting_setting_raises(theirs: dict[str, str], options: str, key: str) -> None:
     environment = LAUNCHED | {PREFIX + name: value for name, value in theirs.items()}
     (found,) = contradictions(arguments(*options.split()), environment)
     assert found.key == key  # type: ignore[attr-defined]
@@ -100,12 +100,12 @@ def test_a_setting_that_contradicts_is_an_error(theirs: dict[str, str], options:
         ({"MIXED_PRECISION": "bf16", "FP8_MARGIN": "3"}, "--precision.compute bf16"),
     ],
 )
-def test_what_says_the_same_or_nothing_is_none(told: dict[str, str], options: str) -> None:
+def test_equal_settings_are_accepted(told: dict[str, str], options: str) -> None:
     environment = LAUNCHED | {PREFIX + name: value for name, value in told.items()}
     assert contradictions(arguments(*options.split()), environment) == []
 
 
-def test_contradictions_keep_a_run_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradictions_refuse_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (LAUNCHED | {"ACCELERATE_FP8_MARGIN": "3"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(check.PreflightError):

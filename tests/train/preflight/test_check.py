@@ -38,13 +38,13 @@ def bytes_of_checkpoint(world: World) -> int:
     return checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
 
 
-def test_a_good_configuration_has_no_warnings(world: World) -> None:
+def test_valid_configuration_has_no_warnings(world: World) -> None:
     assert checked(world) == [] and checked(world, 2, 2, [80 * 2**30] * 2) == []
     # no driver that answers
     assert check.check(build_arguments(world.settings), 8, 8, None) == []
 
 
-def test_one_problem_keeps_its_code_and_key_and_several_are_listed(world: World) -> None:
+def test_problems_are_listed(world: World) -> None:
     keys(model__init_from=str(world.folder / "gone"))(world)
     with problem("model.init_from", code="weights"):
         checked(world)
@@ -54,7 +54,7 @@ def test_one_problem_keeps_its_code_and_key_and_several_are_listed(world: World)
     assert [found.key for found in error.value.problems] == ["model.init_from", "output_dir"]
 
 
-def test_disk_space_is_that_of_the_checkpoints_at_a_time(world: World, own_trained: Path) -> None:
+def test_disk_space(world: World, own_trained: Path) -> None:
     """own_trained has the checkpoints of steps 3 and 6."""
     keys(max_steps=100, allow_changes_on_resume=["max_steps"], output_dir=str(own_trained))(world)
     size = bytes_of_checkpoint(world)
@@ -76,7 +76,7 @@ def test_disk_space_is_that_of_the_checkpoints_at_a_time(world: World, own_train
     assert checked(world) == []
 
 
-def test_what_a_killed_save_left_counts_as_free(world: World) -> None:
+def test_unfinished_saves_count_as_free(world: World) -> None:
     size = bytes_of_checkpoint(world)
     world.disk(0.9 * size)
     with problem("output_dir", code="disk"):
@@ -87,7 +87,7 @@ def test_what_a_killed_save_left_counts_as_free(world: World) -> None:
     assert len(checked(world)) == 1
 
 
-def test_checkpoints_beyond_the_limit_count_as_free(world: World, own_trained: Path) -> None:
+def test_excess_checkpoints_count_as_free(world: World, own_trained: Path) -> None:
     """own_trained has those of steps 3 and 6; with a limit of 1 the first one goes before the save."""
     keys(output_dir=str(own_trained), max_steps=9, allow_changes_on_resume=["max_steps"])(world)
     world.disk(0.5 * bytes_of_checkpoint(world))
@@ -99,7 +99,7 @@ def test_checkpoints_beyond_the_limit_count_as_free(world: World, own_trained: P
     assert checked(world) == []
 
 
-def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, own_trained: Path) -> None:
+def test_finished_run_needs_no_disk_space(world: World, own_trained: Path) -> None:
     keys(output_dir=str(own_trained))(world)
     world.disk(0)
     assert checked(world) == []
@@ -108,7 +108,7 @@ def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, 
         checked(world)
 
 
-def test_what_another_user_began_is_refused_before_it_trains(
+def test_unwritable_output_dir_raises(
     world: World, own_trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the folder may be written, and what the first save or the export would write in it may not."""
@@ -126,7 +126,7 @@ def test_what_another_user_began_is_refused_before_it_trains(
     assert checked(world) == []
 
 
-def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, own_trained: Path) -> None:
+def test_invalid_resume_raises(world: World, own_trained: Path) -> None:
     """By the checkpoint that it would resume from. A damaged one is refused where it was asked for."""
     keys(output_dir=str(own_trained), learning_rate=1e-3)(world)
     with refused(check.PreflightError) as error:
@@ -151,7 +151,7 @@ def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, 
     assert checked(world) == []
 
 
-def test_a_run_that_resumes_needs_no_initial_weights(world: World, own_trained: Path) -> None:
+def test_resume_needs_no_initial_weights(world: World, own_trained: Path) -> None:
     keys(output_dir=str(own_trained), model__init_from=str(world.folder / "gone"))(world)
     assert checked(world) == []
     keys(resume_from_checkpoint="never")(world)
@@ -167,7 +167,7 @@ def test_a_run_that_resumes_needs_no_initial_weights(world: World, own_trained: 
         ("fp32", 3, 8, 16 / 8),
     ],
 )  # fmt: skip
-def test_gpu_memory_is_refused_only_below_what_it_takes(
+def test_gpu_memory_lower_bound(
     world: World, compute: str, stage: int, world_size: int, least: float
 ) -> None:
     parameters = num_parameters(load_sizes(str(world.model)))
@@ -189,7 +189,7 @@ def test_gpu_memory_is_refused_only_below_what_it_takes(
         checked(world, 2, 2, [16 * 2**30, 1000])
 
 
-def test_a_micro_batch_that_will_not_fit_is_warned_of_with_one_that_does(world: World) -> None:
+def test_too_large_micro_batch_warns(world: World) -> None:
     keys(per_device_train_batch_size=2**17, precision__compute="bf16")(world)
     (warning,) = checked(world, devices=[4 * 2**30])
     largest = int(re.findall(r"per_device_train_batch_size\D*(\d+)", warning)[0])
@@ -198,7 +198,7 @@ def test_a_micro_batch_that_will_not_fit_is_warned_of_with_one_that_does(world: 
         assert len(checked(world, devices=[4 * 2**30])) == count
 
 
-def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> None:
+def test_large_model_on_cpu(world: World) -> None:
     small, large = load_sizes(str(world.model)), load_sizes("hare_1.1b")
     assert num_parameters(large) > check.CPU_PARAMETERS > num_parameters(small)
     for backend, count in (("auto", 1), ("reference", 0)):
@@ -220,9 +220,7 @@ def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> 
         ({"precision__compute": "fp32", "deepspeed": "ds_config_zero3.json"}, 12.0, 4),
     ],
 )
-def test_disk_space_follows_from_the_types(
-    world: World, changes: dict, checkpoint: float, export: int
-) -> None:
+def test_disk_space_by_dtype(world: World, changes: dict, checkpoint: float, export: int) -> None:
     """Bytes of a parameter in a checkpoint and in hf/; Muon keeps one moment of the layers' matrices."""
     keys(**changes)(world)
     arguments, config = resolve_arguments(build_arguments(world.settings), 1), load_sizes(str(world.model))
@@ -236,7 +234,7 @@ def test_disk_space_follows_from_the_types(
         assert need - muon == 4 * layer_matrix_parameters(config)
 
 
-def test_each_set_for_evaluation_is_checked(world: World) -> None:
+def test_evaluation_sets_are_checked(world: World) -> None:
     keys(data__eval_sources={"good": str(world.others), "bad": str(world.folder / "nowhere")})(world)
     with refused(check.PreflightError) as error:
         checked(world)
@@ -252,6 +250,6 @@ def test_each_set_for_evaluation_is_checked(world: World) -> None:
         (RuntimeError("shapes do not fit"), ""),
     ],
 )
-def test_errors_of_memory_are_recognized(error: Exception, line: str) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, line: str) -> None:
     assert machine.out_of_memory(error).startswith(line) and bool(machine.out_of_memory(error)) == bool(line)
     assert "\n" not in machine.out_of_memory(error)

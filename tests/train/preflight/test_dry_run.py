@@ -18,11 +18,11 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_of_a_new_run(settings: dict) -> None:
+def test_dry_run_of_a_new_run(settings: dict) -> None:
     assert not run(settings, dry_run=True).exists()
 
 
-def test_of_a_run_that_resumes(settings: dict, own_trained: Path) -> None:
+def test_dry_run_of_a_resumed_run(settings: dict, own_trained: Path) -> None:
     shutil.rmtree(own_trained / "checkpoints/step-00000006")
     (own_trained / "stopped.json").write_text("{}")
     before = content(own_trained)
@@ -30,7 +30,7 @@ def test_of_a_run_that_resumes(settings: dict, own_trained: Path) -> None:
     assert content(own_trained) == before
 
 
-def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_takes_no_lock(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make the folder, or write into that of another run."""
     config, ran = tmp_path / "config.json", []
     config.write_text(json.dumps(settings))
@@ -43,7 +43,7 @@ def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_memory_that_runs_out_is_worth_a_restart(
+def test_out_of_memory_is_transient(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     config = tmp_path / "config.json"

@@ -52,7 +52,7 @@ OF_STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2
 
 @pytest.mark.process
 @pytest.mark.parametrize("stage", OF_STAGES)
-def test_a_wrong_reduction_is_found_and_a_right_one_passes(tmp_path: Path, config: str, stage: int) -> None:
+def test_wrong_reduction_is_detected(tmp_path: Path, config: str, stage: int) -> None:
     """A micro-batch that DeepSpeed drops, and a division that it forgets."""
     types = FLOAT32_GRADIENTS if stage == 1 else {}
     faults = ("none", "left_out", "factor")
@@ -62,7 +62,7 @@ def test_a_wrong_reduction_is_found_and_a_right_one_passes(tmp_path: Path, confi
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_other_faults_and_types(tmp_path: Path, config: str) -> None:
+def test_gradient_check_with_other_faults_and_types(tmp_path: Path, config: str) -> None:
     rows: list[tuple[int, str, dict, dict, float]] = [
         (stage, "none", precision, types, clipping)
         for stage, precision, types in [
@@ -112,9 +112,7 @@ def check_same(one: Path, other: Path) -> None:
         assert same or "config" in name, name
 
 
-def test_a_run_has_the_same_numbers_with_a_preflight(
-    trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preflight_changes_no_result(trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its beginning, and resumed; the checkpoint after it holds the same, to the last counter."""
     checks: list[int] = []
     compare = gradients.compare_gradients
@@ -133,15 +131,15 @@ def test_a_run_has_the_same_numbers_with_a_preflight(
     ("stage", "precision"),
     [(0, {}), (2, BF16), (3, {}), (1, {"optimizer_states": "bf16_remainder"})],
 )
-def test_the_same_numbers_at_each_stage(settings: dict, tmp_path: Path, stage: int, precision: dict) -> None:
+def test_preflight_changes_no_result_at_each_zero_stage(
+    settings: dict, tmp_path: Path, stage: int, precision: dict
+) -> None:
     settings |= {"deepspeed": f"ds_config_zero{stage}.json", "precision": precision}
     without = run(settings)
     check_same(run(settings, preflight=True, output_dir=str(tmp_path / "with")), without)
 
 
-def test_a_check_that_runs_out_of_memory_is_a_preflight_error(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_gradient_check(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     def runs_out(*_: object) -> None:
@@ -155,15 +153,13 @@ def test_a_check_that_runs_out_of_memory_is_a_preflight_error(
         run(settings, preflight=True)
 
 
-def test_with_documents_each_micro_batch_counts_by_its_labels(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_check_with_document_mask(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model of which only a part is compared."""
     monkeypatch.setattr(gradients, "SAMPLE", 2**14)
     run(settings, max_steps=2, data={**settings["data"], "document_mask": True}, preflight=True, dry_run=True)
 
 
-def test_as_much_is_allowed_as_the_coarsest_type_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a unit in the last place of each addition, over micro-batches and ranks, three times as much."""
     monkeypatch.setattr(gradients.dist, "get_world_size", lambda: 8)
     for dtype, communication, rounding in (
@@ -177,7 +173,7 @@ def test_as_much_is_allowed_as_the_coarsest_type_rounds(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_shipped_zero_stages_accumulate_in_float32(settings: dict, stage: int) -> None:
+def test_shipped_configurations_accumulate_in_float32(settings: dict, stage: int) -> None:
     """The gradient of 64 micro-batches against their float32 sum. With bf16 accumulation the error is 8e-3."""
     changes = {"train_batch_size_tokens": None, "gradient_accumulation_steps": 64, "max_grad_norm": 0.0}
     trained = Trained(settings, BF16, deepspeed=f"ds_config_zero{stage}.json", **changes)

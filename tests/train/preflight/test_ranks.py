@@ -29,7 +29,7 @@ FAULTS = {
 
 
 @pytest.mark.process
-def test_the_rank_that_differs_is_named(tmp_path: Path, data: Path, small_model: Path) -> None:
+def test_different_rank_is_named(tmp_path: Path, data: Path, small_model: Path) -> None:
     """By real ranks; all of them find the same, and the folder is as before."""
     (empty := tmp_path / "empty").mkdir()
     settings = settings_of(data, small_model, tmp_path / "run") | {
@@ -49,9 +49,7 @@ def test_the_rank_that_differs_is_named(tmp_path: Path, data: Path, small_model:
         assert SECOND in text and named in text, (fault, text)
 
 
-def test_the_ranks_are_checked_before_anything_is_built(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_checked_first(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.trainer.build_model_and_precision", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(settings, preflight=True)
@@ -66,13 +64,13 @@ GOOD = Rank("a", {"torch": "2.13"}, {"gpu": "H100", "driver": "1"}, 700.0)
 
 
 @pytest.mark.parametrize(("tflops", "slow"), [(610.0, False), (605.0, True), (None, False)])
-def test_a_slow_gpu_is_warned_of(tflops: float | None, slow: bool) -> None:
+def test_slow_gpu_warns(tflops: float | None, slow: bool) -> None:
     problems, warnings = compare_ranks([GOOD, GOOD, replace(GOOD, host="b", gemm_tflops=tflops), GOOD])
     assert problems == [] and len(warnings) == slow
     assert not slow or warnings[0].startswith("rank 2 (b)")
 
 
-def test_bus_bandwidth_counts_what_each_rank_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bus_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_seconds", lambda call: 0.5)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 4)
     assert ranks.all_reduce_gb_s() == pytest.approx(2 * 3 / 4 * 2**20 / 0.5 / 1e9)

@@ -40,7 +40,7 @@ def texts_of(items) -> list[str]:
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3, 7, 50])
-def test_shares_together_are_everything_in_order(tmp_path, tasks):
+def test_shares_cover_all_documents(tmp_path, tasks):
     (tmp_path / "a.txt").write_text("one file, one document")
     write_lines(tmp_path / "b.jsonl", end="")  # no newline at the end
     write_lines(tmp_path / "c.jsonl", ["only one"])
@@ -52,7 +52,7 @@ def test_shares_together_are_everything_in_order(tmp_path, tasks):
     assert [text for share in shares(inputs, tasks) for text in texts_of(share)] == expected
 
 
-def test_a_link_to_an_input_is_the_same_input(tmp_path):
+def test_linked_input_is_read_once(tmp_path):
     path, link = write_lines(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     link.symlink_to(path)
     for inputs in ([path, link], [tmp_path]):
@@ -60,7 +60,7 @@ def test_a_link_to_an_input_is_the_same_input(tmp_path):
             list_sources(map(str, inputs))
 
 
-def test_a_folder_is_read_through_links_once(tmp_path):
+def test_linked_folder_is_read_once(tmp_path):
     """Hidden files and files of an unfinished preparation are skipped, so that a resume has the same inputs."""
     inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
     (inputs / "out/prepare_data.unfinished/notes").mkdir(parents=True), elsewhere.mkdir()
@@ -74,7 +74,7 @@ def test_a_folder_is_read_through_links_once(tmp_path):
 @pytest.mark.parametrize(
     "make", [lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name), os.mkfifo]
 )
-def test_what_a_folder_has_that_is_no_file_is_an_error(tmp_path, make):
+def test_special_file_in_folder_raises(tmp_path, make):
     """It is not left out in silence: it may be most of the corpus."""
     write_lines(tmp_path / "a.jsonl", ["here"])
     (tmp_path / "picture.png").symlink_to("nowhere")  # of a suffix that is not read
@@ -87,7 +87,7 @@ def test_what_a_folder_has_that_is_no_file_is_an_error(tmp_path, make):
         list_sources([str(tmp_path)])
 
 
-def test_what_cannot_be_read_is_an_error_before_anything_is_read(tmp_path, monkeypatch):
+def test_unreadable_input_raises_before_reading(tmp_path, monkeypatch):
     """By stand-ins for the system's calls, as root may read everything."""
     (tmp_path / "sub").mkdir()
     closed = write_lines(tmp_path / "sub" / "a.jsonl", ["here"])
@@ -97,13 +97,13 @@ def test_what_cannot_be_read_is_an_error_before_anything_is_read(tmp_path, monke
             list_sources([str(tmp_path)])
 
 
-def test_a_large_file_is_split_evenly(tmp_path):
+def test_large_file_is_split_evenly(tmp_path):
     path = write_lines(tmp_path / "a.jsonl")
     sizes = [sum(len(text) for text in texts_of(share)) for share in shares([path], 4)]
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_broken_files_are_found_once_by_any_number_of_shares(tmp_path):
+def test_damaged_files_are_counted_once(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really" * 100)
     (tmp_path / "empty.jsonl").write_bytes(b"")
     pyarrow.parquet.write_table(pyarrow.table({"other": TEXTS}), tmp_path / "key.parquet", row_group_size=10)
@@ -119,7 +119,7 @@ def test_broken_files_are_found_once_by_any_number_of_shares(tmp_path):
         ]
 
 
-def test_places_name_lines_or_bytes(tmp_path):
+def test_document_locations(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 10 + b'{"text": null}\n' + b'{"text": "good"}\n' * 2)
     *_, bad, _, _ = shares([path], 2)[1]
@@ -147,7 +147,7 @@ def test_saved_datasets(tmp_path):
         list_sources([str(picked)])
 
 
-def test_datasets_by_name(tmp_path, monkeypatch):
+def test_hub_datasets(tmp_path, monkeypatch):
     """datasets loads a folder of files by the same call as a data set of the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()

@@ -30,9 +30,7 @@ BOTH = pytest.mark.parametrize("dedup", ["exact", "minhash"])
 
 @BOTH
 @pytest.mark.parametrize("tasks", [0, 1, 3, 20])
-def test_the_first_of_equal_documents_stays_in_any_order_of_tasks(
-    tmp_path: Path, dedup: str, tasks: int
-) -> None:
+def test_exact_dedup_keeps_the_first(tmp_path: Path, dedup: str, tasks: int) -> None:
     rng = random.Random(tasks)
     ranks = [[rng.choice("abcdefghij") * 2 for _ in range(rng.choice([0, 1, 30]))] for _ in range(tasks)]
     ranks = ranks if tasks else [[], []]
@@ -42,7 +40,7 @@ def test_the_first_of_equal_documents_stays_in_any_order_of_tasks(
     assert set(removed) <= {f"duplicate ({dedup})"}
 
 
-def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_path: Path) -> None:
+def test_minhash_dedup(tmp_path: Path) -> None:
     rng = random.Random(1)
     base, *others = [text_of(rng) for _ in range(8)]
     variants = [near(rng, base) for _ in range(6)]
@@ -60,7 +58,7 @@ def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_p
     assert contents(tmp_path / "0") == contents(tmp_path / "1")
 
 
-def test_duplicates_are_searched_among_what_the_filters_leave(tmp_path: Path) -> None:
+def test_dedup_runs_after_filters(tmp_path: Path) -> None:
     rng = random.Random(2)
     secret, base = text_of(rng, 13), text_of(rng)
     (tmp_path / "eval.txt").write_text(secret)
@@ -72,9 +70,7 @@ def test_duplicates_are_searched_among_what_the_filters_leave(tmp_path: Path) ->
 
 
 @BOTH
-def test_a_task_that_was_interrupted_runs_again_and_a_missing_one_is_an_error(
-    tmp_path: Path, dedup: str
-) -> None:
+def test_interrupted_dedup_task(tmp_path: Path, dedup: str) -> None:
     rng = random.Random(3)
     texts = [text_of(rng, 30) for _ in range(6)]
     ranks, options = [texts[:4], texts[2:]], StepOptions(dedup=dedup)
@@ -110,7 +106,7 @@ def test_link_to_first_finds_components() -> None:
     assert (link_to_first(rng.permutation(path))[:, 1] == 0).all()
 
 
-def test_signatures_are_datatroves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signatures_equal_datatrove(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also of texts longer than a part, and for each seed."""
     monkeypatch.setattr(prepare_dedup, "SHINGLES", 64)
     for seed, words in ((1, 5), (5, 68), (5, 69), (5, 500)):

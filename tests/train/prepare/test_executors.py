@@ -60,7 +60,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.process
-def test_whatever_ends_the_workers_the_next_run_resumes(tmp_path, prepare, command, large):
+def test_killed_workers_resume(tmp_path, prepare, command, large):
     """A killed worker is noticed; Ctrl-C ends stopped workers at once, without tracebacks; a killed command takes its
     workers along. One worker alone makes the same bytes."""
     out, log = tmp_path / "out", tmp_path / "log.txt"
@@ -159,7 +159,7 @@ SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_slurm_jobs_resume_and_give_the_same_bytes(tmp_path, prepare, corpus, slurm):
+def test_slurm_executor(tmp_path, prepare, corpus, slurm):
     folder, out = slurm({"1000": [1]}), tmp_path / "out"
     options = {**SLURM, "slurm_args": "account=team", "slurm_time": "01:30:00", "workers": 2}
     assert prepare(out, corpus, **options) == 0
@@ -202,9 +202,7 @@ echo Submitted batch job $(wc -l < {folder}/calls)
 @pytest.mark.parametrize(
     ("most", "pipeline"), [(0, "duplicate_signatures"), (1, "duplicate_signatures"), (2, "duplicate_search")]
 )
-def test_an_array_in_the_queue_is_not_submitted_again(
-    tmp_path, prepare, corpus, slurm, reported, most, pipeline
-):
+def test_queued_slurm_job_is_not_resubmitted(tmp_path, prepare, corpus, slurm, reported, most, pipeline):
     """Also after Slurm refused a dependent job, and while squeue cannot tell whether the jobs still exist."""
     folder, out, options = slurm(), tmp_path / "out", {**SLURM, "dedup": "exact"}
     (folder / "calls").touch()
@@ -231,7 +229,7 @@ def test_an_array_in_the_queue_is_not_submitted_again(
     assert depends == [[], [str(most + 1)], [str(most + 3)]]
 
 
-def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
+def test_slurm_errors(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert prepare(tmp_path / "out", corpus, **SLURM) == 2
     assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", "tokenize")
@@ -244,7 +242,7 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, reported, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_ray_gives_the_same_bytes(tmp_path, command, prepare, corpus):
+def test_ray_executor(tmp_path, command, prepare, corpus):
     pytest.importorskip("ray", reason="the package ray is not installed")
     assert prepare(tmp_path / "local", corpus, tasks=3) == 0
     environment = {**os.environ, "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "5"}  # it may wait for one in vain

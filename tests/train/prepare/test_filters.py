@@ -40,7 +40,7 @@ def test_quality_filters(tmp_path: Path, name: str, bad: str, reason: str) -> No
 
 
 @needs_spacy
-def test_stop_words_are_asked_of_english_alone(tmp_path: Path) -> None:
+def test_stop_word_filter_is_for_english(tmp_path: Path) -> None:
     german = " ".join(["Der alte Leuchtturm wurde vor vielen Jahren von den Leuten des Dorfes gebaut."] * 5)
     kept, _ = run(parse("--quality", "gopher_quality", "--quality_language", "de"), [[german]], tmp_path)
     assert kept == [[german]]
@@ -50,11 +50,11 @@ def test_stop_words_are_asked_of_english_alone(tmp_path: Path) -> None:
         assert removed == {"quality gopher_quality: gopher_enough_stop_words": 1}
 
 
-def test_quality_language_is_that_of_each_filter() -> None:
+def test_quality_language() -> None:
     assert {prepare_filters.quality_filter(name, "de").language for name in QUALITY} == {"de"}  # type: ignore[attr-defined]
 
 
-def test_a_language_without_a_splitter_is_an_error_at_start() -> None:
+def test_language_without_splitter_raises() -> None:
     with refused(DataError, code="no_word_splitter", key="--quality_language"):
         parse("--quality", "c4", "--quality_language", "zzz")
     if importlib.util.find_spec("pythainlp") is None:
@@ -82,7 +82,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model.bin"
 
 
-def test_languages_by_a_local_model(tmp_path: Path, language_model: Path) -> None:
+def test_language_filter(tmp_path: Path, language_model: Path) -> None:
     model = ("--language_model", str(language_model))
     english = ["the river is big\nand the water", "we have seen"]
     ranks = [[english[0], "das haus ist gross"], [], ["wir haben das wasser", english[1]]]
@@ -92,7 +92,7 @@ def test_languages_by_a_local_model(tmp_path: Path, language_model: Path) -> Non
     assert run(parse("--languages", "en", "de", *model), ranks, tmp_path) == (ranks, Counter())
 
 
-def test_language_models_that_cannot_serve(tmp_path: Path, language_model: Path) -> None:
+def test_unsuitable_language_models_raise(tmp_path: Path, language_model: Path) -> None:
     no_model = tmp_path / "text.bin"
     no_model.write_text("not a model")
     for language, file, code in (
@@ -105,7 +105,7 @@ def test_language_models_that_cannot_serve(tmp_path: Path, language_model: Path)
 
 
 @needs_fasttext
-def test_without_network_or_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_or_package_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> str:
         raise ConnectionError("no route to host")
 

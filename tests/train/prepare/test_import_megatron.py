@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, run_import, letter, tokenizer_dir):
     assert contents(tmp_path / "out/tokenizer") == contents(tokenizer_dir)
 
 
-def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
+def test_bos_and_eos_are_added_once(tmp_path, run_import):
     cases = [  # tokens of the source, of the result
         ([5, 6, 7], [1, 5, 6, 7, 2]),
         ([1, 5, 6], [1, 5, 6, 2]),
@@ -85,7 +85,7 @@ def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
     }  # fmt: skip
 
 
-def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
+def test_tokenizer_with_equal_bos_and_eos():
     documents = [[9], [9, 5], [5, 9], [9, 5, 9], [], [9, 9], [5]]
     ids = np.array([token for document in documents for token in document], dtype="<u2")
     encoder = types.SimpleNamespace(bos_id=9, eos_id=9, vocab_size=10, folder="")
@@ -104,7 +104,7 @@ def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
 
 
 @pytest.mark.parametrize("eod", [399, 400, 70000])  # Megatron-LM puts <EOD> behind a vocabulary that lacks it
-def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod, reported):
+def test_eod_is_replaced_by_eos(tmp_path, run_import, eod, reported):
     documents = [[[*(min(token, 398) for token in d), eod]] for d in whole(random_documents(20))]
     documents.append([[5, eod, 6], [7, eod]])
     prefix = write_dataset(tmp_path / "a", documents)
@@ -120,7 +120,7 @@ def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod, reported):
     assert (tmp_path / "other" / "manifest.json").exists() == (status == 0)
 
 
-def test_sequences_belong_to_their_documents(tmp_path, run_import):
+def test_sequences_are_joined_to_documents(tmp_path, run_import):
     documents: Documents = [[[5], [6, 7], [8]], [], [[9, 9]], [[], [10], []], [[]], [[11]], []]
     prefix = write_dataset(tmp_path / "a", documents, "H")
     assert run_import(tmp_path / "out", prefix) == 0
@@ -146,7 +146,7 @@ def test_several_datasets_of_different_types(tmp_path, run_import):
     assert 10 < len(eval_) < 60  # equal documents on one side, whatever the type they come in
 
 
-def test_bytes_do_not_depend_on_the_blocks(tmp_path, run_import, monkeypatch):
+def test_output_is_independent_of_block_size(tmp_path, run_import, monkeypatch):
     documents = [*random_documents(200), [], *random_documents(3, 5, longest=2000), [[]]]
     prefix = write_dataset(tmp_path / "a", documents, "H")
     for name in ("one", "other"):

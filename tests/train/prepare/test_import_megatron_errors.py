@@ -60,7 +60,7 @@ BAD_INDEXES = {  # .idx, the code of the error
 
 
 @pytest.mark.parametrize("kind", BAD_INDEXES)
-def test_bad_index_is_named(tmp_path, kind):
+def test_invalid_index_raises(tmp_path, kind):
     content, code = BAD_INDEXES[kind]
     (tmp_path / "bad.idx").write_bytes(content)
     (tmp_path / "bad.bin").write_bytes(struct.pack("<9i", *range(3, 12)))
@@ -68,7 +68,7 @@ def test_bad_index_is_named(tmp_path, kind):
         open_dataset(str(tmp_path / "bad"))
 
 
-def test_everything_is_checked_before_anything_is_written(tmp_path, run_import, reported):
+def test_inputs_are_checked_before_writing(tmp_path, run_import, reported):
     """And the bad indexes differ from a good one in what is said to be bad."""
     for name, content in (("good", index()), ("bad", index()[:-1])):
         (tmp_path / f"{name}.idx").write_bytes(content)
@@ -80,7 +80,7 @@ def test_everything_is_checked_before_anything_is_written(tmp_path, run_import, 
 
 
 @pytest.mark.parametrize("change", [-1, -4, 4])
-def test_bin_of_another_size(tmp_path, change):
+def test_wrong_bin_size_raises(tmp_path, change):
     """Or of ids of another type: an index that says uint16 over ids of int32 would read each as two."""
     prefix = write_dataset(tmp_path / "a", [[[5, 6, 7]]])
     content = (tmp_path / "a.bin").read_bytes() + bytes(4)
@@ -91,14 +91,14 @@ def test_bin_of_another_size(tmp_path, change):
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], []]])
-def test_empty_dataset(tmp_path, documents):
+def test_empty_dataset_raises(tmp_path, documents):
     prefix = write_dataset(tmp_path / "a", documents)
     with refused(DataError, code="empty_dataset", key=f"{prefix}.idx"):
         open_dataset(str(prefix))
 
 
 @pytest.mark.parametrize("letter, token", [("i", -1), ("h", -7), ("i", 400), ("H", 65535), ("q", 1 << 40)])
-def test_bad_token_id(tmp_path, run_import, reported, letter, token, monkeypatch):
+def test_invalid_token_id_raises(tmp_path, run_import, reported, letter, token, monkeypatch):
     monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 100)
     documents = whole(random_documents(30))
     documents[20][3] = token
@@ -111,7 +111,7 @@ def test_bad_token_id(tmp_path, run_import, reported, letter, token, monkeypatch
     assert list((tmp_path / "out").iterdir()) == []  # no manifest, and no shard that could be taken for data
 
 
-def test_inputs_that_are_not_there(tmp_path, run_import, reported):
+def test_missing_inputs_raise(tmp_path, run_import, reported):
     prefix = write_dataset(tmp_path / "a", [[[5, 6]]])
     (tmp_path / "b").symlink_to(tmp_path)
     for given, code, key in (
@@ -141,7 +141,7 @@ def test_output_folder_is_protected(tmp_path, run_import, reported):
     assert run_import(out, prefix, overwrite=True) == 0 and contents(out) == before
 
 
-def test_no_document_for_the_train_split(tmp_path, run_import, reported):
+def test_empty_train_split_raises(tmp_path, run_import, reported):
     prefix = write_dataset(tmp_path / "a", [[[EOS]], [[BOS, EOS]]])
     assert run_import(tmp_path / "out", prefix) == 2
     error = reported.pop()

@@ -68,7 +68,7 @@ def rehash(folder: Path, name: str) -> None:
     write_manifest(folder, dataclasses.replace(manifest, shards=shards))
 
 
-def test_whole_data_passes_and_is_described(data, run):
+def test_intact_data(data, run):
     """With the counts of the splits, and every document in the histogram."""
     manifest = read_manifest(data)
     status, output, errors = run(data, "--verify", "--samples", 0)
@@ -89,7 +89,7 @@ def test_whole_data_passes_and_is_described(data, run):
         assert number(count) == sum(number(low) <= length <= number(high) for length in lengths)
 
 
-def test_lengths_at_the_edges_of_bins():
+def test_histogram_bin_edges():
     total = count_lengths(np.array([1, 2, 3, 4, 7, 8, 2**20 - 1, 2**20], dtype=np.int64))
     bins = {int(k): total[:, k].tolist() for k in np.flatnonzero(total[0])}  # documents and tokens
     assert bins == {0: [1, 1], 1: [2, 5], 2: [2, 11], 3: [1, 8], 19: [1, 2**20 - 1], 20: [1, 2**20]}
@@ -97,7 +97,7 @@ def test_lengths_at_the_edges_of_bins():
 
 
 @pytest.mark.parametrize("split, seq_length", [("train", 512), ("eval", 100), ("train", 10), ("eval", 10**6)])
-def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, split, seq_length):
+def test_printed_samples(data, run, corpus, split, seq_length):
     documents = imported(data, split)
     stream = [token for document in documents for token in document]
     starts = np.cumsum([0, *map(len, documents)]).tolist()
@@ -129,7 +129,7 @@ def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, 
     assert whole_documents or seq_length < 100
 
 
-def test_data_for_evaluation_alone_and_data_without_two_tokens_pass(tmp_path, prepare, run):
+def test_tiny_data(tmp_path, prepare, run):
     path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(5))
     assert prepare(tmp_path / "out", path, eval_fraction=1) == 0
     status, output, errors = run(tmp_path / "out", "--verify")
@@ -137,7 +137,7 @@ def test_data_for_evaluation_alone_and_data_without_two_tokens_pass(tmp_path, pr
     assert SAMPLE.search(run(tmp_path / "out", "--split", "eval")[1])
 
 
-def test_special_ids_in_the_middle_and_control_characters_are_visible(tmp_path, prepare, run):
+def test_special_tokens_and_control_characters_are_visible(tmp_path, prepare, run):
     texts = ["one </s> two\n| not a boundary\n-- document 9", "colour \x1b[31m red\r\nnext"]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, *corpus_texts(30)])
     assert prepare(tmp_path / "out", path, all_train=True) == 0
@@ -186,7 +186,7 @@ def damage(path: Path, change: Callable[[np.ndarray], np.ndarray] | None) -> Non
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *COMMITTED])
-def test_each_damage_is_named(data, run, kind):
+def test_damaged_data(data, run, kind):
     change, suffix, code, always_shows = (DAMAGES | COMMITTED)[kind]
     shards = read_manifest(data).shards
     damaged = [shards[1], shards[-1]]  # of both splits
@@ -204,7 +204,7 @@ def test_each_damage_is_named(data, run, kind):
     assert (status, len(errors.splitlines())) == ((1, 2) if always_shows else (0, 0))
 
 
-def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
+def test_user_errors_exit_with_status_2(data, run, tmp_path):
     status, _, errors = run(tmp_path / "nowhere")
     assert status == 2 and str(tmp_path / "nowhere") in errors and errors.count("\n") == 1
     tokenizer = data / "tokenizer" / "tokenizer.model"

@@ -12,13 +12,13 @@ from train.files import sha256_file
 from train.prepare.ngrams import ngram_hashes, read_report, split_words
 
 
-def test_words_of_scripts_without_spaces() -> None:
+def test_words_in_scripts_without_spaces() -> None:
     assert split_words("the 模型 ok") == ["the", "模", "型", "ok"]
     assert split_words("กข ลາ မြ កខ かカ") == list("กขลາမြកខかカ")
     assert len(ngram_hashes("一二三四五六七八九十百千万", 13)) == 1
 
 
-def test_ngram_hashes_tell_words_and_their_order() -> None:
+def test_ngram_hashes() -> None:
     words = [f"w{i}" for i in range(13)]
     hashes = [
         ngram_hashes(" ".join(order), 13).tolist()[0]
@@ -30,7 +30,7 @@ def test_ngram_hashes_tell_words_and_their_order() -> None:
     assert ngram_hashes("on 1 2", 3) != ngram_hashes("on 1 3", 3)
 
 
-def test_decontamination_removes_documents_with_an_ngram(tmp_path: Path) -> None:
+def test_decontamination(tmp_path: Path) -> None:
     rng = random.Random(4)
     first, second, chinese = text_of(rng, 20), text_of(rng, 15), "从前有座山山里有座庙庙里有个老和尚"
     plain, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
@@ -60,7 +60,7 @@ def test_decontamination_removes_documents_with_an_ngram(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_the_length_of_an_ngram_is_chosen(tmp_path: Path) -> None:
+def test_ngram_length_option(tmp_path: Path) -> None:
     words = text_of(random.Random(6), 20).split()
     (tmp_path / "eval.txt").write_text(" ".join(words))
     four, five = (f"x {' '.join(words[2 : 2 + n])} y" for n in (4, 5))
@@ -68,7 +68,7 @@ def test_the_length_of_an_ngram_is_chosen(tmp_path: Path) -> None:
     assert run(options, [[four, five]], tmp_path)[0] == [[four]]
 
 
-def test_evaluation_files_that_cannot_serve(tmp_path: Path) -> None:
+def test_unsuitable_evaluation_files_raise(tmp_path: Path) -> None:
     short, broken = tmp_path / "short.txt", tmp_path / "broken.jsonl"
     short.write_text("too short\nas well\n")
     broken.write_text('{"text": "one"}\n{"question": "two"}\n')

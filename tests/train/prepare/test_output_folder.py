@@ -20,7 +20,7 @@ from train.prepare.tally import Pipeline
 from train.prepare_data import parse_arguments
 
 
-def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, reported, tokenizer_dir):
+def test_existing_data_is_kept_without_overwrite(tmp_path, prepare, corpus, reported, tokenizer_dir):
     """Then nothing of it stays, such as a tokenizer.model of other ids, which would be the one that counts."""
     out, no_model = tmp_path / "out", shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
     (no_model / "tokenizer.model").unlink()
@@ -38,7 +38,7 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, rep
 @pytest.mark.parametrize(
     "manifest", ['{"schema": 2, "step": 10, "files": []}', '{"schema": 2, "shards": []}']
 )
-def test_what_else_has_a_manifest_is_not_overwritten(tmp_path, prepare, corpus, reported, manifest):
+def test_foreign_manifest_is_not_overwritten(tmp_path, prepare, corpus, reported, manifest):
     """A checkpoint, which is none without its manifest, and the data of a newer version."""
     out = tmp_path / "step-00000010"
     out.mkdir()
@@ -51,14 +51,14 @@ def test_what_else_has_a_manifest_is_not_overwritten(tmp_path, prepare, corpus, 
 
 
 @pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
-def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, reported, count, split):
+def test_unusable_data_are_not_committed(tmp_path, prepare, reported, count, split):
     inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count) if count else [HELD_OUT])
     assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 2
     assert (reported[-1].code, reported.pop().key) == ("empty_split", split)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_all_of_it_may_be_for_evaluation(tmp_path, prepare):
+def test_evaluation_only_data(tmp_path, prepare):
     """A single text, too, which is not cut then."""
     text = tmp_path / "text.txt"
     text.write_text("".join(corpus_texts(20)))
@@ -69,7 +69,7 @@ def test_all_of_it_may_be_for_evaluation(tmp_path, prepare):
         open_stream({"a": tmp_path / "out"}, None, 16, seed=0)
 
 
-def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
+def test_tokenizer_in_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
     inside = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
     for overwrite in (False, True):
         assert prepare(tmp_path, corpus, tokenizer=inside, **({"overwrite": True} if overwrite else {})) == 0
@@ -79,7 +79,7 @@ def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer
 @pytest.mark.parametrize(
     "name", ["train_00007.ds", "tokenizer/added_tokens.json", "tokenizer/tokenizer_config.json"]
 )
-def test_shards_and_tokenizers_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, reported, name):
+def test_unknown_files_are_kept(tmp_path, prepare, corpus, reported, name):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / name).write_bytes(b"{}")
     assert prepare(tmp_path, corpus) == 2
@@ -87,7 +87,7 @@ def test_shards_and_tokenizers_of_unknown_origin_are_left_alone(tmp_path, prepar
     assert contents(tmp_path) == {name: b"{}"}
 
 
-def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus, reported):
+def test_old_data_stays_until_new_data_is_complete(tmp_path, prepare, corpus, reported):
     """The same command goes on, and another one is refused or begins anew."""
     out, bad = tmp_path / "out", tmp_path / "bad.txt"
     assert prepare(out, corpus, eval_fraction=0.1) == 0
@@ -117,7 +117,7 @@ def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus,
 
 
 @pytest.mark.parametrize("moves", range(6))
-def test_an_interrupted_exchange_is_finished_by_the_same_command(tmp_path, prepare, corpus, reported, moves):
+def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported, moves):
     """Of files that have the names of the old, and of others."""
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
@@ -154,9 +154,7 @@ def test_an_interrupted_exchange_is_finished_by_the_same_command(tmp_path, prepa
         (["--overwrite"], False), (["--slurm_time", "1:00:00"], False), (["--output", "other"], False),
     ],
 )  # fmt: skip
-def test_all_that_bytes_depend_on_makes_another_preparation(
-    tmp_path, tokenizer_dir, monkeypatch, words, another
-):
+def test_identity_covers_all_options(tmp_path, tokenizer_dir, monkeypatch, words, another):
     """What only runs it goes on with the one that was begun."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):
@@ -168,7 +166,7 @@ def test_all_that_bytes_depend_on_makes_another_preparation(
     assert (usual != other) is another
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path, prepare, corpus, reported):
+def test_unwritable_output_raises(tmp_path, prepare, corpus, reported):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         assert prepare(output, corpus) == 2
@@ -176,7 +174,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path, prepare, corpus, re
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_input_that_changes_while_it_is_read_is_not_committed(tmp_path, prepare, reported, monkeypatch):
+def test_changed_input_is_not_committed(tmp_path, prepare, reported, monkeypatch):
     """What grew behind a task's share would be left out, what was replaced would be half old and half new."""
     inputs = [write_jsonl(tmp_path / name, corpus_texts(50)) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
 
@@ -195,7 +193,7 @@ def test_an_input_that_changes_while_it_is_read_is_not_committed(tmp_path, prepa
     ("name", "old", "new"),
     [("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": "<unk>"'), ("tokenizer.json", "{", "{ ")],
 )
-def test_another_tokenizer_is_another_preparation(tmp_path, tokenizer_dir, name, old, new):
+def test_identity_covers_the_tokenizer(tmp_path, tokenizer_dir, name, old, new):
     """By its file, and by the special ids that tokenizer_config.json chooses: else a folder had ids of two."""
     tokenizer, found = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"), []
     (tokenizer / "tokenizer.model").unlink()
@@ -209,9 +207,7 @@ def test_another_tokenizer_is_another_preparation(tmp_path, tokenizer_dir, name,
     assert [key for key in found[0] if found[0][key] != found[1][key]] == ["tokenizer"]
 
 
-def test_a_tokenizer_replaced_meanwhile_changes_nothing(
-    tmp_path, prepare, corpus, tokenizer_dir, monkeypatch
-):
+def test_tokenizer_replaced_during_preparation(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
     """Ids of two tokenizers are not mixed, and the file beside the data is that of their ids."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

@@ -69,7 +69,7 @@ def test_record_formats(tmp_path, prepare, name):
     assert manifest.text_bytes == sum(len(text.encode()) for text in [*TEXTS, HELD_OUT])
 
 
-def test_standard_library():
+def test_standard_library_corpus():
     items = list(itertools.islice(read_documents(["python-stdlib"]), 300))
     assert all(isinstance(item, Text) for item in items) and len({item.where for item in items}) == 300
 
@@ -107,7 +107,7 @@ BAD = {
 DAMAGED = (".gz", ".zst", ".parquet")
 
 
-def test_each_bad_input_is_counted(tmp_path, prepare, monkeypatch, reported):
+def test_bad_inputs_are_counted(tmp_path, prepare, monkeypatch, reported):
     inputs = [write_jsonl(tmp_path / "good.jsonl", TEXTS), *(tmp_path / name for name in BAD)]
     for name, (data, _) in BAD.items():
         (tmp_path / name).write_bytes(data)
@@ -157,7 +157,7 @@ DAMAGES = {
 }
 
 
-def test_a_damaged_file_is_no_dropped_document(tmp_path, prepare):
+def test_damaged_file_limit(tmp_path, prepare):
     """Whatever --max_dropped is. Two tasks that find it damaged count it once."""
     out, inputs = tmp_path / "out", [tmp_path / name for name in DAMAGES]
     for path, (data, _, _) in zip(inputs, DAMAGES.values(), strict=True):
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_no_dropped_document(tmp_path, prepare):
     assert known < documents["out"] < known + 400  # of the .gz
 
 
-def test_bad_parquet_columns(tmp_path, prepare):
+def test_invalid_parquet_columns(tmp_path, prepare):
     write_parquet(tmp_path / "key.parquet", ["a", "b"], key="content")
     write_parquet(tmp_path / "null.parquet", ["a", None])
     write_parquet(tmp_path / "number.parquet", [1, 2, 3])
@@ -188,7 +188,7 @@ def test_bad_parquet_columns(tmp_path, prepare):
     assert "fine" in decoded(tmp_path / "out")
 
 
-def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, reported):
+def test_wrong_text_key_suggests_the_right_one(tmp_path, prepare, reported):
     path, out = tmp_path / "a.parquet", tmp_path / "out"
     write_parquet(path, TEXTS, key="content")
     for max_dropped in (0, len(TEXTS)):
@@ -199,7 +199,7 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, reported):
     assert decoded(out) == TEXTS
 
 
-def test_inputs_that_cannot_be_meant(tmp_path, corpus):
+def test_invalid_inputs_raise(tmp_path, corpus):
     (tmp_path / "in").mkdir()
     (tmp_path / "x.png").write_bytes(b"")
     for inputs, code in (
@@ -253,7 +253,7 @@ def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokeniz
     assert prepare(tmp_path / "c", corpus, tokenizer=other) == 2
 
 
-def test_shuffling_keeps_every_document_and_each_task_has_a_seed_of_its_own(tmp_path, prepare):
+def test_shuffle(tmp_path, prepare):
     """Else files of as many documents would have the same places in all shards."""
     path, orders = write_jsonl(tmp_path / "a.jsonl", [f"{n:02d}" for n in range(40)]), []
     for seed in (1, 2):
@@ -266,7 +266,7 @@ def test_shuffling_keeps_every_document_and_each_task_has_a_seed_of_its_own(tmp_
 
 
 @pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])
-def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, size, tasks):
+def test_number_of_tasks(tokenizer_dir, monkeypatch, size, tasks):
     """Whatever the machine is, as the bytes of the output depend on it."""
     source = Source("/a.jsonl", ".jsonl", size, 0)
     monkeypatch.setattr("train.prepare.preparation.list_sources", lambda *_: [source])
@@ -276,7 +276,7 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
 
 
 @pytest.mark.parametrize("flag", ["--input", "--decontaminate", "--text_key"])
-def test_a_name_that_no_manifest_can_hold_is_refused(flag):
+def test_non_utf8_file_name_raises(flag):
     refuse([flag, os.fsdecode(b"caf\xe9.txt")])
 
 
@@ -288,7 +288,7 @@ def test_a_name_that_no_manifest_can_hold_is_refused(flag):
         "--executor slurm --slurm_partition cpu --slurm_args team",
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_meant(words):
+def test_invalid_options_raise(words):
     refuse(words.split())
 
 

@@ -46,7 +46,7 @@ def outcome(path: Path, text_key: str = "text") -> list[str]:
 
 
 @pytest.mark.parametrize("packing", PACKED)
-def test_a_separator_makes_many_documents_of_a_text(tmp_path, packing):
+def test_separator_splits_documents(tmp_path, packing):
     path = write(tmp_path / f"a.txt{packing}", PLAY)
     play = ["First:\r\nSpeak.", "Second:\n  Hearé.", "Third:"]
     assert texts_of(read_documents([str(path)], split_on="blank_line")) == play
@@ -66,7 +66,7 @@ def test_a_separator_makes_many_documents_of_a_text(tmp_path, packing):
         (None, b'{"text": "ab"}\n\n{"text": "c"}\r\n{"text": "d"}'),
     ],
 )
-def test_every_cut_gives_each_document_once(tmp_path, split_on, data):
+def test_byte_ranges_cover_each_document_once(tmp_path, split_on, data):
     path = write(tmp_path / ("a.txt" if split_on else "a.jsonl"), data)
     expected = texts_of(read_documents([str(path)], split_on=split_on))
     assert len(expected) in (3, 4)
@@ -79,7 +79,7 @@ def test_every_cut_gives_each_document_once(tmp_path, split_on, data):
         assert abs(len(first) - len(second)) <= 2 and second  # each task does its part
 
 
-def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
+def test_too_long_documents(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", b"one\n\ntwo\n\nlo\nng\n\xff\n\nfour\n\n\xff\n")
     write(tmp_path / "b.py", b"x = 1\n\n\ny = 2\n")
     with refused(DataError, code="nothing_to_split", key="--split_on"):
@@ -96,7 +96,7 @@ def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split_on", [None, "--"])
 @pytest.mark.parametrize(("text", "fits"), [("123456", True), ("1234567", False), ("12345é", False)])
-def test_a_document_may_have_as_many_bytes_as_are_allowed(tmp_path, monkeypatch, split_on, text, fits):
+def test_document_size_limit(tmp_path, monkeypatch, split_on, text, fits):
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 6)
     first = "ab--" if split_on else ""
     write(tmp_path / "a.txt", f"{first}{text}".encode())
@@ -138,7 +138,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
+def test_invalid_records_are_named(tmp_path, name):
     data, expected = RECORDS[name]
     path = write(tmp_path / name, data)
     if name == "cut.txt.gz":
@@ -146,21 +146,21 @@ def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
     assert outcome(path) == expected
 
 
-def test_documents_that_a_disk_does_not_give_are_not_dropped():
+def test_read_errors_are_not_dropped_documents():
     """They are there: another start reads them."""
     assert readers.damaged(Path("a"), "corrupt", "nothing was read", OSError("Truncated"), 2).lost_rows == 2
     with pytest.raises(OSError):
         readers.damaged(Path("a"), "corrupt", "nothing was read", OSError(errno.EIO, "Input/output error"))
 
 
-def test_rows_are_counted_through_the_batches_of_a_group(tmp_path, monkeypatch):
+def test_row_numbers_across_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BATCH_ROWS", 2)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["1", "2", "3", None, "5"]}), tmp_path / "a.parquet")
     found = outcome(tmp_path / "a.parquet")
     assert found == ["1", "2", "3", "null text :4", "5"]
 
 
-def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
+def test_duplicate_column_raises(tmp_path):
     """Which of them is the text nobody said: not the first in silence."""
     both = pyarrow.table([["one", "three"], ["two", "four"]], names=["text", "text"])
     pyarrow.parquet.write_table(both, tmp_path / "a.parquet")
@@ -178,13 +178,13 @@ def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
     assert [(item.where, item.count) for item in items] == [(str(tmp_path / name), 2) for name in names]
 
 
-def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
+def test_control_characters_in_names_are_escaped(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"\\u001b[31m": 1, "plain name": 2, "\\udcff": 3}')
     (item,) = read_documents([str(path)])
     assert item.detail == r"no 'text' among '\x1b[31m', plain name, '\udcff'"
 
 
-def test_what_a_folder_has_besides_is_counted(tmp_path, caplog):
+def test_other_files_in_folder_are_counted(tmp_path, caplog):
     for name in ("a.png", "sub/b.png", "package.json", "LICENSE", "table.csv.gz", "c.txt", "d.TXT.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, b"text")
@@ -196,7 +196,7 @@ def test_what_a_folder_has_besides_is_counted(tmp_path, caplog):
         list_sources([str(tmp_path / "sub")])
 
 
-def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, reported):
+def test_single_text_file(tmp_path, prepare, reported):
     """tinyshakespeare's input.txt: its end is the eval split, as much of it as asked."""
     text = "".join(corpus_texts(200))
     path = write(tmp_path / "input.txt", text.encode())
@@ -238,11 +238,11 @@ def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, reported):
         ("a", 0.5, ""),
     ],
 )
-def test_where_a_text_is_cut(text, fraction, end):
+def test_cut_for_eval(text, fraction, end):
     assert cut_for_eval(text, fraction) == (text[: len(text) - len(end)], end)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", r"a\nb", "\udce9"])
-def test_separators_that_cannot_be_meant(text):
+def test_invalid_separators(text):
     with pytest.raises(argparse.ArgumentTypeError):
         separator(text)

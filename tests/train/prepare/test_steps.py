@@ -16,13 +16,13 @@ from train.prepare.executors import run_local
 from train.prepare.steps import StepOptions
 
 
-def test_without_flags_nothing_is_done(tmp_path: Path) -> None:
+def test_no_steps_by_default(tmp_path: Path) -> None:
     assert parse() == StepOptions()
     assert run(parse(), [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
 
 
 @needs_spacy
-def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
+def test_all_steps_together(tmp_path: Path) -> None:
     rng = random.Random(0)
     secret = text_of(rng, 20)
     (tmp_path / "eval.txt").write_text(secret)
@@ -52,7 +52,7 @@ def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
         (export, ["run", ""]),
     ],
 )
-def test_a_variable_that_is_not_set_is_no_folder(
+def test_empty_path_raises(
     program: Any,
     words: list[str],
     tokenizer_dir: Path,
@@ -69,7 +69,7 @@ def test_a_variable_that_is_not_set_is_no_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_refused_preparation_leaves_nothing_to_resume(
+def test_refused_preparation_leaves_no_files(
     tmp_path: Path, prepare: Callable[..., int], corpus: Path, reported: list[Any]
 ) -> None:
     """Its evaluation texts had another key: the message names the option, with which it is another preparation."""

@@ -9,7 +9,7 @@ from train.prepare.readers import Damaged, Dropped
 from train.prepare.tally import Tally
 
 
-def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
+def test_tallies_add_up():
     first = Tally(read=4, kept=3, text_bytes=7, by_step=Counter({"language": 1}))
     second = Tally(read=2, kept=2, text_bytes=7)
     for number in range(2):
@@ -31,6 +31,6 @@ def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
     assert [line.split()[0] for line in lines] == first_words
 
 
-def test_a_document_that_is_neither_kept_nor_counted_is_a_defect():
+def test_uncounted_document_raises():
     with pytest.raises(AssertionError):
         Tally(read=5, kept=3, by_step=Counter({"language": 1})).documents()

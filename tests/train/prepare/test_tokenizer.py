@@ -36,7 +36,7 @@ def model(tokenizer_dir: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_dir / "tokenizer.model"))
 
 
-def test_transformers_gives_the_ids_of_sentencepiece(tokenizer_dir, model):
+def test_fast_tokenizer_equals_sentencepiece(tokenizer_dir, model):
     """And the special ids are Mistral's; text stays text, in both directions."""
     fast = AutoTokenizer.from_pretrained(tokenizer_dir)
     assert fast.is_fast and len(fast) == model.vocab_size() == 400
@@ -119,7 +119,7 @@ REFUSED = {  # what is wrong: the code, the tokenizer
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_tokenizer_of_two_answers_is_refused(tmp_path, tokenizer_dir, kind):
+def test_inconsistent_tokenizer_raises(tmp_path, tokenizer_dir, kind):
     """One that gives a model's export other ids than its training, or that ends a document in its middle."""
     code, make = REFUSED[kind]
     with refused(DataError, code=code):
@@ -140,7 +140,7 @@ TAKEN = {  # tokenizer.json is written for models with other names of the specia
 
 
 @pytest.mark.parametrize("kind", TAKEN)
-def test_other_tokenizers_are_taken(tmp_path, kind):
+def test_other_tokenizers_are_accepted(tmp_path, kind):
     texts, encoder = corpus_texts(20), TextEncoder(TAKEN[kind](tmp_path))
     check = check_tokenizer(encoder, texts)
     assert check == {"texts": 20, "texts_changed": 0, "unknown_tokens": 0, "tokens": check["tokens"]}
@@ -167,7 +167,7 @@ def test_lost_text_and_unknown_tokens_are_counted(tmp_path):
     assert check["texts_changed"] == 90 and "\n" in before and "\n" not in after
 
 
-def test_a_sample_is_of_all_sources_and_bounded(tmp_path):
+def test_sample_covers_all_sources(tmp_path):
     one = [write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(2000)]) for name in "abc"]
     (tmp_path / "long.txt").write_text("long " * 100_000)
     packed = tmp_path / "packed.jsonl.gz"
@@ -179,7 +179,7 @@ def test_a_sample_is_of_all_sources_and_bounded(tmp_path):
 
 
 @pytest.mark.parametrize("letters", ["ACGT", "0123456789abcdef", "\u3042\u3044\u3046\u3048\u304a"])
-def test_text_without_spaces_trains_a_tokenizer(tmp_path, letters):
+def test_text_without_spaces(tmp_path, letters):
     rng, out = random.Random(0), tmp_path / "out"
     (tmp_path / "a.txt").write_text("".join(rng.choices(letters, k=100_000)))
     assert main(["--input", str(tmp_path / "a.txt"), "--vocab_size", "300", "--output", str(out)]) == 0
@@ -188,7 +188,7 @@ def test_text_without_spaces_trains_a_tokenizer(tmp_path, letters):
     assert encoder.decode(ids) == letters * 20 and len(ids) < len(letters) * 20
 
 
-def test_special_tokens_of_a_chat_are_special(tmp_path, tokenizer_dir):
+def test_chat_tokens_are_special(tmp_path, tokenizer_dir):
     """In a tokenizer of train_tokenizer.py special tokens are text, in a chat template too."""
     for split, model_alone in ((True, False), (False, False), (False, True)):
         folder = edited(tmp_path / f"{split}{model_alone}", tokenizer_dir, split_special_tokens=split)
@@ -208,7 +208,7 @@ STAND_INS = {  # of a tokenizer.model: the code of the error
 }
 
 
-def test_what_stands_in_a_tokenizers_place_is_named(tmp_path, tokenizer_dir):
+def test_invalid_tokenizer_folder_raises(tmp_path, tokenizer_dir):
     folder = edited(tmp_path / "tokenizer", tokenizer_dir, bos_token=None, eos_token="</s>")
     for content, code in STAND_INS.items():
         (folder / "tokenizer.model").write_text(content)
@@ -223,7 +223,7 @@ def test_what_stands_in_a_tokenizers_place_is_named(tmp_path, tokenizer_dir):
     assert TextEncoder(folder).bos_id >= 0
 
 
-def test_a_vocabulary_that_the_corpus_does_not_have_names_the_limit(corpus, tmp_path, reported):
+def test_too_large_vocabulary_names_the_limit(corpus, tmp_path, reported):
     arguments = ["--input", str(corpus), "--output", str(tmp_path), "--vocab_size"]
     assert main([*arguments, "270"]) == 2
     assert (reported[-1].code, reported.pop().key) == ("training_failed", "--vocab_size")
@@ -233,7 +233,7 @@ def test_a_vocabulary_that_the_corpus_does_not_have_names_the_limit(corpus, tmp_
         main([*arguments, "0"])
 
 
-def test_documents_that_cannot_be_read_are_counted(tmp_path, corpus, reported):
+def test_unreadable_documents_are_counted(tmp_path, corpus, reported):
     for number in range(4):
         (tmp_path / f"{number}.txt").write_bytes(b"\xff" if number < 3 else b" ")  # blank text is none
     words = ["--vocab_size", "390", "--output", str(tmp_path / "out"), "--input", str(corpus)]
@@ -244,7 +244,7 @@ def test_documents_that_cannot_be_read_are_counted(tmp_path, corpus, reported):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_an_existing_tokenizer_is_kept(tmp_path, reported, name):
+def test_existing_tokenizer_is_kept(tmp_path, reported, name):
     """And a folder that cannot be written is named; both before the text is read, which takes minutes."""
     (tmp_path / name).write_text("mine")
     for output, code in ((tmp_path, "already_there"), (tmp_path / name / "new", "cannot_write")):
@@ -253,7 +253,7 @@ def test_an_existing_tokenizer_is_kept(tmp_path, reported, name):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, tokenizer_dir):
+def test_overwrite_removes_the_old_tokenizer(tmp_path, corpus, tokenizer_dir):
     (tmp_path / "added_tokens.json").write_text('{"<other>": 7}')
     (tmp_path / "tokenizer.json").write_text("other")
     (tmp_path / "README").write_text("mine")
@@ -263,7 +263,7 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     assert contents(tmp_path) == contents(tokenizer_dir) | {"README": b"mine"}
 
 
-def test_sample_is_spread_bounded_and_in_order():
+def test_sample_texts():
     texts = [f"{i:04d}" + "x" * 96 for i in range(1000)]
     sample = sample_texts([Text(text, "") for text in texts], max_bytes=10_000)
     assert len(sample) == 100 and sample == sorted(sample)
@@ -271,7 +271,7 @@ def test_sample_is_spread_bounded_and_in_order():
     assert len(sample_texts([Text(text, "") for text in texts], max_bytes=10)) == 1  # documents stay whole
 
 
-def test_a_tokenizer_is_trained_on_what_was_asked_for(tmp_path, monkeypatch):
+def test_training_options(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one|two|three")
     (tmp_path / "b.jsonl").write_text('{"content": "four", "text": 5}\n')
     train, out = Mock(side_effect=ValueError("enough")), tmp_path / "out"
@@ -292,14 +292,14 @@ def test_a_tokenizer_is_trained_on_what_was_asked_for(tmp_path, monkeypatch):
     assert not list(out.iterdir())
 
 
-def test_training_sentences_keep_the_text_and_stay_short():
+def test_training_sentences():
     text = "line one\nline two\n\n" + "y" * 50_000 + "\n" + "日本" * 9000
     pieces = list(training_sentences([text]))
     assert "".join(pieces) == text
     assert max(len(piece.encode()) for piece in pieces) <= 8192
 
 
-def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
+def test_character_coverage() -> None:
     texts = ["some words and others, again and again\n" * 20 + "é"]
     for coverage in (0.98, 1.0):
         model = sentencepiece.SentencePieceProcessor(model_proto=train_model(texts, 290, coverage))
@@ -307,7 +307,7 @@ def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
         assert model.decode(model.encode("é")) == "é"
 
 
-def test_what_transformers_reads_is_written_for_a_sentencepiece_model_alone(tokenizer_dir, tmp_path):
+def test_fast_tokenizer_is_written_for_sentencepiece(tokenizer_dir, tmp_path):
     """What transformers makes of the model itself has no space before a text, which training had."""
     alone, copy = tmp_path / "alone", tmp_path / "copy"
     alone.mkdir()

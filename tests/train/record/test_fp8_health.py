@@ -49,9 +49,7 @@ def recorded(totals: torch.Tensor, gemms: list[str], layers: int) -> dict[str, A
     return health_record(check, layers)
 
 
-def test_statistics_are_those_of_the_tensors_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, process_group: None
-) -> None:
+def test_statistics_over_all_ranks(monkeypatch: pytest.MonkeyPatch, process_group: None) -> None:
     """The kurtosis and the error too, which are not means of the ranks' values."""
     expected, other = recorded(totals_of(1, 2), [LAYER.format(0)], 1), totals_of(2)
 
@@ -68,7 +66,7 @@ def test_statistics_are_those_of_the_tensors_of_all_ranks(
     assert found[LAYER.format("*")]["weight"]["saturated"][0] > 0.1
 
 
-def test_layers_are_in_order_and_missing_values_are_null(process_group: None) -> None:
+def test_health_record_layers(process_group: None) -> None:
     assert fp8_health.OPERANDS == OPERANDS and fp8_health.STATISTICS == STATISTICS == tuple(PANELS)
     found = recorded(totals_of(1), [LAYER.format(1), LAYER.format(3), "lm_head"], 6)
     assert [value is None for value in found[LAYER.format("*")]["input"]["error"]] == [True, False] * 2 + [
@@ -81,7 +79,7 @@ def test_layers_are_in_order_and_missing_values_are_null(process_group: None) ->
     assert split("model.layers.17.mlp.fc1") == ("model.layers.*.mlp.fc1", 17)
 
 
-def test_trackers_get_the_largest_value_of_all_layers() -> None:
+def test_tracker_scalars() -> None:
     health = record()
     health[LAYER.format("*")]["weight"]["error"] = [None, 0.03, 0.02]
     found = scalars(health)
@@ -89,7 +87,7 @@ def test_trackers_get_the_largest_value_of_all_layers() -> None:
     assert found[f"fp8_health/underflow/input/{LAYER.format('*')}"] == 0.1 and len(found) == 12
 
 
-def test_health_is_drawn_against_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row per layer, a column per sample, a panel per statistic and operand."""
     drawn = []
     show = Axes.pcolormesh
@@ -112,7 +110,7 @@ def test_health_is_drawn_against_steps(tmp_path: Path, monkeypatch: pytest.Monke
     assert weights[0][1] == 0.05 and math.isnan(weights[0][0])
 
 
-def test_plot_draws_the_health_of_a_single_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_of_a_single_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
     monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
     monkeypatch.setattr("train.record.plots.draw_health", lambda _, path: drawn.append(path) or True)
@@ -131,7 +129,7 @@ def weights(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in files if path.suffix in (".safetensors", ".pt")]
 
 
-def test_health_checks_do_not_change_the_numbers(
+def test_health_checks_change_no_result(
     settings: dict, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints too. A resume records the same samples, also at steps that are not logged."""
@@ -156,7 +154,7 @@ def test_health_checks_do_not_change_the_numbers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant,precision", [("te_layer", "block"), ("te_linear", "current")])
-def test_no_recipe_is_changed_by_a_look(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
+def test_health_checks_change_no_recipe(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
     settings["model"]["variant"], settings["max_steps"] = variant, 4
     folders = []
     for steps in (0, 1):
@@ -168,7 +166,7 @@ def test_no_recipe_is_changed_by_a_look(settings: dict, tmp_path: Path, variant:
 
 
 @pytest.mark.slow
-def test_recomputation_and_zero_3(settings: dict, tmp_path: Path) -> None:
+def test_health_checks_with_recomputation_and_zero_3(settings: dict, tmp_path: Path) -> None:
     """The same statistics where layers are computed twice, and where weights are partitioned; there they are quantized
     by each micro-batch, of which the first is looked at."""
     settings |= {"precision": {"recipe": "current", "health_steps": 2}, "max_steps": 4}

@@ -51,7 +51,7 @@ def test_console_shows_messages_by_level_and_rank(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_file_has_all_messages_of_all_starts(tmp_path: Path, rank: int) -> None:
+def test_log_file_has_all_messages(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "logs/rank-001.log"
     for start in ("first", "second"):
         configure_logging("error", rank, has_file=True)
@@ -72,7 +72,7 @@ def test_file_has_all_messages_of_all_starts(tmp_path: Path, rank: int) -> None:
     assert "another package" in lines[9] and "second before debug" in lines[11]
 
 
-def test_a_closed_console_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_closed_console_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
     configure_logging()
     monkeypatch.undo()

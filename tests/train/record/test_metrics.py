@@ -36,7 +36,7 @@ def steps(folder):
     return [line["step"] for line in lines(folder)]
 
 
-def test_lines_are_written_at_once_and_logged(tmp_path, logged):
+def test_lines_are_written_and_logged(tmp_path, logged):
     records = [
         {"step": 10, "tokens": 640, "loss": 5.25, "tokens_per_second": 1.6, "learning_rate": 1e-3},
         {"step": 20, "tokens": 1280, "eval_loss": 4.0, "eval_loss/a {b}": 4.5, "unigram_loss": 6.0},
@@ -64,12 +64,12 @@ def test_other_ranks_write_nothing(tmp_path, logged):
     assert not (tmp_path / "run").exists() and not logged
 
 
-def test_a_plot_that_fails_does_not_end_the_run(tmp_path, logged):
+def test_failing_plot_does_not_end_the_run(tmp_path, logged):
     MetricsLogger(RunFolder(tmp_path), CONFIG, True).draw_last()  # no metrics
     assert len(logged) == 1 and not list(tmp_path.glob("*.png"))
 
 
-def test_a_resume_moves_later_and_incomplete_lines(tmp_path):
+def test_resume_moves_later_lines(tmp_path):
     write(tmp_path, 10, 20, 30, 40)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"loss": 1.0}\n[1]\n')
@@ -87,7 +87,7 @@ def test_a_resume_moves_later_and_incomplete_lines(tmp_path):
     assert steps(tmp_path) == [10] and len(list(tmp_path.glob(f"{METRICS}.discarded-*"))) == 3
 
 
-def test_a_rollback_moves_later_lines(tmp_path):
+def test_rollback_moves_later_lines(tmp_path):
     log = MetricsLogger(RunFolder(tmp_path), CONFIG, True)
     for step in (1, 2, 3):
         log.log({"step": step, "tokens": 0})
@@ -107,13 +107,13 @@ def test_a_rollback_moves_later_lines(tmp_path):
         ({"fp8_escalations": {"changes": [1]}, "loss": 1.5}, True, True),
     ],
 )
-def test_lines_that_a_start_repeats_at_its_first_step_are_moved(tmp_path, record, again, kept):
+def test_repeated_first_lines_are_moved(tmp_path, record, again, kept):
     write(tmp_path, {"step": 2, **record}, {"step": 3, **record})
     write(tmp_path, start_step=3, evaluates_again=again)
     assert steps(tmp_path) == ([2, 3] if kept else [2])
 
 
-def test_lines_that_cannot_be_written_are_written_later(tmp_path, logged):
+def test_full_disk_delays_lines(tmp_path, logged):
     """A limit on the size of files acts like a full disk, here in the middle of a line."""
     log = MetricsLogger(RunFolder(tmp_path), CONFIG, True)
     log.log({"step": 1, "tokens": 0})
@@ -139,10 +139,10 @@ def test_lines_that_cannot_be_written_are_written_later(tmp_path, logged):
         ("NVIDIA A100-SXM4-80GB", None),
     ],
 )
-def test_peaks_of_known_gpus(name, peak):
+def test_peak_tflops(name, peak):
     assert peak_tflops(name) == peak
 
 
-def test_mfu_is_the_fraction_of_the_peak():
+def test_mfu():
     shares = [mfu(100_000, 6.9e9, peak) for peak in (989.0, None)]
     assert shares == [pytest.approx(0.6977, abs=1e-4), None]

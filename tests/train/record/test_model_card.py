@@ -56,7 +56,7 @@ def facts(text: str) -> dict[str, str]:
     return {name: value for name, value in (row for row in rows if len(row) == 2)}
 
 
-def test_facts_of_a_checkpoint(card: Card) -> None:
+def test_card_has_checkpoint_facts(card: Card) -> None:
     assert facts(card()) == {
         "model": "my.json, trained as te_layer",
         "started from": "random weights",
@@ -75,7 +75,7 @@ def test_facts_of_a_checkpoint(card: Card) -> None:
     assert "until_step" in other["precision.schedule"]
 
 
-def test_facts_of_the_run_up_to_the_checkpoint(card: Card, tmp_path: Path) -> None:
+def test_card_has_run_facts(card: Card, tmp_path: Path) -> None:
     known = {
         "startup_checks": ["FP8: 12 of 13", "  not FP8: a|b"],
         "commit": "abc",
@@ -93,13 +93,13 @@ def test_facts_of_the_run_up_to_the_checkpoint(card: Card, tmp_path: Path) -> No
     assert (early["modules after a fallback"], late["modules after a fallback"]) == ("1", "2")
 
 
-def test_quantization_of_an_fp8_export(card: Card) -> None:
+def test_card_of_fp8_export(card: Card) -> None:
     for is_blocks, method in ((False, "compressed-tensors"), (True, "fp8")):
         row = facts(card(quantization=quantization_config(is_blocks, [])))["quantization"]
         assert f"quant_method {method}" in row and ("pip install" in row) != is_blocks
 
 
-def test_a_card_of_the_user_is_kept(card: Card) -> None:
+def test_user_card_is_kept(card: Card) -> None:
     own = card()
     assert card(former=own, step=3) != own
     for changed in ("# Mine\n", own.replace(MARK, "")):

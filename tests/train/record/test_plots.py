@@ -43,7 +43,7 @@ def legends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
+def test_marks_of_stops_and_resumes(tmp_path, capsys, legends):
     starts = [start(0, "stopped"), start(2), start(2, "failed") | {"gpus": 0}]
     starts[-1]["ended"]["why"] = "a reason"
     folder = make_run(tmp_path / "a", starts=starts, **{"eval_loss/other $x": 5.0})
@@ -61,7 +61,7 @@ def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
     assert history.marks() == [(64, "stopped"), (128, "resumed"), (128, "resumed"), (128, "rolled back")]
 
 
-def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
+def test_fp8_description_by_phase(tmp_path):
     """Modules may have gone to other levels in it (precision.on_trouble)."""
     stages = [
         {"step": 3, "fp8": "b", "new_phase": True},
@@ -72,7 +72,7 @@ def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
     assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "a; then c; then d"
 
 
-def test_each_curve_has_its_panel(tmp_path, monkeypatch):
+def test_plot_panels(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or path.touch())
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
@@ -85,7 +85,7 @@ def test_each_curve_has_its_panel(tmp_path, monkeypatch):
     pyplot.close("all")
 
 
-def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypatch):
+def test_plot_of_several_runs(tmp_path, capsys, legends, monkeypatch):
     one = make_run(tmp_path / "x/run", starts=[start(0)])
     two = make_run(tmp_path / "y/run", loss=2.0, unigram_loss=5.0)  # of other data
     with (two / "metrics.jsonl").open("a") as file:
@@ -101,7 +101,7 @@ def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypa
     assert not {"resumed", "unigram model"} & {*legends}
 
 
-def test_a_folder_without_metrics_is_refused(tmp_path):
+def test_folder_without_metrics_raises(tmp_path):
     good, empty, other, missing = (tmp_path / name for name in ("good", "empty", "other", "missing"))
     make_run(good)
     for folder, text in ((empty, ""), (other, '{"a": 1}\n[]\nhello\n')):
@@ -115,7 +115,7 @@ def test_a_folder_without_metrics_is_refused(tmp_path):
     assert len(read_history(good).records) == 4
 
 
-def test_an_output_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_output_raises(tmp_path):
     folder = make_run(tmp_path / "a")
     assert plot.main([str(folder), "--output", "/proc/none/x.png"]) == 2
     with pytest.raises(SystemExit) as stop:
@@ -123,7 +123,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     assert stop.value.code == 2 and not (tmp_path / "x.pdf").exists()
 
 
-def test_the_starts_that_a_run_consists_of():
+def test_remove_abandoned():
     def steps(*starts: int) -> list[int]:
         return [entry["step"] for entry in remove_abandoned([{"step": step} for step in starts])]
 
@@ -133,7 +133,7 @@ def test_the_starts_that_a_run_consists_of():
     assert steps(30, 40) == [30, 40]  # a branch of another run
 
 
-def test_a_loss_is_smoothed_over_a_fiftieth_of_its_lines():
+def test_smoothed():
     assert smoothed([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]
     values = [2.0 + (-1) ** n for n in range(500)]
     assert np.ptp(smoothed(values)[100:]) < 0.25

@@ -18,7 +18,7 @@ def record(folder: RunFolder, step: int = 0, **known: object) -> RunRecord:
     )
 
 
-def test_starts_are_added_with_their_ends(tmp_path):
+def test_starts_are_recorded(tmp_path):
     folder = RunFolder(tmp_path)
     with record(folder, a=1) as first:
         (running,) = read_starts(folder)
@@ -35,7 +35,7 @@ def test_starts_are_added_with_their_ends(tmp_path):
     assert ends == [(0, "done", 7, 70), (7, "stopped", 7, 70), (8, "failed", 7, 70)]
 
 
-def test_a_full_disk_is_reported_and_does_not_end_the_run(tmp_path, monkeypatch, logged):
+def test_full_disk_warns(tmp_path, monkeypatch, logged):
     error = OSError(28, "No space left on device")
     monkeypatch.setattr(provenance, "write_durably", Mock(side_effect=error))
     with record(RunFolder(tmp_path)) as its:
@@ -52,21 +52,21 @@ def test_a_full_disk_is_reported_and_does_not_end_the_run(tmp_path, monkeypatch,
         ({"data": {"sources": {}}}, False),
     ],
 )
-def test_the_hash_of_a_configuration_covers_what_changes_a_run(monkeypatch, change, is_same):
+def test_config_hash(monkeypatch, change, is_same):
     monkeypatch.setattr(provenance, "commit", lambda: "c")
     config = {"learning_rate": 1e-3, "output_dir": "a", "resume_from_checkpoint": "auto"}
     hashes = {provenance.origin(values)["config_sha256"] for values in (config, config | change)}
     assert len(hashes) == (1 if is_same else 2)
 
 
-def test_without_git_the_commit_is_that_of_the_environment(monkeypatch):
+def test_commit_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert provenance.commit() == "unknown"
     monkeypatch.setenv("GIT_COMMIT", "abc")
     assert provenance.commit() == "abc"
 
 
-def test_changed_sources_are_noted_and_results_of_benchmarks_are_not(monkeypatch, tmp_path):
+def test_changed_sources_are_marked(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     files = [tmp_path / name for name in ("train/trainer.py", "test_fp8/rows.py", "test_fp8/results/a.json")]
     for file in files:

@@ -23,7 +23,7 @@ def open_trackers(folder: Path, report_to: str | list[str], start_step: int = 0)
 
 
 @pytest.mark.process
-def test_wandb_without_a_key_is_offline_and_a_resume_continues_its_run(tmp_path, monkeypatch):
+def test_wandb_offline_without_key(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -48,9 +48,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> tuple[MagicMock, MagicMock]:
 
 
 @pytest.mark.parametrize("fails", ["init", "define_metric", "log", "SummaryWriter", "add_scalar"])
-def test_a_tracker_that_raises_is_dropped_and_the_other_continues(
-    fails, services, tmp_path, monkeypatch, logged
-):
+def test_failing_tracker_is_dropped(fails, services, tmp_path, monkeypatch, logged):
     wandb, tensorboard = services
     run, writer = wandb.init.return_value, tensorboard.SummaryWriter.return_value
     calls = {"init": wandb.init, "define_metric": run.define_metric, "log": run.log}
@@ -78,7 +76,7 @@ def test_a_tracker_that_raises_is_dropped_and_the_other_continues(
         ("", False, "online", "online", "allow"),
     ],
 )
-def test_wandb_is_online_with_a_key(key, in_netrc, mode, used, resumes, services, tmp_path, monkeypatch):
+def test_wandb_online_with_key(key, in_netrc, mode, used, resumes, services, tmp_path, monkeypatch):
     netrc = tmp_path / "netrc"
     netrc.write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
     netrc.chmod(0o600)
@@ -92,7 +90,7 @@ def test_wandb_is_online_with_a_key(key, in_netrc, mode, used, resumes, services
     assert init["dir"] == str(tmp_path)
 
 
-def test_tensorboard_has_the_numbers_that_count(tmp_path):
+def test_tensorboard_scalars(tmp_path):
     """Not those that a rollback or a resume has left behind."""
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs the package tensorboard"
@@ -118,7 +116,7 @@ def test_tensorboard_has_the_numbers_that_count(tmp_path):
 
 @pytest.mark.parametrize("folder_of_that_name", [False, True])
 @pytest.mark.parametrize("report_to", ["wandb", ["wandb", "tensorboard"], "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_named(report_to, folder_of_that_name, monkeypatch):
+def test_missing_tracker_package_raises(report_to, folder_of_that_name, monkeypatch):
     first = report_to if isinstance(report_to, str) else report_to[0]
     spec = importlib.machinery.ModuleSpec(first, None) if folder_of_that_name else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)

@@ -16,7 +16,7 @@ from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 
-def test_what_a_run_leaves(
+def test_run_folder_files(
     settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.trainer.peak_tflops", lambda name: 0.5)
@@ -34,7 +34,7 @@ def test_what_a_run_leaves(
     assert last["mfu"] == pytest.approx(last["tokens_per_second"] * flops / 0.5e12)
 
 
-def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_path: Path) -> None:
+def test_run_json_keeps_every_start(settings: dict, tmp_path: Path) -> None:
     """The first ends by an error, in the middle."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("train.trainer.held_out_losses", lambda *_: 1 / 0)
