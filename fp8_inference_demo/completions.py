@@ -35,18 +35,18 @@ class Completion:
     finish_reason: "stop" at EOS or a stop string; "length" if max_new_tokens, the context or the callback `on_text`
     ended it; None while it grows.
     tokens: the number of new tokens, including EOS.
-    text: updated after each token if `looked_at` is set or there are stop strings, otherwise only at the end. Decoding
-    text token by token takes the host longer than the GPU needs for the tokens.
+    text: updated after each token if `updates_text` is set or there are stop strings, otherwise only at the end.
+    Decoding text token by token takes the host longer than the GPU needs for the tokens.
     """
 
-    def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], looked_at: bool):
+    def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], updates_text: bool):
         self.text = ""
         self.tokens = 0
         self.finish_reason: str | None = None
         self._stream = TextStream(tokenizer, request.ids)
         self._stops = StopStrings(options.stop)
         self._eos = eos
-        self._grows = looked_at or bool(options.stop)
+        self._grows = updates_text or bool(options.stop)
 
     def push(self, token: int) -> None:
         self.tokens += 1
@@ -87,8 +87,8 @@ def complete(
         [request.seed for request in requests],
         options.max_new_tokens,
     )
-    looked_at = on_text is not None
-    completions = [Completion(tokenizer, request, options, eos, looked_at) for request in requests]
+    updates_text = on_text is not None
+    completions = [Completion(tokenizer, request, options, eos, updates_text) for request in requests]
     for step in run:
         for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
             if token is None or completion.finish_reason:

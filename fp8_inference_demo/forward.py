@@ -90,16 +90,16 @@ class Forward:
             keys, values = self.cache.keys[index, :B], self.cache.values[index, :B]
             if one:
                 for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                    self._note(matrix, few)
+                    self._count_operation(matrix, few)
                 x_BH = do.decode_layer(context, x_BH, layer, keys, values, positions_B)
                 continue
-            x_BH, qkv = self._enter(x_BH, delta, layer, few)
+            x_BH, qkv = self._start_layer(x_BH, delta, layer, few)
             noted, digits = self.largest[index, :, :B], _digits(layer.o, few)
             cache = context.turns, positions_B, keys, values
             attended = do.attend_cache(
                 qkv, *cache, context.heads, context.window, digits, context.arrived, noted[0]
             )
-            x_BH, delta = self._leave(x_BH, attended, layer, few, noted[1])
+            x_BH, delta = self._finish_layer(x_BH, attended, layer, few, noted[1])
         return do.head(self.weights, context.eps, x_BH, delta)
 
     def prefill(self, ids_BT: torch.Tensor, first_row: int = 0) -> torch.Tensor:
@@ -114,34 +114,34 @@ class Forward:
         rows, delta = slice(first_row, first_row + B), None
         for index, layer in enumerate(self.weights.layers):
             keys, values = self.cache.keys[index, rows], self.cache.values[index, rows]
-            x_MH, qkv = self._enter(x_MH, delta, layer, few)
+            x_MH, qkv = self._start_layer(x_MH, delta, layer, few)
             q = do.rotate_into_cache(qkv, context.turns, positions_BT, keys, values, context.heads)
             out = reference.attend_prompt(q, keys[:, :, :T], values[:, :, :T], context.window)
             attended = do.rows(out.reshape(B * T, -1), _digits(layer.o, few))
-            x_MH, delta = self._leave(x_MH, attended, layer, few, None)
+            x_MH, delta = self._finish_layer(x_MH, attended, layer, few, None)
         return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits, float32 [M, V], of hidden states [M, H]."""
         return self.operations.head(self.weights, self.context.eps, x, None).float()
 
-    def _enter(
+    def _start_layer(
         self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a layer up to its attention. Return x + delta and the fused projection [q; k; v]."""
         x_MH, rows = self.operations.add_norm_rows(
             x_MH, delta, layer.input_norm, self.context.eps, _digits(layer.qkv, few)
         )
-        self._note(layer.qkv, few)
+        self._count_operation(layer.qkv, few)
         return x_MH, self.operations.gemm(rows, layer.qkv)
 
-    def _leave(
+    def _finish_layer(
         self, x_MH: torch.Tensor, attended: Any, layer: Layer, few: bool, largest: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a layer after its attention, whose output is `attended`. Return the hidden states and their delta."""
         do = self.operations
         for matrix in (layer.o, layer.gate_up, layer.down):
-            self._note(matrix, few)
+            self._count_operation(matrix, few)
         delta = do.gemm(attended, layer.o)
         x_MH, rows = do.add_norm_rows(
             x_MH, delta, layer.post_norm, self.context.eps, _digits(layer.gate_up, few)
@@ -149,7 +149,7 @@ class Forward:
         inner = do.swiglu_gemm(rows, layer.gate_up, _digits(layer.down, few), largest)
         return x_MH, do.gemm(inner, layer.down)
 
-    def _note(self, weight: Matrix, few: bool) -> None:
+    def _count_operation(self, weight: Matrix, few: bool) -> None:
         kind = "fp8 weights" if few else "fp8 gemm"
         self.ran[kind if weight.fp8 else str(weight.values.dtype).removeprefix("torch.")] += 1
 

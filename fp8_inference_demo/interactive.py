@@ -66,12 +66,12 @@ def record_first_ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def truncate_left(ids: list[int], most: int, bos: int | None) -> list[int]:
-    """Return the last `most` ids. If `ids` start with BOS, the result starts with BOS too."""
-    if len(ids) <= most:
+def truncate_left(ids: list[int], max_tokens: int, bos: int | None) -> list[int]:
+    """Return the last `max_tokens` ids. If `ids` start with BOS, the result starts with BOS too."""
+    if len(ids) <= max_tokens:
         return ids
     head = ids[:1] if ids[0] == bos else []
-    return head + ids[len(ids) - most + len(head) :]
+    return head + ids[len(ids) - max_tokens + len(head) :]
 
 
 def answer_lines(session: Session) -> int:
@@ -99,12 +99,12 @@ def hold_conversation(session: Session) -> None:
     """
     session.load(None, 1)
     length = session.engine.max_length
-    most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
+    max_tokens = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
     text = ""
     for number, line in enumerate(read_typed_prompts()):
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
-        ids = truncate_left(whole, most, session.tokenizer.bos_token_id)
+        ids = truncate_left(whole, max_tokens, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
             print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
         with record_first_ctrl_c() as interrupted:

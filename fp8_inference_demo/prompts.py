@@ -19,7 +19,7 @@ from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
 
-ADDED = "choices"
+OUTPUT_KEYS = "choices"
 
 
 def parse_prompt(line: str, name: str) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def parse_prompt(line: str, name: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
         message = f'{name} has no text "prompt"; expected {{"prompt": "..."}}'
         raise InferenceError(message, code="no_prompt", key=name)
-    if ADDED in record:
-        message = f"{name} has the field {ADDED!r}, which is reserved for the output; rename it"
+    if OUTPUT_KEYS in record:
+        message = f"{name} has the field {OUTPUT_KEYS!r}, which is reserved for the output; rename it"
         raise InferenceError(message, code="reserved_field", key=name)
     return record
 
@@ -75,7 +75,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
             batch = rows[first : first + size]
             completions, _ = session.complete([request for _, request in batch])
             for (record, _), completion in zip(batch, completions, strict=True):
-                choices = record.setdefault(ADDED, [])
+                choices = record.setdefault(OUTPUT_KEYS, [])
                 choices.append(
                     {
                         "text": completion.text,

@@ -111,12 +111,12 @@ class Sampler:
         best, token = logits.max(-1, keepdim=True)  # max returns NaN if there is one
         if self.sampling.temperature > 0:
             scores = (logits - best) / self.sampling.temperature
-            token = self._drawn(scores, self.uniform[:, :rows].gather(0, steps_B[None]).T)
+            token = self._draw_token(scores, self.uniform[:, :rows].gather(0, steps_B[None]).T)
         if self.seen is not None:
             self.seen[:rows].scatter_(1, token, True)
         return torch.where(best.abs() < math.inf, token, -1)[:, 0]
 
-    def _drawn(self, scores: Tensor, uniform_B1: Tensor) -> Tensor:
+    def _draw_token(self, scores: Tensor, uniform_B1: Tensor) -> Tensor:
         """Draw a token, int64 [B, 1], for scores [B, V] whose maximum is 0."""
         limits, weights = self.sampling, _weights(scores)
         threshold = torch.full_like(uniform_B1, -math.inf, dtype=torch.float32)

@@ -62,15 +62,15 @@ class Session:
         needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.options.max_new_tokens
         return self.arguments.max_length or min(needed, trained or self.config.max_position_embeddings)
 
-    def check_length(self, ids: Sequence[int], name: str, most: int | None = None) -> None:
-        """Raise ValueError if the prompt leaves no room for a new token in a context of `most` tokens.
+    def check_length(self, ids: Sequence[int], name: str, max_tokens: int | None = None) -> None:
+        """Raise ValueError if the prompt leaves no room for a new token in a context of `max_tokens` tokens.
 
-        `most` defaults to the longest allowed context.
+        `max_tokens` defaults to the longest allowed context.
         """
-        most = most or self.max_length(self.config.max_position_embeddings)
-        if len(ids) >= most:
+        max_tokens = max_tokens or self.max_length(self.config.max_position_embeddings)
+        if len(ids) >= max_tokens:
             raise InferenceError(
-                f"{name} has {len(ids)} tokens, but the context has {most} (--max_length, at most "
+                f"{name} has {len(ids)} tokens, but the context has {max_tokens} (--max_length, at most "
                 f"max_position_embeddings {self.config.max_position_embeddings}). Use a shorter prompt.",
                 code="prompt_too_long",
                 key=name,
@@ -130,8 +130,12 @@ class Session:
             answers += completions
             timing.add(run.timing)
             if run.full:
-                ends, most = self.engine.max_length, self.config.max_position_embeddings
-                how = f"; --max_length can be up to {most}" if ends < most else ", the maximum of the model"
+                ends, max_tokens = self.engine.max_length, self.config.max_position_embeddings
+                how = (
+                    f"; --max_length can be up to {max_tokens}"
+                    if ends < max_tokens
+                    else ", the maximum of the model"
+                )
                 print(f"note: the context is full at {ends} tokens{how}", file=sys.stderr)
         print(timing.line(), file=sys.stderr)
         return answers

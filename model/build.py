@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def choose_attention(
-    asked: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
+    requested: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
 ) -> str:
     """Select Transformer Engine's attention backend for a model and return its name. Takes effect in the next forward
     pass.
@@ -30,11 +30,11 @@ def choose_attention(
     Raises BackendError: `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
     """
     if document_mask:
-        asked = te_backend.document_attention(asked, precision.te, precision.dtype)
+        requested = te_backend.document_attention(requested, precision.te, precision.dtype)
     elif VARIANTS[variant].te:
-        asked = te_backend.fastest_attention(asked, precision.te, precision.dtype, head_dim(config))
-    te_backend.choose_attention_backend(asked)
-    return asked
+        requested = te_backend.fastest_attention(requested, precision.te, precision.dtype, head_dim(config))
+    te_backend.choose_attention_backend(requested)
+    return requested
 
 
 def build_model(

@@ -28,7 +28,8 @@ from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
 WARMUP_PASSES = 3
-ROOM = 2  # capacity for documents, as a multiple of those in the captured batch; unused ones cost attention a little
+# Capacity for documents, as a multiple of those in the captured batch. Unused ones cost attention a little.
+CAPACITY_FACTOR = 2
 
 
 class _Passes:
@@ -96,8 +97,8 @@ class _Captured:
         self.angles = passes.model._rope_freqs
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: other threads (data, NCCL's watchdog) may continue to call CUDA
-        watching = check.watching if check else nullcontext
-        with count_gemms(passes.model, precision) as self.gemms, watching():
+        collecting = check.collecting if check else nullcontext
+        with count_gemms(passes.model, precision) as self.gemms, collecting():
             with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
                 loss = passes.forward(first)
             self.loss, self.upstream = loss.detach(), torch.ones_like(loss)
@@ -142,7 +143,7 @@ def _warm_up_and_capture(
     # the nested contexts keep these passes out of outer GEMM counts and health checks
     with torch.cuda.stream(stream), count_gemms(model, precision), pause_collection():
         for index in range(WARMUP_PASSES):
-            looks = HealthCheck(model, precision).watching if health and index == 0 else nullcontext
+            looks = HealthCheck(model, precision).collecting if health and index == 0 else nullcontext
             for first in kinds:
                 with looks():
                     loss = passes.forward(first)
@@ -199,7 +200,7 @@ def use_cuda_graphs(
     if model.document_mask and documents is None:
         raise ValueError("the model has a document mask, so CUDA graphs need documents; pass documents=")
     eager = model.forward
-    room = None if documents is None else documents.padded(ROOM * documents.pieces)
+    room = None if documents is None else documents.padded(CAPACITY_FACTOR * documents.pieces)
     passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())
     before = snapshot_fp8_state(model, precision)
     kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)

@@ -186,7 +186,7 @@ def _run_random_batch(model: nn.Module, seed: int) -> None:
 
 
 def verify_attention(
-    config: MistralConfig, precision: Precision, asked_for: str, seq_length: int, document_mask: bool
+    config: MistralConfig, precision: Precision, requested: str, seq_length: int, document_mask: bool
 ) -> str:
     """Compare Transformer Engine's attention with torch's SDPA and return a log line with the relative errors.
 
@@ -199,13 +199,13 @@ def verify_attention(
     """
     error_out, error_grad = attention_errors(config, precision, seq_length, document_mask=document_mask)
     backend = te_backend.attention_backend_in_use(precision.te)
-    if backend == te_backend.NO_ATTENTION_YET:
+    if backend == te_backend.NO_ATTENTION:
         raise StartupCheckError(
             "Transformer Engine did not report its attention backend, so the installed version is not supported. Run "
             "pip install -r requirements-gpu.txt",
             code="no_attention",
         )
-    if backend == "unfused" and asked_for != "unfused":
+    if backend == "unfused" and requested != "unfused":
         raise StartupCheckError(
             "Transformer Engine chose unfused attention, which is about five times slower and needs quadratic memory. "
             "Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set model.attention_backend to unfused to allow it",

@@ -40,7 +40,7 @@ from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run
-from test_fp8.common.options import option, positive, shared, without_folder
+from test_fp8.common.options import option, positive, shared, strip_folders
 from test_fp8.common.report import Result
 from train.config.load import load_arguments, resolve_arguments
 from train.record.fp8_health import FP8_HEALTH, values
@@ -222,7 +222,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
     own_speed = speed(own)
     return {
         "row": case.name,
-        "overrides": {key: without_folder(value) for key, value in case.overrides.items()},
+        "overrides": {key: strip_folders(value) for key, value in case.overrides.items()},
         "seed": config.seed,
         "loss": losses[-1],
         "eval_loss": eval_losses[-1],

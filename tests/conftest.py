@@ -122,7 +122,7 @@ def _nothing_of_other_tests() -> Iterator[None]:
 
     from model.fp8 import te_backend
 
-    te_backend.forget_models()
+    te_backend.release_models()
     if torch.cuda.is_available():
         te_backend.choose_attention_backend("auto")
     yield

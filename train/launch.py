@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     try:
         if argv[:1] == ["--supervise"]:
             return Supervisor(argv[1:], Children()).run()
-        return run_ranks(parse(argv), Children())
+        return run_ranks(parse_arguments(argv), Children())
     except (UserError, ValueError, OSError) as error:
         logger.error(describe_error(error))
         return CRASHED if is_transient(error) else DO_NOT_RESTART
@@ -148,7 +148,7 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
     return status, None if (cause, status) == (0, DO_NOT_RESTART) else cause
 
 
-def grace_s(failed: dict[int, int]) -> float:
+def grace_period_s(failed: dict[int, int]) -> float:
     """Return the time in seconds that the other ranks have to exit after a failure.
 
     Args:
@@ -200,7 +200,7 @@ class Children:
         self.processes, self.are_training = [], are_training
         self._start(command, None, signal.SIGUSR1)
         failed = self._wait()
-        self._end(signal.SIGINT)
+        self._send_and_wait(signal.SIGINT)
         return exit_status(failed, self.stop_requested, self.interrupted)[0]
 
     def run_ranks(self, command: list[str], environments: list[dict[str, str]]) -> int:
@@ -214,7 +214,7 @@ class Children:
                 self._start(command, environment, signal.SIGKILL)
             failed = self._wait()
         finally:
-            self._end(signal.SIGKILL)
+            self._send_and_wait(signal.SIGKILL)
             remove_dead_buffers()
         status, cause = exit_status(failed, self.stop_requested, self.interrupted)
         if cause is not None:
@@ -243,13 +243,13 @@ class Children:
             for index, process in enumerate(self.processes):
                 if index not in failed and process.poll() not in (None, 0):
                     failed[index] = process.returncode
-                    deadline = min(deadline, time.monotonic() + grace_s(failed))
+                    deadline = min(deadline, time.monotonic() + grace_period_s(failed))
             if time.monotonic() > deadline or all(p.returncode is not None for p in self.processes):
                 break
             time.sleep(POLL_S)
         return {0: INTERRUPTED} if self.ends_at_once else failed
 
-    def _end(self, number: int) -> None:
+    def _send_and_wait(self, number: int) -> None:
         """Send the signal `number` to the child processes that are still running, and wait until they have exited."""
         self._send(number)
         for process in self.processes:
@@ -290,7 +290,7 @@ def free_port() -> int:
 # ---------------------------------------------------------------- the ranks of this node
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -379,7 +379,7 @@ class Supervisor:
         self.max_restarts = int(setting("MAX_RESTARTS", "3"))
         self.srun = srun_command()
         self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
-        self.options = parse([*self.rank_options, str(TRAIN)])
+        self.options = parse_arguments([*self.rank_options, str(TRAIN)])
 
     def run(self) -> int:
         """Prepare the data, train, and then requeue the Slurm job or generate sample text. Return the exit status."""
@@ -395,7 +395,7 @@ class Supervisor:
         has_sample = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
         is_wanted = not (status or self.arguments.dry_run or self.children.stop_requested)
         if is_wanted and has_sample and is_first_node:
-            self.generate()
+            self.run_demo()
         return status
 
     def prepare(self) -> int:
@@ -476,7 +476,7 @@ class Supervisor:
         launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options, str(TRAIN), *argv]
         return self.children.run_program([*self.srun, *launcher], are_training=True)
 
-    def generate(self) -> None:
+    def run_demo(self) -> None:
         """Replace this process with the inference demo, which then handles signals and sets the exit status."""
         compute = self.arguments.precision.compute
         how = "--max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1 --ignore_eos --precision".split()

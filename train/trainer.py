@@ -733,7 +733,7 @@ class Trainer:
                 )
                 self.slow_ranks.begin()
                 batch = self.batches.get(first_sample, index).to(engine.device)
-                with check.watching() if check and index == 0 else contextlib.nullcontext():
+                with check.collecting() if check and index == 0 else contextlib.nullcontext():
                     loss_sum += self.micro_step(batch, index)
                 if batch.documents is not None:
                     share_sum += batch.labelled()

@@ -149,7 +149,7 @@ def _multiply_many(
 
 
 @dataclass(frozen=True)
-class Cut:
+class Tiling:
     """Block sizes of a product. rows, columns: of the weight, per block. programs: target number of programs."""
 
     rows: int
@@ -159,22 +159,22 @@ class Cut:
     programs: int
 
 
-def _cut(M: int, C: int, fp8: bool, late: bool) -> Cut:
+def _choose_tiling(M: int, C: int, fp8: bool, late: bool) -> Tiling:
     """Return the fastest block sizes, measured on an H200 in whole steps of hare_1.1b at 16 and 64 rows."""
     if M <= 16:
         if late:
-            return Cut(128, 128, 8, 4, PROGRAMS)
-        return Cut(64, 128, 4, 4, PROGRAMS if fp8 else 2 * PROGRAMS)
-    return Cut(64, 256, 4, 3, PROGRAMS // 2) if fp8 and C > 4096 else Cut(64, 128, 4, 4, PROGRAMS // 2)
+            return Tiling(128, 128, 8, 4, PROGRAMS)
+        return Tiling(64, 128, 4, 4, PROGRAMS if fp8 else 2 * PROGRAMS)
+    return Tiling(64, 256, 4, 3, PROGRAMS // 2) if fp8 and C > 4096 else Tiling(64, 128, 4, 4, PROGRAMS // 2)
 
 
-def _swiglu_cut(M: int, fp8: bool) -> Cut:
+def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
     """Return the fastest block sizes for gate and up, whose columns are not split."""
     if M <= 16:
-        return Cut(64, 128, 8, 4, PROGRAMS)
+        return Tiling(64, 128, 8, 4, PROGRAMS)
     if fp8:
-        return Cut(64, 256, 4, 3, PROGRAMS)
-    return Cut(64, 128, 4, 4 if M <= 64 else 3, PROGRAMS)  # shared memory holds three stages of 128 rows
+        return Tiling(64, 256, 4, 3, PROGRAMS)
+    return Tiling(64, 128, 4, 4 if M <= 64 else 3, PROGRAMS)  # shared memory holds three stages of 128 rows
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
@@ -182,9 +182,9 @@ def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
 
     Uses cuBLAS if there are enough rows to keep it busy, or if the blocks do not fit the columns."""
     M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
-    cut = _fit(M, C, weight, _cut(M, C, weight.fp8, isinstance(rows, Late)))
-    if cut is not None:
-        return _launch(rows, weight, cut, None)
+    tiling = _fit(M, C, weight, _choose_tiling(M, C, weight.fp8, isinstance(rows, Late)))
+    if tiling is not None:
+        return _launch(rows, weight, tiling, None)
     codes, scales = quantize(rows.values, rows.digits) if isinstance(rows, Late) else rows
     if weight.scale is None or scales is None:
         return F.linear(codes, weight.values)[None]
@@ -202,26 +202,26 @@ def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
 def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None) -> Rows | Late:
     """See reference.swiglu_gemm. largest: int32 zeros [M], or None if there are many rows."""
     M, C = rows[0].shape[-2:]
-    cut = _fit(M, C, weight, _swiglu_cut(M, weight.fp8))
-    if largest is None or cut is None or M > CUBLAS_ROWS:
+    tiling = _fit(M, C, weight, _choose_swiglu_tiling(M, weight.fp8))
+    if largest is None or tiling is None or M > CUBLAS_ROWS:
         return swiglu_rows(gemm(rows, weight), digits)
-    out = _launch(rows, weight, cut, largest, digits)[0]
+    out = _launch(rows, weight, tiling, largest, digits)[0]
     return Late(out, largest, digits) if digits else (out, None)
 
 
-def _fit(M: int, C: int, weight: Matrix, cut: Cut) -> Cut | None:
-    """Adapt `cut` to this weight. Return None if cuBLAS should multiply."""
+def _fit(M: int, C: int, weight: Matrix, tiling: Tiling) -> Tiling | None:
+    """Adapt `tiling` to this weight. Return None if cuBLAS should multiply."""
     G = 0 if weight.scale is None else weight.scale.shape[1]
     if G > 1:
-        cut = replace(cut, columns=C // G, stages=3)
-        return replace(cut, rows=128, warps=8) if M > CUBLAS_ROWS else cut
-    return None if M > CUBLAS_ROWS or C % cut.columns else cut
+        tiling = replace(tiling, columns=C // G, stages=3)
+        return replace(tiling, rows=128, warps=8) if M > CUBLAS_ROWS else tiling
+    return None if M > CUBLAS_ROWS or C % tiling.columns else tiling
 
 
 def _launch(
-    rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor | None, digits_of_out: int = 0
+    rows: Rows | Late, weight: Matrix, tiling: Tiling, largest: torch.Tensor | None, digits_of_out: int = 0
 ) -> Sums:
-    """Launch the kernel for `cut`.
+    """Launch the kernel for `tiling`.
 
     largest: the largest magnitudes of the rows after SwiGLU, written if the next product reads FP8 (digits_of_out > 0).
     None: no SwiGLU.
@@ -234,12 +234,12 @@ def _launch(
     M, C = x.shape[-2:]
     R = weight.rows // 2 if swiglu else weight.rows
     BLOCK_M = 128 if M > CUBLAS_ROWS else max(16, triton.next_power_of_2(M))
-    blocks = triton.cdiv(R, cut.rows) * triton.cdiv(M, BLOCK_M)
-    splits = 1 if swiglu else max(1, min(cut.programs // blocks, C // cut.columns // 2, 8))
-    steps = triton.cdiv(C // cut.columns, splits)
-    splits = triton.cdiv(C // cut.columns, steps)
+    blocks = triton.cdiv(R, tiling.rows) * triton.cdiv(M, BLOCK_M)
+    splits = 1 if swiglu else max(1, min(tiling.programs // blocks, C // tiling.columns // 2, 8))
+    steps = triton.cdiv(C // tiling.columns, splits)
+    splits = triton.cdiv(C // tiling.columns, steps)
     out = torch.empty(splits, M, R, dtype=torch.float32 if splits > 1 else torch.bfloat16, device=x.device)
-    _multiply_many[(triton.cdiv(R, cut.rows), triton.cdiv(M, BLOCK_M), splits)](
+    _multiply_many[(triton.cdiv(R, tiling.rows), triton.cdiv(M, BLOCK_M), splits)](
         x,
         x_scale,
         weight.values,
@@ -256,13 +256,13 @@ def _launch(
         LARGEST=digits_of_out > 0,
         LIMIT=FP8_MAX,
         STEPS=steps,
-        ADDED=cut.columns if digits == 2 and steps * cut.columns > COLUMNS_ADDED else None,
+        ADDED=tiling.columns if digits == 2 and steps * tiling.columns > COLUMNS_ADDED else None,
         BLOCK_M=BLOCK_M,
-        BLOCK_R=cut.rows,
-        BLOCK_C=cut.columns,
+        BLOCK_R=tiling.rows,
+        BLOCK_C=tiling.columns,
         GPU=x.is_cuda,
         launch_pdl=True,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )
     return out

@@ -222,7 +222,7 @@ def measure_steps(task: Task, backends: list[str], timer: Timer) -> list[Candida
                 candidate.note = f"failed: {one_line(error)}"
                 step = None
         step = None
-        te_backend.forget_models()
+        te_backend.release_models()
         release_memory()
     return list(candidates.values())
 

@@ -49,7 +49,7 @@ class Gemms:
         self.backward = 0
         self._module: str | None = None  # the module whose forward is running
 
-    def _note(self) -> None:
+    def _record_gemm(self) -> None:
         if _counting[-1] is self:
             in_backward = torch._C._current_graph_task_id() != -1
             if self._module is None:
@@ -118,9 +118,9 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
             for hook in hooks:
                 stack.callback(hook.remove)
         if uses_transformer_engine(model):
-            stack.enter_context(te_backend.intercept_gemms(precision.te, gemms._note))
+            stack.enter_context(te_backend.intercept_gemms(precision.te, gemms._record_gemm))
         elif precision.torchao:
-            stack.enter_context(torchao_fp8.intercept_gemms(precision.emulated, gemms._note))
+            stack.enter_context(torchao_fp8.intercept_gemms(precision.emulated, gemms._record_gemm))
         _counting.append(gemms)
         stack.callback(_counting.remove, gemms)
         yield gemms

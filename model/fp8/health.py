@@ -42,7 +42,7 @@ SUMS = ("nonzero", "kept", "saturated", "error2", "x2", "x1", "x3", "x4", "eleme
 TOTALS = (*SUMS, "range")
 
 # Nested contexts; only the innermost collects. None: no check collects.
-_watching: list[HealthCheck | None] = []
+_collecting: list[HealthCheck | None] = []
 
 
 class HealthCheck:
@@ -68,9 +68,9 @@ class HealthCheck:
         self._replayed: torch.Tensor | None = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Collect totals inside this context manager, also from a CUDA graph that was captured with a health check."""
-        with intercept_quantizations(self.precision.te, self._note), _innermost(self):
+        with intercept_quantizations(self.precision.te, self._record_operand), _innermost(self):
             yield
 
     def totals(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class HealthCheck:
         return torch.cat([nothing[:0], *rows]).view(len(self.gemms), len(OPERANDS), len(TOTALS))
 
     @torch.no_grad()
-    def _note(
+    def _record_operand(
         self,
         slots: tuple[Any, ...],
         source: Source,
@@ -93,7 +93,7 @@ class HealthCheck:
         scale_inv: torch.Tensor,
     ) -> None:
         """Collect the totals of one operand. This is the callback for intercept_quantizations."""
-        if _watching[-1] is not self:
+        if _collecting[-1] is not self:
             return
         if self._slots.keys().isdisjoint(slots):  # a module's first forward creates its quantizers
             self._slots = self._find_slots()
@@ -142,11 +142,11 @@ def check_due(model: nn.Module, precision: Precision, step: int, again: bool = F
 
 @contextmanager
 def _innermost(check: HealthCheck | None) -> Iterator[None]:
-    _watching.append(check)
+    _collecting.append(check)
     try:
         yield
     finally:
-        _watching.pop()
+        _collecting.pop()
 
 
 def pause_collection() -> Any:
@@ -158,14 +158,14 @@ def pause_collection() -> Any:
 
 def is_collecting() -> bool:
     """Return whether an FP8 health check is collecting statistics."""
-    return bool(_watching) and _watching[-1] is not None
+    return bool(_collecting) and _collecting[-1] is not None
 
 
 def add_replay_totals(totals: torch.Tensor) -> None:
     """Copy the totals of a replayed CUDA graph into the active health check. The next replay overwrites the
     original.
     """
-    if _watching and (check := _watching[-1]) is not None:
+    if _collecting and (check := _collecting[-1]) is not None:
         check._replayed = totals.clone()
 
 

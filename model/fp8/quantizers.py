@@ -63,7 +63,7 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
     """
     _notes.append(note)
     try:
-        with (_of_the_reference if te.name == "reference" else _of_transformer_engine)(note):
+        with (_intercept_reference if te.name == "reference" else _intercept_transformer_engine)(note):
             yield
     finally:
         _notes.pop()
@@ -88,11 +88,11 @@ def report_operand(module: Any, operand: int, source: Source, made: Any) -> None
 
 
 @contextmanager
-def _of_the_reference(note: QuantizationCallback) -> Iterator[None]:
+def _intercept_reference(note: QuantizationCallback) -> Iterator[None]:
     base: Any = importlib.import_module("model.te_reference.base")
     call = base.Quantizer.__call__
 
-    def noted(self: Any, x: torch.Tensor, **options: Any) -> Any:
+    def intercepted(self: Any, x: torch.Tensor, **options: Any) -> Any:
         made = call(self, x, **options)
         codes, scale_inv = made.rows, made.rows_scale_inv
         if codes is None:
@@ -100,7 +100,7 @@ def _of_the_reference(note: QuantizationCallback) -> Iterator[None]:
         note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
         return made
 
-    base.Quantizer.__call__ = noted
+    base.Quantizer.__call__ = intercepted
     try:
         yield
     finally:
@@ -108,7 +108,7 @@ def _of_the_reference(note: QuantizationCallback) -> Iterator[None]:
 
 
 @contextmanager
-def _of_transformer_engine(note: QuantizationCallback) -> Iterator[None]:
+def _intercept_transformer_engine(note: QuantizationCallback) -> Iterator[None]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     before = [
         (module, name, getattr(module, name))
@@ -143,7 +143,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1, x.shape[-1])
 
 
-def _of_quantize(arguments: Any, result: Any) -> Any:
+def _parse_quantize(arguments: Any, result: Any) -> Any:
     """Extract the operand from a call quantize(tensor, quantizer, optional output, ...) -> output.
 
     A cached weight has its own quantizer, so its address identifies the weight.
@@ -153,12 +153,12 @@ def _of_quantize(arguments: Any, result: Any) -> Any:
     return quantizer, ("weight", tensor.data_ptr()), "matrix", (_matrix(tensor),), made
 
 
-def _of_bias_gradient(arguments: Any, result: Any) -> Any:
+def _parse_bias_gradient(arguments: Any, result: Any) -> Any:
     """Extract the operand from a call bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized)."""
-    return _of_quantize(arguments, result[1])
+    return _parse_quantize(arguments, result[1])
 
 
-def _of_rms_norm(arguments: Any, result: Any) -> Any:
+def _parse_rms_norm(arguments: Any, result: Any) -> Any:
     """Extract the operand from a call rmsnorm_fwd(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse RMS
     [M]).
     """
@@ -168,13 +168,13 @@ def _of_rms_norm(arguments: Any, result: Any) -> Any:
     return quantizer, None, "norm", (_matrix(x), result[2].detach().view(-1), weight), result[0]
 
 
-def _of_swiglu(arguments: Any, result: Any) -> Any:
+def _parse_swiglu(arguments: Any, result: Any) -> Any:
     """Extract the operand from a call swiglu(x [M, 2 F], quantizer) -> quantized [M, F], with M rows and F features."""
     x, quantizer = arguments[:2]
     return None if quantizer is None else (quantizer, None, "swiglu", (_matrix(x),), result)
 
 
-def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
+def _parse_swiglu_gradient(arguments: Any, result: Any) -> Any:
     """Extract the operand from a call dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
@@ -192,11 +192,11 @@ _KERNELS = (
 # For each kernel that creates FP8 operands, a function of its arguments and result that returns (quantizer, weight key,
 # Source.kind, Source.parts, result), or None if the call created no FP8 operand.
 _CASTING: dict[str, Callable[[Any, Any], Any]] = {
-    "quantize": _of_quantize,
-    "bgrad_quantize": _of_bias_gradient,
-    "rmsnorm_fwd": _of_rms_norm,
-    "swiglu": _of_swiglu,
-    "dswiglu": _of_swiglu_gradient,
+    "quantize": _parse_quantize,
+    "bgrad_quantize": _parse_bias_gradient,
+    "rmsnorm_fwd": _parse_rms_norm,
+    "swiglu": _parse_swiglu,
+    "dswiglu": _parse_swiglu_gradient,
 }
 
 

@@ -97,7 +97,7 @@ def _load_transformer_engine() -> SimpleNamespace:
             "Transformer Engine needs a CUDA device, but none is available; set precision.backend to auto or reference",
             code="no_gpu",
         )
-    _prefer_torchs_cudnn()
+    _prefer_bundled_cudnn()
     try:
         te: Any = importlib.import_module("transformer_engine.pytorch")
         rope: Any = importlib.import_module("transformer_engine.pytorch.attention.rope")
@@ -195,7 +195,7 @@ def _head_products() -> dict[str, Any]:
             kernels.DType.kFloat8E4M3, rowwise=False, columnwise=True, block_scaling_dim=block_dimensions
         )
 
-    def of_gradient() -> Any:
+    def gradient_quantizer() -> Any:
         made = quantizer(1)
         made.set_usage(rowwise=True)
         made.force_pow_2_scales = False  # te_reference/gemm.py explains why
@@ -213,7 +213,7 @@ def _head_products() -> dict[str, Any]:
 
         grad = gradient
         if not isinstance(gradient, tensors.Float8BlockwiseQTensor):
-            grad = cast(2, gradient.contiguous(), of_gradient())
+            grad = cast(2, gradient.contiguous(), gradient_quantizer())
         of_x = general_gemm(cast(1, weight, quantizer(2)), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
         where = {"out_dtype": weight.dtype}
         if into is not None:
@@ -221,7 +221,7 @@ def _head_products() -> dict[str, Any]:
         of_weight = general_gemm(cast(0, x, quantizer(1)), grad, layout="NT", grad=True, **where)[0]
         return of_x, (of_weight if into is None else None)
 
-    cross_entropy = _fp8_cross_entropy(of_gradient)
+    cross_entropy = _fp8_cross_entropy(gradient_quantizer)
     return {"linear": linear, "fp8_gradients": gradients, "fp8_cross_entropy": cross_entropy}
 
 
@@ -240,7 +240,7 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
     return SimpleNamespace(forward=fused.loss_and_statistics, gradient=gradient)
 
 
-def _prefer_torchs_cudnn() -> None:
+def _prefer_bundled_cudnn() -> None:
     """Make Transformer Engine (TE) load the cuDNN that torch bundles, unless the user chose another one.
 
     TE checks CUDNN_HOME first, and prefers a system cuDNN to torch's. Two cuDNN versions in one process cause a failed
@@ -276,7 +276,7 @@ def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
     state.
 
     The CPU reference implementation does not need this, because it does not keep references to released models. See
-    also `forget_models`.
+    also `release_models`.
     """
     if te.name == "reference":
         yield
@@ -313,12 +313,12 @@ def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[N
         is_fp8 = lambda operand: isinstance(operand, kinds)  # noqa: E731
     gemm = getattr(module, name)
 
-    def noted(*arguments: Any, **options: Any) -> Any:
+    def intercepted(*arguments: Any, **options: Any) -> Any:
         if is_fp8(arguments[0]) and is_fp8(arguments[2]):
             note()
         return gemm(*arguments, **options)
 
-    setattr(module, name, noted)
+    setattr(module, name, intercepted)
     try:
         yield
     finally:
@@ -447,7 +447,7 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
     return offered[0] if name == "auto" else name
 
 
-def forget_models() -> None:
+def release_models() -> None:
     """Release the references that Transformer Engine keeps to models in this process. No existing model may run
     afterwards.
 
@@ -463,13 +463,13 @@ def forget_models() -> None:
         module._dummy_wgrads.clear()
 
 
-NO_ATTENTION_YET = "none yet"
+NO_ATTENTION = "none yet"
 
 
 def attention_backend_in_use(te: SimpleNamespace) -> str:
     """Return the attention backend of the last forward pass.
 
-    The result is "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first forward pass, or "torch SDPA"
+    The result is "fused ...", "flash ...", "unfused", NO_ATTENTION before the first forward pass, or "torch SDPA"
     for the CPU reference implementation.
     """
     if te.name == "reference":
@@ -479,4 +479,4 @@ def attention_backend_in_use(te: SimpleNamespace) -> str:
         return f"flash ({chosen['flash_attention_backend']})"
     if chosen["use_fused_attention"]:
         return f"fused (cuDNN, {chosen['fused_attention_backend']})"
-    return "unfused" if chosen["use_unfused_attention"] else NO_ATTENTION_YET
+    return "unfused" if chosen["use_unfused_attention"] else NO_ATTENTION

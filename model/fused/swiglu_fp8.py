@@ -24,7 +24,7 @@ def _cast(x, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _note(amax, scale, scale_inv, largest, is_first):
+def _update_amax(amax, scale, scale_inv, largest, is_first):
     """Update the amax and inverse scale of the tensor as Transformer Engine's kernels do. The amax ignores NaN."""
     tl.atomic_max(amax, tl.maximum(largest, 0.0), sem="relaxed")
     if is_first:
@@ -46,7 +46,7 @@ def _forward(
     up = tl.load(x + row * (2 * F) + F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     factor = tl.load(scale)
-    _note(amax, factor, scale_inv, tl.max(tl.max(tl.abs(y), axis=1), axis=0), program == 0)
+    _update_amax(amax, factor, scale_inv, tl.max(tl.max(tl.abs(y), axis=1), axis=0), program == 0)
     tl.store(out + row * F + f[None, :], _cast(y * factor, E4M3), mask=inside)
 
 
@@ -82,7 +82,7 @@ def _backward(
     of_up = above * gate * sigmoid
     factor = tl.load(scale)
     largest = tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), axis=1)
-    _note(amax, factor, scale_inv, tl.max(largest, axis=0), (square_f == 0) & (square_m == 0))
+    _update_amax(amax, factor, scale_inv, tl.max(largest, axis=0), (square_f == 0) & (square_m == 0))
     of_gate *= factor
     of_up *= factor
     tl.store(rows + at, _cast(_clamp(of_gate, E4M3), E4M3), mask=inside)

@@ -34,7 +34,7 @@ class Option(NamedTuple):
     help: str
     keywords: dict[str, Any]
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the help text with the default."""
         values = self.default if isinstance(self.default, DeviceDefault) else (self.default,)
         shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
@@ -100,7 +100,7 @@ class Options(argparse.ArgumentParser):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.program = f"test_fp8/{Path(file).name}"
         for one in (*options, *shared(output=None)):
-            self.add_argument(one.name, default=one.default, help=one.described(), **one.keywords)
+            self.add_argument(one.name, default=one.default, help=one.describe(), **one.keywords)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parse a command line. The arguments after -- become `extra_arguments`."""
@@ -113,7 +113,7 @@ class Options(argparse.ArgumentParser):
         """Return the command line for the report, without folders of this machine."""
         ranks = os.environ.get("WORLD_SIZE", "1")
         launcher = ["train/launch.py", "--nproc", ranks] if ranks != "1" else []
-        return shlex.join(["python", *launcher, self.program, *map(without_folder, argv)])
+        return shlex.join(["python", *launcher, self.program, *map(strip_folders, argv)])
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
@@ -125,6 +125,6 @@ def choose_defaults(options: argparse.Namespace) -> None:
             setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
 
 
-def without_folder(word: object) -> str:
+def strip_folders(word: object) -> str:
     """Reduce each absolute path in a command line argument to its file name."""
     return ABSOLUTE_FOLDER.sub("", str(word))

@@ -83,9 +83,9 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def count_calls(seconds: float, ms: float, least: int, most: int) -> int:
+def count_calls(seconds: float, ms: float, min_calls: int, max_calls: int) -> int:
     """Return how often a call of `ms` milliseconds fits into `seconds`, within limits."""
-    return max(least, min(most, round(seconds * 1e3 / ms)))
+    return max(min_calls, min(max_calls, round(seconds * 1e3 / ms)))
 
 
 def memory_facts(before_gib: float) -> dict[str, float]:
@@ -96,7 +96,7 @@ def memory_facts(before_gib: float) -> dict[str, float]:
 
 def free_memory() -> None:
     """Free models, compiled code and graphs of earlier measurements, including references in Transformer Engine."""
-    te_backend.forget_models()
+    te_backend.release_models()
     torch._dynamo.reset()
     gc.collect()  # the engine's clean-up creates more garbage, which release_memory collects
     release_memory()

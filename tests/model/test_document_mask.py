@@ -18,7 +18,7 @@ from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state, snapshot_fp8_state
-from model.graphs import ROOM, use_cuda_graphs
+from model.graphs import CAPACITY_FACTOR, use_cuda_graphs
 from model.startup_check import attention_errors, check_startup
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
@@ -273,7 +273,7 @@ def batches_of_documents() -> list[Documents]:
 
 def test_batch_with_too_many_pieces() -> None:
     room, *others = (documents.pieces for documents in batches_of_documents())
-    assert [pieces <= ROOM * room for pieces in others] == [True, True, False, True]
+    assert [pieces <= CAPACITY_FACTOR * room for pieces in others] == [True, True, False, True]
 
 
 def trained(kind: str, each: list[Documents], graphs: bool, keys: dict) -> list[list[Tensor]]:

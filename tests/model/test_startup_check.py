@@ -50,7 +50,7 @@ def test_verify_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ran", "asked_for", "code"),
     [
-        (te_backend.NO_ATTENTION_YET, "auto", "no_attention"),
+        (te_backend.NO_ATTENTION, "auto", "no_attention"),
         ("unfused", "auto", "unfused_attention"),
         ("unfused", "flash", "unfused_attention"),
         ("unfused", "unfused", None),

@@ -89,7 +89,7 @@ def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
         found = FUNCTIONS[function](**values)
         # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
         gc.collect()
-        te_backend.forget_models()
+        te_backend.release_models()
         (folder / f"{index}-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -24,7 +24,7 @@ from train import train, trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.checkpoint.save import SaveError
-from train.launch import parse, run_ranks
+from train.launch import parse_arguments, run_ranks
 from train.monitor import signals
 from train.preflight import check
 
@@ -149,7 +149,7 @@ def test_startup_on_a_second_node(settings: dict, tmp_path: Path, monkeypatch: p
     )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     nodes = "--nproc 2 --nnodes 3 --node_rank 1 --master_addr first --master_port 29500"
-    options = parse([*nodes.split(), str(ROOT / "train/train.py"), str(tmp_path / "config.json")])
+    options = parse_arguments([*nodes.split(), str(ROOT / "train/train.py"), str(tmp_path / "config.json")])
     children: Any = SimpleNamespace(run_ranks=lambda command, environments: environments)
     found: Any = run_ranks(options, children)
     assert [given[:3] for given in checked] == [(settings["output_dir"], 6, 2)]

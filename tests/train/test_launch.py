@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import refused
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, plan_of, progress
 from train import launch
-from train.launch import LaunchError, exit_status, grace_s, should_restart
+from train.launch import LaunchError, exit_status, grace_period_s, should_restart
 from train.monitor.signals import SIGNALS
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes
@@ -83,8 +83,8 @@ def test_cause_of_several_failed_ranks(
 
 def test_grace_period() -> None:
     """A save that a stop waits for takes longer than last words do."""
-    assert grace_s({1: 75}) == 60 and grace_s({1: 75, 2: 1}) == grace_s({1: 1}) == 4
-    assert grace_s({1: 2}) == 4 and grace_s({1: 1, 0: 2}) == 0
+    assert grace_period_s({1: 75}) == 60 and grace_period_s({1: 75, 2: 1}) == grace_period_s({1: 1}) == 4
+    assert grace_period_s({1: 2}) == 4 and grace_period_s({1: 1, 0: 2}) == 0
 
 
 # ---------------------------------------------------------------- settings

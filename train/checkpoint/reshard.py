@@ -85,7 +85,7 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     )
     if saved.step is None:
         zero.base_optimizer(engine).state.clear()
-    with zero.rewritten_masters(engine):
+    with zero.edit_masters(engine):
         for name, piece in _engine_pieces(engine, saved.step):
             for old in saved.pieces[name]:
                 first, end = max(piece.start, old.start), min(piece.end, old.end)

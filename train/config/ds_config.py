@@ -28,10 +28,10 @@ class Kind(NamedTuple):
     """The allowed values of a DeepSpeed key, described in words and as a predicate."""
 
     words: str
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
 
 
-def _whole(least: int) -> Kind:
+def _integer(least: int) -> Kind:
     return Kind(
         f"an integer of at least {least}",
         lambda value: (
@@ -44,7 +44,7 @@ def _whole(least: int) -> Kind:
     )
 
 
-def _only(*values: Any) -> Kind:
+def _one_of(*values: Any) -> Kind:
     texts = [json.dumps(value) for value in values]
     return Kind(" or ".join(texts), lambda value: json.dumps(value) in texts)
 
@@ -55,7 +55,7 @@ NAMES = Kind(
     "a name or a list of names",
     lambda value: all(isinstance(name, str) for name in (value if isinstance(value, list) else [value])),
 )
-SIZE, COUNT = _whole(1), _whole(0)
+SIZE, COUNT = _integer(1), _integer(0)
 
 # How each key was checked
 RUN = "tested with several values on two ranks: the gradients do not change"
@@ -77,9 +77,9 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "gradient_accumulation_steps": (ANY, EQUAL),
     "gradient_clipping": (ANY, EQUAL),
     "communication_data_type": (ANY, EQUAL),
-    "gradient_allreduce_op": (_only("mean"), "a sum multiplies the gradient by the number of ranks"),
-    "prescale_gradients": (_only(False), "DeepSpeed fails with true at ZeRO 2"),
-    "gradient_predivide_factor": (_only(1, 1.0), "DeepSpeed fails with other values at ZeRO 2 and 3"),
+    "gradient_allreduce_op": (_one_of("mean"), "a sum multiplies the gradient by the number of ranks"),
+    "prescale_gradients": (_one_of(False), "DeepSpeed fails with true at ZeRO 2"),
+    "gradient_predivide_factor": (_one_of(1, 1.0), "DeepSpeed fails with other values at ZeRO 2 and 3"),
     "zero_allow_untested_optimizer": (FLAG, "this project tests the optimizers that it uses"),
     "steps_per_print": (SIZE, REPORTS),
     "wall_clock_breakdown": (FLAG, REPORTS),
@@ -93,24 +93,24 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "fp16.hysteresis": (SIZE, FP16),
     "fp16.min_loss_scale": (SIZE, FP16),
     "data_types.grad_accum_dtype": (
-        _only("fp32", "bf16", "fp16"),
+        _one_of("fp32", "bf16", "fp16"),
         "tests/train/preflight/test_gradient_report.py",
     ),
     "checkpoint.load_universal": (
-        _only(False),
+        _one_of(False),
         "runs resume on any number of ranks without universal checkpoints",
     ),
-    "optimizer.type": (_only("AdamW", "Adam", "adamw", "adam"), EQUAL),
+    "optimizer.type": (_one_of("AdamW", "Adam", "adamw", "adam"), EQUAL),
     "optimizer.params.lr": (ANY, EQUAL),
     "optimizer.params.betas": (ANY, EQUAL),
     "optimizer.params.eps": (ANY, EQUAL),
     "optimizer.params.weight_decay": (ANY, EQUAL),
     "optimizer.params.torch_adam": (FLAG, IGNORED),
     "optimizer.params.fused": (FLAG, IGNORED),
-    "optimizer.params.adam_w_mode": (_only(True), EQUAL),
+    "optimizer.params.adam_w_mode": (_one_of(True), EQUAL),
     "timers.throughput.enabled": (FLAG, REPORTS),
     "timers.throughput.synchronized": (FLAG, REPORTS),
-    "zero_optimization.stage": (_only(0, 1, 2, 3), "tests/train/test_training.py"),
+    "zero_optimization.stage": (_one_of(0, 1, 2, 3), "tests/train/test_training.py"),
     "zero_optimization.overlap_comm": (FLAG, RUN),
     "zero_optimization.contiguous_gradients": (FLAG, RUN),
     "zero_optimization.reduce_scatter": (FLAG, RUN),
@@ -128,19 +128,19 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "zero_optimization.stage3_max_reuse_distance": (COUNT, RUN),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (FLAG, SOURCE),
     "zero_optimization.load_from_fp32_weights": (
-        _only(True),
+        _one_of(True),
         "with false, a resume loses the float32 weights",
     ),
     "zero_optimization.elastic_checkpoint": (
-        _only(False),
+        _one_of(False),
         "checkpoints written with true cannot be loaded",
     ),
     "zero_optimization.offload_optimizer": (
-        _only(None, {"device": "none"}),
+        _one_of(None, {"device": "none"}),
         "offloading is not supported; to save GPU memory, use precision.optimizer_states or a higher ZeRO stage",
     ),
     "zero_optimization.offload_param": (
-        _only(None, {"device": "none"}),
+        _one_of(None, {"device": "none"}),
         "offloading is not supported; to save GPU memory, use ZeRO 3",
     ),
     "zero_optimization.leaf_module.classes": (NAMES, GATHERS),
@@ -148,7 +148,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "zero_optimization.leaf_module.name_suffixes": (NAMES, GATHERS),
     # only MS-AMP's own DeepSpeed reads these keys, see `apply_msamp`
     "msamp.enabled": (FLAG, EQUAL),
-    "msamp.opt_level": (_only("O1", "O2", "O3"), EQUAL),
+    "msamp.opt_level": (_one_of("O1", "O2", "O3"), EQUAL),
     "msamp.use_te": (FLAG, IGNORED),
 }
 SECTIONS = {"timers", *(key.rpartition(".")[0] for key in KEYS)} - {""}
@@ -251,7 +251,7 @@ def _key_problem(path: str, value: Any) -> str:
         use = f" (use {REPLACEMENTS[path]})" if path in REPLACEMENTS else suggest(path, [*KEYS, *SECTIONS])
         return f"this key is not supported{use}; remove this key"
     allowed, remark = KEYS[path]
-    if allowed.holds(value) or (value == "auto" and not path.startswith("msamp.")):
+    if allowed.accepts(value) or (value == "auto" and not path.startswith("msamp.")):
         return ""
     return f"{json.dumps(value)} is not supported ({remark}); use {allowed.words}, or remove this key"
 

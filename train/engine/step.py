@@ -37,7 +37,7 @@ from train.engine.zero import (
     gradient_buffers,
     pack_states,
     release_module,
-    skip_steps_that_are_not_finite,
+    skip_non_finite_steps,
     undo_initial_step,
 )
 
@@ -60,7 +60,7 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
     orthogonalize_each_matrix(engine)
-    skip_steps_that_are_not_finite(engine)
+    skip_non_finite_steps(engine)
     return engine
 
 
@@ -76,7 +76,7 @@ def release(engine: Any) -> None:
     for parameter in parameters:
         # DeepSpeed adds methods to each parameter that refer to the parameter; the garbage collector misses this cycle
         vars(parameter).clear()
-    te_backend.forget_models()
+    te_backend.release_models()
 
 
 def free_memory() -> None:
@@ -94,7 +94,7 @@ class MicroStep:
 
     Attributes:
         notes: log lines with the effective settings of the section "speed".
-        plain: whether all gradients pass through autograd hooks anyway (see `through_autograd`).
+        plain: whether all gradients pass through autograd hooks anyway (see `disable_main_grads`).
     """
 
     def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
@@ -152,7 +152,7 @@ class MicroStep:
         return loss.detach()
 
     @contextlib.contextmanager
-    def through_autograd(self) -> Iterator[None]:
+    def disable_main_grads(self) -> Iterator[None]:
         """In the block, pass all gradients through autograd hooks: without `MainGrads` and without CUDA graphs.
 
         Call it before the first step. If `plain` is set, this is the case anyway.

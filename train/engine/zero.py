@@ -104,7 +104,7 @@ def masters(engine: Any) -> Iterator[Master]:
 
 
 @contextlib.contextmanager
-def rewritten_masters(engine: Any) -> Iterator[None]:
+def edit_masters(engine: Any) -> Iterator[None]:
     """Allow writing to `masters` in the block, then copy them, rounded, to the model weights in place. Collective."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
@@ -236,7 +236,7 @@ def muon_matrices(engine: Any) -> list[nn.Parameter]:
 
 
 @contextlib.contextmanager
-def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
+def intercept_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
     """In the block, intercept each step just before the optimizer update.
 
     Weights, moments and counters stay unchanged.
@@ -266,7 +266,7 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
                 take(master, gradient)
 
     with contextlib.ExitStack() as replaced:
-        # skip_steps_that_are_not_finite keeps the original step in step_if_finite; replace it inside that check
+        # skip_non_finite_steps keeps the original step in step_if_finite; replace it inside that check
         step = "step_if_finite" if hasattr(optimizer, "step_if_finite") else "step"
         replaced.enter_context(mock.patch.object(optimizer, step, take_gradients))
         if hasattr(wrapper, "_prepare_muon_updates"):
@@ -278,7 +278,7 @@ def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], N
         del optimizer.state[tensor]  # DeepSpeed's reads have created empty states
 
 
-def skip_steps_that_are_not_finite(engine: Any) -> None:
+def skip_non_finite_steps(engine: Any) -> None:
     """Make ZeRO 0 in float32 skip steps with non-finite gradients, as DeepSpeed's other optimizers do.
 
     Those skip a step if the norm of the reduced gradients, which is the same on every rank, is not finite. They store

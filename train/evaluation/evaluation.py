@@ -110,7 +110,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         dist.all_reduce(total)
         dist.destroy_process_group()
     sources = [source for part in data for source in part.sources]
-    by_source, everything = scores.results(total.cpu(), sources)
+    by_source, everything = scores.compute_results(total.cpu(), sources)
     if precision.fp8:
         logger.info("\n".join(gemms))
     if rank == 0:

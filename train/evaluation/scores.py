@@ -105,7 +105,7 @@ def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source
     return np.array([losses.sum(), losses[text].sum(), len(labels), size, 0])
 
 
-def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
+def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
     """Return the results by source and in total.
 
     A result has loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. A source

@@ -35,9 +35,9 @@ from train.prepare.corpus import WORK_NAME, list_sources, read_share
 from train.prepare.readers import Damaged, Dropped
 
 logger = logging.getLogger(__name__)
-ENCODED_TOGETHER = 256  # documents
-SORTED_TOGETHER = 64  # batches; rows of similar length are batched together to reduce padding
-SHOWN = 5  # number of unreadable documents to log
+ENCODE_BATCH = 256  # documents
+SORT_BATCH = 64  # batches; rows of similar length are batched together to reduce padding
+MAX_EXAMPLES = 5  # number of unreadable documents to log
 
 
 class Rows(NamedTuple):
@@ -180,11 +180,11 @@ class Documents:
         sources = list_sources([name], split_on)
         texts = itertools.islice(_texts(read_share(sources, text_key, 0, 1, split_on), dropped), self.samples)
         text_bytes, documents = 0, list[np.ndarray]()
-        while some := list(itertools.islice(texts, ENCODED_TOGETHER)):
+        while some := list(itertools.islice(texts, ENCODE_BATCH)):
             text_bytes += sum(len(text.encode()) for text in some)
             encoded = encoder.encode_batch(some)
             documents += [np.array([encoder.bos_id, *ids, encoder.eos_id], np.int32) for ids in encoded]
-        for item in dropped[:SHOWN]:
+        for item in dropped[:MAX_EXAMPLES]:
             logger.warning(f"dropped: {item}")
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
@@ -220,23 +220,23 @@ class Documents:
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
         rows = itertools.islice(self._rows(), rank, None, world)
-        while some := list(itertools.islice(rows, SORTED_TOGETHER * self.size)):
+        while some := list(itertools.islice(rows, SORT_BATCH * self.size)):
             some.sort(key=lambda row: len(row.tokens))
             while some:
-                longest = _padded(len(some[-1].tokens) - 1)
-                together = max(1, self.size * _padded(self.length) // longest)
+                longest = _padded_length(len(some[-1].tokens) - 1)
+                together = max(1, self.size * _padded_length(self.length) // longest)
                 yield _batch(some[-together:], longest, self.document_mask)
                 del some[-together:]
 
     def _rows(self) -> Iterator[Row]:
         for source, documents in enumerate(self.documents):
             if self.stride is None:
-                yield from self._packed(source, documents)
+                yield from self._packed_rows(source, documents)
             else:
                 for tokens in documents:
-                    yield from self._alone(source, tokens, self.stride)
+                    yield from self._document_rows(source, tokens, self.stride)
 
-    def _alone(self, source: int, tokens: np.ndarray, stride: int) -> Iterator[Row]:
+    def _document_rows(self, source: int, tokens: np.ndarray, stride: int) -> Iterator[Row]:
         predicted, last = 0, len(tokens) - 1
         for start in range(0, last, stride):
             stop = min(start + self.length, last)
@@ -245,7 +245,7 @@ class Documents:
             if stop == last:
                 return
 
-    def _packed(self, source: int, documents: list[np.ndarray]) -> Iterator[Row]:
+    def _packed_rows(self, source: int, documents: list[np.ndarray]) -> Iterator[Row]:
         tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
         for start in range(0, len(tokens) - 1, self.length):
             stop = min(start + self.length, len(tokens) - 1)
@@ -265,7 +265,7 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
             yield item.text
 
 
-def _padded(tokens: int) -> int:
+def _padded_length(tokens: int) -> int:
     """Round the number of tokens up to a length that FP8 GEMMs support."""
     return -(-tokens // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
 

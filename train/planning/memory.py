@@ -58,7 +58,7 @@ class Memory:
         """Return the peak of the memory in tensors, in GiB."""
         return sum(self.parts.values())
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """List the memory for each purpose as text, without negligible amounts."""
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 

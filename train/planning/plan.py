@@ -111,13 +111,13 @@ def lines(p: Plan) -> list[str]:
         f"per token at {s.seq_length} tokens; {p.tokens:,} tokens on {s.ranks} x {gpu.name}; "
         f"a checkpoint takes {format_size(p.checkpoint_bytes)}",
         "",
-        f"as configured: {s.described()}",
+        f"as configured: {s.describe()}",
         *_details(p.configured, p.tokens),
         "",
         *(
             ["recommended: as configured"]
             if p.recommended.setting == s
-            else [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
+            else [f"recommended: {p.recommended.setting.describe()}", *_details(p.recommended, p.tokens)]
         ),
         "",
         "Recommended settings by number of GPUs. The model does not fit on numbers that are not listed.",
@@ -135,7 +135,7 @@ def _details(p: Planned, tokens: int) -> list[str]:
     """Format the predicted memory, speed and training time of a setting as lines of text."""
     s, e, days = p.setting, p.estimate, p.days(tokens)
     return [
-        f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.described()}",
+        f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.describe()}",
         f"          {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB with CUDA context and fragmentation: "
         f"{'fits' if p.fits else 'DOES NOT FIT'}; largest micro-batch: {largest_micro_batch(s, p.gpu.memory_gib)}",
         f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} per GPU, within "
@@ -192,7 +192,7 @@ class Prediction:
         speed = (
             f"; {e.tokens_per_second:,.0f} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
         )
-        return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.described()}){speed}"
+        return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.describe()}){speed}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the predicted memory and speed as a JSON object."""

@@ -198,7 +198,7 @@ class Setting:
         """Return whether FP8 copies of all weights are kept between the micro-batches of a step."""
         return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Describe the setting in one line of text."""
         precisions = [
             (f"FP8 {phase.recipe}" if phase.fp8 else phase.compute)
@@ -223,16 +223,16 @@ def precision_fields(precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
     """Return the fields of a `Setting` that can differ between the phases of precision.schedule."""
     fp8 = precision.compute == "fp8"
 
-    def in_bf16(*names: str) -> bool:
+    def is_bf16(*names: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
 
     layers = sizes.num_hidden_layers
-    kept = sum(in_bf16("model", "model.layers", f"model.layers.{i}") for i in range(layers))
+    kept = sum(is_bf16("model", "model.layers", f"model.layers.{i}") for i in range(layers))
     return {
         "compute": precision.compute,
         "recipe": precision.recipe,
         "fp8_layers": (layers - kept) if fp8 else 0,
-        "fp8_head": fp8 and not in_bf16("lm_head"),
+        "fp8_head": fp8 and not is_bf16("lm_head"),
         "fp8_head_gradients": precision.head_gradients and fits_fp8(sizes.hidden_size, sizes.vocab_size),
         "health": fp8 and precision.health_steps > 0,
     }

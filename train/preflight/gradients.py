@@ -162,7 +162,7 @@ def compare_gradients(
     fp8 = snapshot_fp8_state(engine.module, precision)
     with (
         accumulate_local_gradients(engine, plain) as weight,
-        nullcontext() if micro_step.plain else micro_step.through_autograd(),
+        nullcontext() if micro_step.plain else micro_step.disable_main_grads(),
     ):
         reduced = take_step(engine, micro_step, batches, weight)
     if reduced is None:
@@ -277,7 +277,7 @@ def take_step(
             mine = own[first * stride - piece.start :: stride]
             reduced[name][first : first + len(mine)] = mine
 
-    with zero.without_optimizer_step(engine, take):
+    with zero.intercept_optimizer_step(engine, take):
         for index, batch in enumerate(batches):
             if weight is not None and batch.documents is not None:
                 weight.copy_(batch.labelled())

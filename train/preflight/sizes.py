@@ -52,7 +52,7 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
         return ""
     return (
         f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} GiB per GPU, but a GPU has "
-        f"{available:,.1f} GiB ({memory.described()}). The largest per_device_train_batch_size that is expected to fit "
+        f"{available:,.1f} GiB ({memory.describe()}). The largest per_device_train_batch_size that is expected to fit "
         f"is {largest_micro_batch(s, available)}. {memory_advice(args)}"
     )
 

@@ -103,7 +103,7 @@ class Source:
     @property
     def is_text(self) -> bool:
         """Whether the file is plain text rather than records."""
-        return _unpacked(self.kind) in TEXT_SUFFIXES
+        return _uncompressed_name(self.kind) in TEXT_SUFFIXES
 
 
 def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
@@ -155,7 +155,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
                 code="given_twice",
                 key=str(file),
             )
-    if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
+    if split_on is not None and not any(_uncompressed_name(kind) == ".txt" for _, kind in files):
         raise DataError(
             "--split_on applies to .txt files, but the inputs contain none; remove --split_on",
             code="nothing_to_split",
@@ -179,7 +179,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         read, skipped = [], []
         for file in _walk(path, set()):
             kind = _kind(file)
-            if kind and _unpacked(kind) not in NAMED_ONLY:
+            if kind and _uncompressed_name(kind) not in NAMED_ONLY:
                 read.append((file, kind))
             else:
                 skipped.append(file)
@@ -265,12 +265,12 @@ def _kind(path: Path) -> str:
     """Return the kind of a file, such as ".jsonl.gz", or "" if it is unknown."""
     name = path.name.lower()
     packing = Path(name).suffix if name.endswith(PACKED) else ""
-    base = Path(_unpacked(name)).suffix
+    base = Path(_uncompressed_name(name)).suffix
     is_known = base in TEXT_SUFFIXES or (base in RECORD_SUFFIXES and not (packing and base == ".parquet"))
     return base + packing if is_known else ""
 
 
-def _unpacked(name: str) -> str:
+def _uncompressed_name(name: str) -> str:
     """Return a file name or kind without .gz or .zst."""
     return name[: name.rindex(".")] if name.endswith(PACKED) else name
 

@@ -91,7 +91,7 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     return Text(text, where)
 
 
-def damaged(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
+def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
     """Return the `Damaged` of a corrupt file. `detail` says what was read of it.
 
     Raises:
@@ -113,7 +113,7 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
     read = 0
     try:
-        with open(path, "rb") as packed, _unpacked(packed, packing) as file:
+        with open(path, "rb") as packed, _decompress(packed, packing) as file:
             if packing and not path.stat().st_size:
                 raise EOFError("the file has no bytes")
             for item in _read_documents(
@@ -124,10 +124,10 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     except (EOFError, OSError, zlib.error) as error:
         if not packing:
             raise
-        yield damaged(path, f"truncated or corrupt {packing}", f"{read:,} documents were read", error)
+        yield describe_damage(path, f"truncated or corrupt {packing}", f"{read:,} documents were read", error)
 
 
-def _unpacked(file: io.BufferedReader, packing: str) -> Any:
+def _decompress(file: io.BufferedReader, packing: str) -> Any:
     if packing == ".gz":
         return gzip.open(file)
     if packing == ".zst":
@@ -154,9 +154,9 @@ def _read_documents(
         separator = None if split_on == BLANK_LINE else split_on.encode()
         for where, data in _split_text(read_lines(file, path, start), f"{path}:1", separator, start, stop):
             if data.strip():
-                yield _decoded(data.strip(b"\r\n"), where)
+                yield _decode(data.strip(b"\r\n"), where)
     else:
-        yield _decoded(file.read(MAX_DOCUMENT_BYTES + 1).removeprefix(codecs.BOM_UTF8), str(path))
+        yield _decode(file.read(MAX_DOCUMENT_BYTES + 1).removeprefix(codecs.BOM_UTF8), str(path))
 
 
 def read_lines(file: Any, path: Path, start: int = 0) -> Iterator[tuple[int, str, bytes]]:
@@ -178,7 +178,7 @@ def read_lines(file: Any, path: Path, start: int = 0) -> Iterator[tuple[int, str
 # ---------------------------------------------------------------- plain text
 
 
-def _decoded(data: bytes, where: str) -> Text | Dropped:
+def _decode(data: bytes, where: str) -> Text | Dropped:
     if len(data) > MAX_DOCUMENT_BYTES:
         return Dropped(TOO_LONG, where, SHORTER)
     try:
@@ -278,11 +278,11 @@ def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Drop
     """Return the `Dropped` of a table without rows or without exactly one text column."""
     if not rows:
         return Dropped(EMPTY, str(path), "an empty file")
-    detail = f"{names.count(text_key) or 'no'} columns {text_key!r} among {_listed(names)}"
+    detail = f"{names.count(text_key) or 'no'} columns {text_key!r} among {_format_names(names)}"
     return Dropped(MISSING_KEY, str(path), detail, rows)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     """Return the first 8 names, with control and unprintable characters escaped."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
@@ -304,7 +304,7 @@ def _extract_text(record: Any, where: str, text_key: str) -> Text | Dropped:
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
-        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {_listed(sorted(record))}")
+        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {_format_names(sorted(record))}")
     return check_text(record[text_key], where)
 
 
@@ -325,7 +325,7 @@ def read_table(path: Path, kind: str, text_key: str, start: int, stop: float) ->
         names, parts = _open_parquet(path, text_key) if kind == ".parquet" else _open_arrow(path)
     except (pyarrow.ArrowException, OSError) as error:
         if start == 0:
-            yield damaged(path, f"unreadable {kind}", "nothing was read", error)
+            yield describe_damage(path, f"unreadable {kind}", "nothing was read", error)
         return
     rows, row, size = sum(count for count, _ in parts), 0, path.stat().st_size
     if not rows or names.count(text_key) != 1:
@@ -370,10 +370,10 @@ def _read_part(
             for value in _values(batch.column(batch.schema.names.index(text_key))):
                 row += 1
                 where = f"{path}:{row}"
-                yield _decoded(value, where) if isinstance(value, bytes) else check_text(value, where)
+                yield _decode(value, where) if isinstance(value, bytes) else check_text(value, where)
     except (pyarrow.ArrowException, OSError) as error:
         detail = f"rows {row + 1:,} to {first + count:,} cannot be read"
-        yield damaged(path, f"unreadable {kind}", detail, error, first + count - row)
+        yield describe_damage(path, f"unreadable {kind}", detail, error, first + count - row)
 
 
 def _values(column: Any) -> list[Any]:

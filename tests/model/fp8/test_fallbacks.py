@@ -74,7 +74,7 @@ def test_startup_check_counts_gemms_of_each_fallback(variant: str, device: str) 
     assert gemms.report.kept.keys() == {"lm_head", names["bf16"]}
 
     check = HealthCheck(model, precision)
-    with check.watching():
+    with check.collecting():
         step(model)
     seen = check.totals().isfinite().all(-1)
     exact = check.gemms.index(names["bf16_backward"])

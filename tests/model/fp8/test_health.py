@@ -104,7 +104,7 @@ def test_statistics_equal_float64_reference(monkeypatch: pytest.MonkeyPatch, rec
     model, precision = model_of("te_linear", recipe=recipe, fp8_format=form)
     backward(model)  # delayed scaling: scales of it are in use below, with amaxes of another batch
     seen, check = Multiplied(model, monkeypatch), HealthCheck(model, precision)
-    with check.watching():
+    with check.collecting():
         backward(model, seed=1)
     found = statistics(check.totals())
     weights = {name: model.get_parameter(f"{name}.weight").detach() for name in check.gemms}
@@ -138,7 +138,7 @@ def test_health_check_changes_no_result(recipe: str) -> None:
         found = []
         for seed in range(2):
             check = HealthCheck(model, precision)
-            with check.watching() if looks else pause_collection():
+            with check.collecting() if looks else pause_collection():
                 found.append(backward(model, seed))
         results.append(
             [*found, *(p.grad for p in model.parameters()), *snapshot_fp8_state(model, precision).values()]
@@ -157,7 +157,7 @@ def test_recomputed_operands_are_not_counted(variant: str) -> None:
         model, precision = model_of(variant, checkpointing, backend="transformer_engine", recipe="delayed")
         backward(model)
         check = HealthCheck(model, precision)
-        with check.watching():
+        with check.collecting():
             backward(model, seed=1)
         totals.append(check.totals())
     assert totals[0].isfinite().all() and torch.equal(
@@ -179,10 +179,10 @@ def test_recomputed_operands_are_not_counted(variant: str) -> None:
 def test_modules_without_fp8_are_skipped(keys: dict, fallbacks: dict[str, str], gemms: list[str]) -> None:
     model, precision = model_of("te_layer", fallbacks=fallbacks, recipe="current", **keys)
     check = HealthCheck(model, precision)
-    with check.watching(), pause_collection():
+    with check.collecting(), pause_collection():
         backward(model)
     assert check.totals().isnan().all()
-    with check.watching():
+    with check.collecting():
         backward(model)
     assert sorted(name.split(".")[-1].removeprefix("layernorm_") for name in check.gemms) == sorted(gemms)
     assert check.totals().isfinite().all()
@@ -209,7 +209,7 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
         if graphs:
             check = HealthCheck(model, precision)
             with (
-                check.watching()
+                check.collecting()
             ):  # in the first step of a run that looks at each: the capture is none of its business
                 use_cuda_graphs(model, precision, inputs[:2], labels[:2], cache_weights, health=True)
             assert check.totals().isnan().all()
@@ -218,7 +218,7 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
             check = HealthCheck(model, precision)
             first = index % 2 == 0 if cache_weights else None
             rows = slice(2 * index, 2 * index + 2)
-            with check.watching() if index % 2 == 0 else pause_collection():
+            with check.collecting() if index % 2 == 0 else pause_collection():
                 loss = model(inputs[rows], labels=labels[rows], is_first_microbatch=first).loss
                 loss.backward()
             losses.append(loss.detach().clone())
@@ -281,7 +281,7 @@ def test_intercepted_codes_equal_gemm_operands(
     monkeypatch.setattr(kernels, "generic_gemm", noted)
     check = HealthCheck(model, precision)
     ids = random_ids(model.config, 2, 65, 1).cuda()
-    with check.watching():
+    with check.collecting():
         first = True if cached else None
         loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous(), is_first_microbatch=first).loss
         loss.backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.fp8 import te_backend
-from model.fp8.te_backend import NO_ATTENTION_YET, attention_backend_in_use, choose_attention_backend
+from model.fp8.te_backend import NO_ATTENTION, attention_backend_in_use, choose_attention_backend
 from model.variants import ATTENTION_BACKENDS
 from tests.conftest import refused
 
@@ -24,7 +24,7 @@ AT_START = dict.fromkeys(
 @pytest.mark.parametrize(
     ("chosen", "name"),
     [
-        ({}, NO_ATTENTION_YET),
+        ({}, NO_ATTENTION),
         ({"use_flash_attention": True, "flash_attention_backend": "2.7"}, "flash (2.7)"),
         ({"use_fused_attention": True, "fused_attention_backend": "F16"}, "fused (cuDNN, F16)"),
         ({"use_fused_attention": False, "use_unfused_attention": True}, "unfused"),
@@ -39,7 +39,7 @@ def test_gpu_without_transformer_engine_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(te_backend, "_prefer_torchs_cudnn", lambda: None)
+    monkeypatch.setattr(te_backend, "_prefer_bundled_cudnn", lambda: None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     monkeypatch.setattr(
         te_backend, "_load_transformer_engine", te_backend._load_transformer_engine.__wrapped__

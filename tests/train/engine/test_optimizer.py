@@ -16,7 +16,7 @@ from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments
 from train.engine.distributed import suppress_prints
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
-from train.engine.zero import base_optimizer, preserve_settings, skip_steps_that_are_not_finite
+from train.engine.zero import base_optimizer, preserve_settings, skip_non_finite_steps
 
 
 def arguments(**changes):
@@ -42,7 +42,7 @@ def test_non_finite_step_is_skipped(clipping: float) -> None:
         gradient_clipping=lambda: clipping,
         clip_fp32_gradients=lambda: nn.utils.clip_grad_norm_(model.parameters(), clipping),
     )
-    skip_steps_that_are_not_finite(engine)
+    skip_non_finite_steps(engine)
     for value in (3.0, math.inf, math.nan, 2.0):
         model.weight.grad, before = torch.full((2, 4), value), model.weight.detach().clone()
         if clipping:

@@ -206,16 +206,16 @@ def test_missing_fp8_raises(
     trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any batch: one has 8 products."""
-    right, products = Gemms._note, list[int]()
+    right, products = Gemms._record_gemm, list[int]()
 
     def note(gemms: Gemms) -> None:
         products.append(1)
         if len(products) <= 9:
             right(gemms)
 
-    monkeypatch.setattr(Gemms, "_note", note)
+    monkeypatch.setattr(Gemms, "_record_gemm", note)
     assert numbers(refused(trained, "--max_samples", 4))[0] == 5
-    monkeypatch.setattr(Gemms, "_note", lambda gemms: None)
+    monkeypatch.setattr(Gemms, "_record_gemm", lambda gemms: None)
     assert "precision.compute" in refused(trained)
 
 
@@ -242,7 +242,7 @@ def test_unknown_text_bytes() -> None:
     sources: list[Any] = [
         SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
     ]
-    by_source, everything = scores.results(sums.double(), sources)
+    by_source, everything = scores.compute_results(sums.double(), sources)
     bits = [by_source[name]["bits_per_byte"] for name in "abc"]
     assert bits == [pytest.approx(5 / math.log(2) / 2), None, pytest.approx(8 / math.log(2) / 4)]
     assert everything["bytes"] == 6
@@ -251,10 +251,10 @@ def test_unknown_text_bytes() -> None:
     by_source["a"]["perplexity"] = None
     assert scores.table(by_source, everything)[1].split()[4] == "?"
     sums[1, scores.TOKENS] = 0
-    assert set(scores.results(sums.double(), sources)[0]) == {"a", "c"}
+    assert set(scores.compute_results(sums.double(), sources)[0]) == {"a", "c"}
     sums[:, scores.TOKENS] = 0
     with raises_error(EvaluationError, code="nothing_to_predict", key="a, b, c"):
-        scores.results(sums.double(), sources)
+        scores.compute_results(sums.double(), sources)
 
 
 def test_training_data_lookup(

@@ -148,9 +148,14 @@ def test_invalid_records_are_named(tmp_path, name):
 
 def test_read_errors_are_not_dropped_documents():
     """They are there: another start reads them."""
-    assert readers.damaged(Path("a"), "corrupt", "nothing was read", OSError("Truncated"), 2).lost_rows == 2
+    assert (
+        readers.describe_damage(Path("a"), "corrupt", "nothing was read", OSError("Truncated"), 2).lost_rows
+        == 2
+    )
     with pytest.raises(OSError):
-        readers.damaged(Path("a"), "corrupt", "nothing was read", OSError(errno.EIO, "Input/output error"))
+        readers.describe_damage(
+            Path("a"), "corrupt", "nothing was read", OSError(errno.EIO, "Input/output error")
+        )
 
 
 def test_row_numbers_across_batches(tmp_path, monkeypatch):
