@@ -1,7 +1,13 @@
 """Monitors of a running training: each file detects one kind of problem.
 
-May import model, train.engine and its dependencies, but not train.checkpoint. `lock`: another run uses the same folder.
-`signals`: stop requests. `watchdog`: a rank hangs. `slow_ranks`: a rank is slow. `health`: non-finite steps and spikes.
-`replicas`: the weights of ranks differ. `fp8_alarms`: FP8 loses too much of an operand. train/trainer.py calls them at
-fixed points of each step.
+    lock         another run uses the same output_dir
+    signals      a signal requests a stop
+    watchdog     a rank hangs
+    slow_ranks   a rank is slower than the others
+    health       the loss or the gradient norm has a spike
+    replicas     the weights differ between ranks
+    fp8_alarms   FP8 is too inaccurate for an operand of a GEMM
+
+train/trainer.py calls the monitors at fixed points of each step. This package may import model, train.engine and its
+dependencies, but not train.checkpoint.
 """

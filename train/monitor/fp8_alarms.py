@@ -1,33 +1,37 @@
 """FP8 alarms and fallbacks: judge the FP8 health check and decide which modules need a safer recipe.
 
-An alarm begins when a statistic of a GEMM operand exceeds its limit. It ends when all statistics of the operand are
-below half of their limits:
+An alarm begins when a statistic of a GEMM operand exceeds its limit. The alarm ends when all statistics of the operand
+are below half of their limits. The statistics are:
 
-    underflow   too many elements became 0: a few large values determine the scale, or the scale is still that of larger
-                values
-    saturated   too many elements were clamped; `range` is the largest value relative to what the scale allows, and a
-                large one shows that the scale is outdated
-    error       the tensor has lost two bits of its mantissa
+    underflow   fraction of the elements that became 0. It is high if a few large values determine the scale, or if the
+                scale was computed for larger values
+    saturated   fraction of the elements that were clamped, because the scale is outdated
+    range       largest value of the tensor, divided by the largest value that the scale allows
+    error       relative error of the tensor. At the limit, the tensor has lost two bits of its mantissa
 
-Alarms are logged, counted, and saved with the run. With precision.on_trouble escalate they lead to fallbacks:
+Alarms are logged, counted, and saved in checkpoints. With precision.on_trouble "escalate", alarms lead to fallbacks:
 
     delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
 
-Gradients may jump for one step. So an operand above its limit is checked again in the next step, and its module falls
-back only if two of four consecutive checks find the operand above the limit. A module falls back by one recipe per
-check and never returns. Two cases fall back from block directly to bf16: a LayerNormMLP, whose backward Transformer
-Engine supports only in FP8, and an lm_head with only its gradients in FP8. The statistics are reduced over all ranks,
-so all ranks decide the same. A fallback ends the Trainer: it saves a checkpoint, whose run state has all fallbacks of
-the run, and the next Trainer is built from it.
+Gradients may jump for one step. So an operand above its limit is checked again in the next step. The module falls back
+only if two of four consecutive checks find the operand above its limit. A module falls back by one recipe per check and
+never returns to an earlier recipe. Two kinds of modules fall back from block directly to bf16: a LayerNormMLP, because
+Transformer Engine supports its backward pass only in FP8, and an lm_head of which only the gradients are in FP8.
 
-How the limits were chosen. Healthy runs of a small model on the CPU reference (200 steps, each recipe, also at a high
-learning rate) reach 0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, and an error of
-0.062, once 0.22 for a gradient; all maxima are with delayed scaling. Runs of 1,000 steps of 125 M parameters on an
-H200, with equal final losses, reach 0.2 % underflow of inputs. Underflow of a gradient reaches 18 % with current
-scaling, and 40 % with delayed scaling during some hundred steps that use the scale of the first ones. The error of that
-gradient was 0.031, of which rounding alone is 0.0265: the elements that became 0 held less than 2 % of its norm. In 250
-steps of train_config_tiny with the default history of 16, only step 35 has an alarm: gradients of three modules are up
-to 5.3 times what their scales allow (an error of 0.53). No other range exceeds 2.4.
+The statistics are reduced over all ranks, so all ranks make the same decision. After a fallback, the Trainer saves a
+checkpoint with all fallbacks of the run, and the next Trainer is built from this checkpoint.
+
+The limits are based on these measurements:
+
+- Healthy runs of a small model on the CPU reference implementation (200 steps, each recipe, also at a high learning
+  rate) reach an underflow of 0.2 % for inputs and 7.5 % for gradients, a saturation of 2 %, a range of 1.4, and an
+  error of 0.062. A single gradient reached an error of 0.22. All maxima occur with delayed scaling.
+- Runs with 125 M parameters on an H200 (1,000 steps, equal final losses) reach an underflow of 0.2 % for inputs. For a
+  gradient, the underflow reaches 18 % with current scaling. With delayed scaling it reaches 40 %, while the scale of
+  the first steps is used for some hundred steps. The error of this gradient was 0.031, of which 0.0265 is due to
+  rounding. The elements that became 0 were less than 2 % of its norm.
+- In 250 steps of train_config_tiny with the default history of 16, only step 35 has an alarm. Gradients of three
+  modules are up to 5.3 times what their scales allow, with an error of 0.53. No other range exceeds 2.4.
 """
 
 from __future__ import annotations
@@ -46,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 Operand = tuple[str, str]  # name of the GEMM, and input | weight | gradient
 
-# Limits by statistic and operand. Most elements of a gradient are far below its largest, and contribute little. At a
-# range of 4 the largest value is clamped to a quarter. Rounding alone gives an error of 0.026 for e4m3, and 0.053 for
-# e5m2, which has one bit less (arXiv 2209.05433). With few tokens, one step with a clamped value may have a large
-# error.
+# Limits by statistic and operand. The limits for gradients are higher: most elements of a gradient are far below the
+# largest element and contribute little, and with few tokens, a single clamped value may cause a large error. At a range
+# of 4, the largest value is clamped to a quarter. Rounding alone causes an error of 0.026 for e4m3, and of 0.053 for
+# e5m2, which has one mantissa bit less (arXiv 2209.05433).
 LIMITS = {
     **{("underflow", operand): limit for operand, limit in zip(OPERANDS, (0.05, 0.05, 0.6), strict=True)},
     **{("saturated", operand): 0.05 for operand in OPERANDS},
@@ -57,9 +61,10 @@ LIMITS = {
     **{("error", operand): limit for operand, limit in zip(OPERANDS, (0.106, 0.106, 0.4), strict=True)},
 }
 END_FRACTION = 0.5  # an alarm is over when all statistics are below this fraction of their limits
-RECENT_CHECKS = 3  # previous checks: an operand above its limit now and in one of them causes a fallback
-MAX_LISTED = 4  # most operands or modules named in the log per check; metrics.jsonl has all
-# Statistic -> its text in the log, with the likely cause of a large value and the key that helps.
+# Number of previous checks. An operand above its limit in the current check and in one of these causes a fallback.
+RECENT_CHECKS = 3
+MAX_LISTED = 4  # maximum number of operands or modules logged per check; metrics.jsonl has all of them
+# Statistic -> log text with the likely cause of a large value and a configuration key that helps.
 ADVICE = "set precision.recipe current"
 OPERAND_WORDS = {
     "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale; set precision."
@@ -71,13 +76,13 @@ OPERAND_WORDS = {
 
 
 class FP8Alarms:
-    """Judges the statistics of each FP8 health check; the same on every rank."""
+    """Alarms of the FP8 health checks. Compares statistics with limits, with the same result on every rank."""
 
     def __init__(self) -> None:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+        """Return the state of the alarms as JSON-serializable values."""
         return {
             "count": self.count,
             "active": [[*key, step] for key, step in self.active.items()],
@@ -87,33 +92,33 @@ class FP8Alarms:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; {} for a new run."""
+        """Load a state that `state_dict` returned, or {} for a new run."""
         self.count: int = saved.get("count", 0)  # number of alarms in the run
         # step at which the alarm of each operand began
         self.active: dict[Operand, int] = {
             (gemm, operand): step for gemm, operand, step in saved.get("active", [])
         }
         self.checks: int = saved.get("looks", 0)
-        # the last check that found each operand above a limit, for the RECENT checks
+        # for each operand that was above a limit in the RECENT_CHECKS checks: the last such check
         self._found: dict[Operand, int] = {
             (gemm, operand): check for gemm, operand, check in saved.get("found", [])
         }
         self.repeated = set[
             Operand
         ]()  # operands above a limit at the last check and at a recent check before it
-        # whether an operand was above a limit at the last check only, so that the next step is checked too
+        # whether an operand was above a limit in the last check only, so that the next step must be checked
         self.check_again: bool = saved.get("look_again", False)
 
     def judge(self, step: int, health: dict[str, Any]) -> dict[str, Any]:
-        """Judge one FP8 health check, and log the alarms that begin and end.
+        """Compare the statistics of an FP8 health check with their limits, and log the alarms that begin and end.
 
         Args:
-            step: step of the check.
-            health: statistics from health_record. The alarm of an operand without statistics ends.
+            step: Step of the check.
+            health: Statistics from health_record. An alarm ends if its operand has no statistics.
 
         Returns:
             The entry "fp8_alarms" for metrics.jsonl: alarms that began and ended, the number of active alarms, and the
-            number of alarms in the run. {} if no alarm is or was active.
+            number of alarms in the run. {} if no alarm was active before or after the check.
         """
         operands, had_alarms = by_operand(health), bool(self.active)
         excess = {
@@ -159,15 +164,16 @@ def find_fallbacks(
     model: nn.Module,
     precision: Precision,
 ) -> list[dict[str, Any]]:
-    """Return the fallbacks after a check that `alarms` has judged, worst first.
+    """Return the modules that fall back to a safer recipe after an FP8 health check, worst first.
 
     Args:
-        step: step of the check.
-        health: statistics from health_record.
+        step: Step of the check.
+        health: Statistics from health_record, which `alarms` has already judged.
 
     Returns:
-        For each fallback "step", "module", "from" and "to", and for the statistic furthest above its limit "gemm",
-        "operand", "statistic", "value" and "threshold". Empty without precision.on_trouble escalate.
+        A dictionary for each fallback, with "step", "module", "from" and "to". "gemm", "operand", "statistic", "value"
+        and "threshold" describe the statistic that is furthest above its limit. The list is empty unless
+        precision.on_trouble is "escalate".
     """
     if precision.config.on_trouble != "escalate":
         return []
@@ -194,7 +200,7 @@ def find_fallbacks(
 
 
 def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
-    """Return the statistics that have limits, by operand."""
+    """Group the FP8 health statistics that have limits by GEMM operand."""
     found: dict[Operand, dict[str, float]] = {}
     for kind, operand, what, column in values(health):
         for layer, value in enumerate(column):
@@ -204,9 +210,9 @@ def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
 
 
 def _log_first(lines: Iterable[str]) -> None:
-    """Log the first NAMED lines."""
+    """Log the first MAX_LISTED lines, and the number of remaining lines."""
     lines = list(lines)
     for line in lines[:MAX_LISTED]:
         logger.info(line)
     if len(lines) > MAX_LISTED:
-        logger.info(f"... and {len(lines) - MAX_LISTED} more, see metrics.jsonl")
+        logger.info(f"... and {len(lines) - MAX_LISTED} more; metrics.jsonl lists all of them")

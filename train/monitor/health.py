@@ -1,10 +1,10 @@
-"""Detect spikes of the loss and the gradient norm, from the history of recent steps.
+"""Detect spikes in the loss and the gradient norm from the history of recent steps.
 
-Non-finite steps are skipped (train/engine/step.py, SkipDecision). All other steps are recorded here without waiting for
-the GPU, and judged together when the trainer waits for the GPU anyway.
+Steps with a non-finite loss or gradient are skipped (SkipDecision in train/engine/step.py). All other steps are
+recorded here without waiting for the GPU. They are judged together when the trainer has to wait for the GPU anyway.
 
-The history is saved with the run. So a resumed run makes the same decisions as an uninterrupted one, and its first line
-of metrics has the mean loss of the whole interval, including the steps before the stop.
+The history is saved in checkpoints, so a resumed run makes the same decisions as an uninterrupted run. The first line
+of metrics after a resume has the mean loss of the whole interval, including the steps before the stop.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ import torch.distributed as dist
 from train.data.stream import SampleStream
 from train.monitor.fp8_alarms import FP8Alarms
 
-# With these spreads and a factor of 10, 600 clean steps of a 0.4B model have no spike, with a margin of 1.3 in the
-# gradient norm and 5 in the loss (tests/reliability/test_numbers.py). The threshold is then a loss 20% over its median.
+# With these constants and a factor (spike_threshold) of 10, 600 steps of a healthy 0.4B run have no spike. The margin
+# is a factor of 1.3 for the gradient norm and 5 for the loss (tests/reliability/test_numbers.py). The threshold for the
+# loss is then 20% above its median.
 SPREAD_OF_MAD = 1.4826  # ratio of standard deviation and median absolute deviation of a normal distribution
-SMALLEST_SPREAD = 0.02  # of the median, so that noise after a flat stretch is no spike
-MAX_LISTED_WINDOWS = 8  # windows of each source named in a message; metrics.jsonl has all
+SMALLEST_SPREAD = (
+    0.02  # minimum, as a fraction of the median, so that noise after constant values is not a spike
+)
+MAX_LISTED_WINDOWS = (
+    8  # maximum number of windows listed per source in a message; metrics.jsonl has all of them
+)
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step with a loss or gradient norm far above those of recent steps."""
+    """A spike: a step whose loss or gradient norm is far above the values of recent steps."""
 
     step: int
     first_sample: int
@@ -43,17 +48,17 @@ class Spike:
     threshold: float
 
     def __str__(self) -> str:
-        limits = f"the median before it is {self.median:.4g}, the threshold {self.threshold:.4g}"
+        limits = f"the median of earlier steps is {self.median:.4g}, the threshold is {self.threshold:.4g}"
         return f"{self.what} {self.value:.4g}, {limits}"
 
 
 class SpikeDetector:
-    """Detects values above median + factor * spread of the last `window` values. A factor of 0 turns it off.
+    """Detector for values above median + factor * spread of the last `window` values. A factor of 0 disables it.
 
     The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median.
-    Unlike mean and standard deviation, these are not affected by the spikes themselves. Spikes enter the window too, so
-    a level that stays becomes the new normal once it fills half of the window. Nothing is judged before the window is
-    full: in its first steps a model learns so fast that single norms of several times the median are harmless.
+    Unlike the mean and the standard deviation, these are hardly affected by single spikes. Spikes are also added to the
+    window. So a higher level that persists is accepted once it fills half of the window. No spike is reported before
+    the window is full, because gradient norms of several times the median are harmless at the beginning of a training.
     """
 
     def __init__(self, window: int, factor: float, recent: Iterable[float] = ()) -> None:
@@ -61,9 +66,9 @@ class SpikeDetector:
         self.recent: deque[float] = deque(recent, maxlen=window)
 
     def judge(self, value: float) -> tuple[float, float] | None:
-        """Return (median, threshold) if `value` is a spike, otherwise None, and add the value to the window.
+        """Add a value to the window. Return (median, threshold) if the value is a spike, otherwise None.
 
-        Non-finite values belong to skipped steps and are ignored.
+        Values that are not finite are ignored, because they belong to skipped steps.
         """
         if not math.isfinite(value):
             return None
@@ -80,7 +85,7 @@ class SpikeDetector:
 
 
 class Health:
-    """Records the steps of a run and finds spikes among them. Only `find_spikes` waits for the GPU."""
+    """Record of the losses and gradient norms of a run, in which it finds spikes. Only `find_spikes` waits for the GPU."""
 
     def __init__(self, window: int, factor: float) -> None:
         self.window, self.factor = window, factor
@@ -88,7 +93,10 @@ class Health:
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values. Call it after `find_spikes`."""
+        """Return the state as JSON-serializable values.
+
+        Call `find_spikes` first, because steps that were not judged yet are not part of the state.
+        """
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "spikes": self.spikes,
@@ -99,7 +107,7 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; {} for a new run. Steps that were not judged yet are dropped."""
+        """Load a state that `state_dict` returned, or {} for a new run. Steps that were not judged yet are dropped."""
         # step, its first sample, weights of the sources, [loss, share of labelled tokens] of this rank, gradient norm
         self._steps: list[tuple[int, int, dict[str, float], torch.Tensor, torch.Tensor]] = []
         self._previous_sample: int | None = None
@@ -126,12 +134,12 @@ class Health:
         """Record a step that was not skipped.
 
         Args:
-            step: the step.
-            first_sample: position of its first sample in the order of samples.
-            data_weights: weights of the sources in the mixture (SampleStream.weights_at).
-            loss: scalar, mean over the micro-batches of this rank.
-            share: scalar, fraction of tokens with a label; None if all have one.
-            grad_norm: scalar tensor or float from the engine; None if unknown.
+            step: Number of the step.
+            first_sample: Position of the first sample of the step in the order of samples.
+            data_weights: Weights of the data sources in the mixture (SampleStream.weights_at).
+            loss: Mean loss over the micro-batches of this rank, a scalar.
+            share: Fraction of the tokens that have a label, a scalar. None if all tokens have a label.
+            grad_norm: Gradient norm from the engine, a scalar tensor or float. None if unknown.
         """
         self.skipped_in_a_row = 0
         of_rank = torch.stack([loss, torch.ones_like(loss) if share is None else share])
@@ -142,11 +150,11 @@ class Health:
     def find_spikes(self, tokens: int) -> list[Spike]:
         """Return the spikes among the steps since the last call. Collective, with the same result on all ranks.
 
-        A step with other weights of the sources than the step before starts a new window, because losses on different
-        data are not comparable.
+        When the weights of the data sources change, a new window begins, because losses on different data are not
+        comparable.
 
         Args:
-            tokens: tokens per step over all ranks.
+            tokens: Number of tokens per step over all ranks.
         """
         if not self._steps:
             return []
@@ -178,21 +186,28 @@ class Health:
         return found
 
     def interval_loss(self) -> float:
-        """Return the mean loss over all tokens of the steps judged since the last call; NaN without any."""
+        """Return the mean loss per token over the steps judged since the last call, or NaN if there are none."""
         loss, tokens = self._interval
         self._interval = [0.0, 0.0]
         return loss / tokens if tokens else math.nan
 
 
 def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
-    """Return the loss by rank for all ranks with a non-finite loss (scalar). Collective."""
+    """Return rank -> loss for all ranks whose loss is not finite. Collective.
+
+    Args:
+        loss: Loss of this rank, a scalar.
+    """
     every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(every, loss)
     return {rank: float(value) for rank, value in enumerate(every) if not value.isfinite()}
 
 
 def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:
-    """Describe samples for metrics.jsonl, as positions in the global order and as windows of each source."""
+    """Describe consecutive samples for metrics.jsonl: their positions in the order of samples and their windows.
+
+    A window is the index of a sample within its data source.
+    """
     windows: dict[str, list[int]] = {}
     for source, window in stream.sample_ids(first, count):
         windows.setdefault(stream.sources[source].name, []).append(window)
@@ -200,7 +215,7 @@ def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, An
 
 
 def samples_text(record: dict[str, Any]) -> str:
-    """Return a `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, 3)"."""
+    """Format the result of `samples_record` as text, such as "samples 64 to 71 (text: windows 5, 17, 3)"."""
     first, last = record["first_sample"], record["first_sample"] + record["samples"] - 1
     sources = (
         f"{name}: windows {', '.join(map(str, windows[:MAX_LISTED_WINDOWS]))}"

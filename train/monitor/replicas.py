@@ -1,6 +1,6 @@
 """Check that all ranks have the same weights as rank 0, bit by bit.
 
-A flipped bit, a broken link or a faulty kernel on one rank changes its weights, which nothing else in training detects.
+A flipped bit, a faulty link or a faulty kernel can change the weights of one rank. No other check detects this.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from model.fp8.state import fp8_state
 
 
 class ReplicaError(UserError):
-    """The weights of the ranks differ; the message names the ranks and the first differing tensor."""
+    """Raised if weights or FP8 state differ between ranks. The message names the ranks and the first differing tensor."""
 
     code = "replica"
 
 
 def check_replicas(engine: Any, precision: Precision, step: int) -> None:
-    """Check after `step` that the replicated tensors of all ranks are equal. Collective; waits for the GPU.
+    """Check that the weights and the FP8 state are bit-identical on all ranks. Collective. Waits for the GPU.
 
-    Rank 0 broadcasts one tensor after the other, so the check needs memory for a copy of the largest one.
+    Rank 0 broadcasts one tensor at a time, so the check needs memory for a copy of the largest tensor.
 
-    Raises: ReplicaError, on every rank: a tensor differs."""
+    Args:
+        step: Number of the last step, for the error message.
+
+    Raises:
+        ReplicaError: A tensor differs. Raised on every rank.
+    """
     world = dist.get_world_size()
     tensors = replicated_tensors(engine, precision)
     if world == 1 or not tensors:
@@ -36,14 +41,18 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     dist.all_gather(every, differs)
     if problem := describe_difference([row.tolist() for row in every], list(tensors)):
         raise ReplicaError(
-            f"step {step}: {problem}. The memory, the GPU or a link of a rank is probably faulty. Exclude its node, "
-            "and resume from a checkpoint before this step"
+            f"step {step}: {problem}. The memory, the GPU or a network link of a rank is probably faulty. Exclude the "
+            "node of this rank, and resume from a checkpoint before this step"
         )
 
 
 @torch.no_grad()
 def differs_from_rank_0(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 1 if a bit of `tensor` differs from rank 0, otherwise 0: int32 scalar on its device. Collective."""
+    """Compare a tensor bit by bit with the same tensor on rank 0. Collective.
+
+    Returns:
+        An int32 scalar on the device of the tensor. It is 1 if a bit differs, otherwise 0.
+    """
     bits = tensor.detach().reshape(-1).view(torch.uint8)
     reference = bits.clone()
     dist.broadcast(reference, src=0)
@@ -51,10 +60,10 @@ def differs_from_rank_0(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return the tensors that must have the same bits on all ranks, by name, in the order of the model.
+    """Return the tensors that must be bit-identical on all ranks, by name, in the order of the model.
 
-    These are the weights, except with ZeRO 3, which partitions them, and the FP8 state, if the amaxes are reduced over
-    the ranks. The first row of each history is not included, because each rank collects its own amaxes there.
+    The weights are included, except with ZeRO 3, which partitions them. The FP8 state is included if amaxes are reduced
+    over all ranks. The first row of each amax history is excluded, because each rank collects its own amaxes there.
     """
     found: dict[str, torch.Tensor] = {}
     if engine.zero_optimization_stage() < 3:
@@ -66,11 +75,11 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
 
 
 def describe_difference(differs: list[list[int]], names: list[str]) -> str | None:
-    """Return a message about the ranks at fault and the first differing tensor, or None if no tensor differs.
+    """Describe the ranks at fault and the first differing tensor. Return None if no tensor differs.
 
     Args:
-        differs: for each rank and tensor, whether it differs from rank 0.
-        names: names of the tensors.
+        differs: For each rank and each tensor, whether the tensor differs from the tensor on rank 0.
+        names: Names of the tensors.
     """
     different = [name for name, *column in zip(names, *differs, strict=True) if any(column)]
     if not different:
@@ -78,5 +87,5 @@ def describe_difference(differs: list[list[int]], names: list[str]) -> str | Non
     ranks = [rank for rank, row in enumerate(differs) if any(row)]
     count = f"{len(different)} of {len(names)} tensors differ, first {different[0]!r}"
     if 2 * len(ranks) < len(differs):
-        return f"ranks {ranks} have other weights or FP8 state than the other ranks; {count}"
-    return f"rank 0 has other weights or FP8 state than ranks {ranks} of {len(differs)}; {count}"
+        return f"the weights or FP8 state of ranks {ranks} differ from those of the other ranks; {count}"
+    return f"the weights or FP8 state of rank 0 differ from those of ranks {ranks} of {len(differs)}; {count}"

@@ -1,13 +1,14 @@
 """Detect a rank that is slower than the others.
 
-All ranks wait for a slow rank in every step, so total times do not show which rank it is. Each rank measures the time
-from the start of a micro-batch to the end of the last layer's forward, in which it waits for no other rank. On a GPU it
-uses CUDA events, which it reads without waiting. Every WINDOW_STEPS steps the ranks compare the medians of their
-micro-batches over gloo. One slow window is noise; after PATIENCE slow windows in a row a rank is reported, once until
-it recovers.
+All ranks wait for a slow rank in every step, so step times do not show which rank is slow. Each rank measures the time
+from the start of a micro-batch to the end of the last layer's forward pass. During this time, a rank does not wait for
+other ranks. On a GPU, the time is measured with CUDA events, which are read without waiting for the GPU.
 
-The detector is off with ZeRO 3, where the layers wait for weights of other ranks, and with speed.cuda_graphs, whose
-replays run no Python.
+Every WINDOW_STEPS steps, the ranks compare their median times over gloo. A single slow window is noise. A rank is
+reported after PATIENCE consecutive slow windows, and reported again only if it has recovered in between.
+
+The detector is disabled with ZeRO 3, because the layers wait for weights of other ranks. It is also disabled with
+speed.cuda_graphs, because a graph replay runs no Python code.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ PATIENCE = 3
 
 
 def count_slow_windows(before: list[int], times_s: list[float]) -> list[int]:
-    """Return the number of slow windows in a row of each rank.
+    """Return the number of consecutive slow windows of each rank, including the latest window.
 
     Args:
-        before: these numbers before the last window.
-        times_s: time of each rank in the last window, in seconds.
+        before: The numbers before the latest window.
+        times_s: Time of each rank in the latest window, in seconds.
     """
     counts = []
     for rank, own in enumerate(times_s):
@@ -42,12 +43,14 @@ def count_slow_windows(before: list[int], times_s: list[float]) -> list[int]:
 
 
 class SlowRanks:
-    """Measures this rank and compares all ranks, which must call the methods at the same points.
+    """Detector for slow ranks. Measures the forward time of this rank and compares it with the other ranks.
+
+    All ranks must call the methods at the same points.
 
     Args:
-        engine: its `module.model.norm` follows the last layer.
-        group: gloo group of all ranks; None with one rank.
-        cuda_graphs: whether CUDA graphs are on, which turns the detector off.
+        engine: DeepSpeed engine. Its `module.model.norm` must be the module after the last layer.
+        group: Gloo group of all ranks, or None with a single rank.
+        cuda_graphs: Whether CUDA graphs are used, which disables the detector.
     """
 
     def __init__(self, engine: Any, group: Any, cuda_graphs: bool):
@@ -77,7 +80,7 @@ class SlowRanks:
         return event
 
     def step(self, step: int) -> None:
-        """Compare the ranks at the end of a window, after `step`, and warn about slow ones."""
+        """Compare the ranks if a window ends with step number `step`, and warn about slow ranks."""
         if not self.on or step % WINDOW_STEPS:
             return
         times: list[Any] = [None] * dist.get_world_size(self.group)
@@ -88,14 +91,14 @@ class SlowRanks:
         for rank, count in enumerate(self._slow_windows):
             if count == PATIENCE:
                 logger.warning(
-                    f"rank {rank} is slow: the forward of a micro-batch takes {times[rank] * 1e3:.1f} ms, the median "
-                    f"of all ranks is {statistics.median(times) * 1e3:.1f} ms, in the {WINDOW_STEPS} steps to step "
-                    f"{step} and in those before. All ranks wait for it. Check the clocks and the temperature of its "
-                    "GPU, and other processes on its node"
+                    f"rank {rank} is slow: the forward pass of a micro-batch takes {times[rank] * 1e3:.1f} ms, but the "
+                    f"median of all ranks is {statistics.median(times) * 1e3:.1f} ms (last {WINDOW_STEPS} steps up to "
+                    f"step {step}). All ranks wait for this rank. Check the clocks and temperature of its GPU, and "
+                    "other processes on its node"
                 )
 
     def _median_s(self) -> float | None:
-        """Return the median time over the micro-batches of this window in seconds, or None if none has finished."""
+        """Return the median time of a micro-batch in this window in seconds, or None if no micro-batch has finished."""
         pairs, self._pairs = self._pairs, []
         if not self.on_gpu:
             times = [end - start for start, end in pairs]
