@@ -85,7 +85,7 @@ class SpikeDetector:
 
 
 class Health:
-    """Record of the losses and gradient norms of a run, in which it finds spikes. Only `find_spikes` waits for the GPU."""
+    """Recorder for the losses and gradient norms of a run that finds spikes. Only `find_spikes` waits for the GPU."""
 
     def __init__(self, window: int, factor: float) -> None:
         self.window, self.factor = window, factor

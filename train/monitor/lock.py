@@ -1,13 +1,13 @@
 """Allow only one run at a time in an output_dir, with the lock file `run.lock`.
 
-The file names the run that holds the lock. That run rewrites the file every HEARTBEAT_INTERVAL_S seconds. A second run
-on the same machine checks the process of the holder: it is refused while the process exists, and otherwise takes the
-lock over at once. A second run on another machine watches the file: it is refused if the file changes, and takes the
-lock over after LEASE_S seconds without a change. A run that lost its lock, because it was suspended or two runs took
-the lock over at once, ends at its next write.
+The file identifies the run that holds the lock. This run rewrites the file every HEARTBEAT_INTERVAL_S seconds. A second
+run on the same host checks the process of the holder. The second run is refused while that process exists. Otherwise it
+takes over the lock immediately. A second run on another host watches the file. It is refused if the file changes, and
+takes over the lock after LEASE_S seconds without a change. A run that has lost its lock exits at its next write. This
+happens if the run was suspended, or if two runs took over the lock at the same time.
 
-Locks of the operating system are not used: a network file system may not support them, or may not share them between
-machines. The file is written in place, so that no machine reads an older file.
+Operating system locks are not used, because a network file system may not support them or may not share them between
+hosts. The file is written in place, so that no host reads an older version.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S, CHECK_INTERVAL_S = 5.0, 1.0
-LENGTH = 1024  # bytes of the file, constant, so that a write replaces the whole content
+LENGTH = 1024  # constant size of the file in bytes, so that each write replaces the whole content
 LEASE_S = 60.0  # much longer than a write takes on a busy file system or under a busy GIL
 
 
 class LockError(UserError):
-    """The folder is locked by another run, which the message names."""
+    """Raised if another run holds the lock of the output_dir. The message identifies the other run."""
 
     code = "lock"
 
 
 @contextlib.contextmanager
 def hold_lock(folder: RunFolder) -> Iterator[None]:
-    """Create and lock the folder of a run in the block. Collective: rank 0 holds the lock for all ranks.
+    """Create the run folder and hold its lock during a `with` block. Collective. Rank 0 holds the lock for all ranks.
 
-    Raises, on all ranks:
-        LockError: another run holds the lock.
-        OSError: the folder cannot be written.
+    Raises (on all ranks):
+        LockError: Another run holds the lock.
+        OSError: The folder cannot be written.
     """
     from train.engine.distributed import call_on_rank_0
 
@@ -59,7 +59,7 @@ def hold_lock(folder: RunFolder) -> Iterator[None]:
 
 
 class Lock:
-    """The lock file `path`, as seen by this process."""
+    """Lock file that this process can acquire, renew and release."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,9 +77,12 @@ class Lock:
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def acquire(self) -> None:
-        """Acquire the lock and keep it alive in a thread.
+        """Acquire the lock, and renew it regularly in a thread.
 
-        Raises: LockError: another run holds it. OSError: the file cannot be written."""
+        Raises:
+            LockError: Another run holds the lock.
+            OSError: The lock file cannot be written.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._write("xb")
@@ -99,9 +102,11 @@ class Lock:
                 self.path.unlink()
 
     def check_unlocked(self) -> None:
-        """Check whether a process on this machine holds the lock. Only `acquire` checks other machines, by waiting.
+        """Check that no process on this host holds the lock. Locks of other hosts are checked only by `acquire`.
 
-        Raises: LockError: it does."""
+        Raises:
+            LockError: A process on this host holds the lock.
+        """
         self._check_holder(self.read())
 
     def _check_holder(self, holder: dict[str, Any]) -> None:
@@ -109,21 +114,26 @@ class Lock:
             raise self._lock_error(holder)
 
     def read(self) -> dict[str, Any]:
-        """Return the owner in the file; {} if the file is missing, damaged or being written."""
+        """Return the owner recorded in the lock file, or {} if the file is missing, damaged or being written."""
         try:
             return dict(json.loads(self.path.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return {}
 
     def _write(self, mode: str = "") -> None:
-        """Write the owner with a fixed length in one call: a full disk cannot truncate it, a reader sees all of it."""
+        """Write the owner to the lock file in a single call with a fixed length.
+
+        So a full disk cannot truncate the file, and other processes always read the whole content.
+        """
         with open(self.path, mode or ("r+b" if self.path.exists() else "xb"), buffering=0) as file:
             file.write(json.dumps(self.owner).encode().ljust(LENGTH))
 
     def _wait_for_end_of_holder(self) -> None:
-        """Return when the holder has certainly ended.
+        """Wait until the run that holds the lock has certainly ended.
 
-        Raises: LockError: the holder is running."""
+        Raises:
+            LockError: The run is still in progress.
+        """
         holder = self.read()
         self._check_holder(holder)
         left_s = 0.0 if is_local(holder) else LEASE_S
@@ -137,8 +147,8 @@ class Lock:
     def _lock_error(self, holder: dict[str, Any]) -> LockError:
         return LockError(
             f"{self.path.parent} is in use by another run: process {holder.get('pid')} on {holder.get('host')} (Slurm "
-            f"job {holder.get('job')}), since {holder.get('started')}. Wait until it ends, stop it, or choose another "
-            f"output_dir. If this folder is a copy of the folder of that run, delete {self.path}",
+            f"job {holder.get('job')}), since {holder.get('started')}. Wait until that run ends, stop it, or choose "
+            f"another output_dir. If this folder is a copy of that run's folder, delete {self.path}",
             key=str(self.path),
         )
 
@@ -148,7 +158,7 @@ class Lock:
                 holder = self.read()
                 if holder and holder.get("token") != self.owner["token"]:
                     logger.error(
-                        f"{self._lock_error(holder)}. That run has taken the lock over; this run ends"
+                        f"{self._lock_error(holder)}. The other run has taken over the lock, so this run ends"
                     )
                     os._exit(DO_NOT_RESTART)
                 self.owner["beats"] += 1
@@ -156,14 +166,14 @@ class Lock:
 
 
 def is_local(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is on this machine, where its process is visible."""
+    """Return whether the process that holds the lock is visible on this host."""
     return bool(machine()) and holder.get("machine") == machine()
 
 
 def machine() -> str:
-    """Return an id of this boot of the machine, its process namespace (containers have their own) and user.
+    """Return an id of the current boot of this host, the process namespace and the user, or "" without /proc.
 
-    Returns "" without /proc.
+    The process namespace is included because process ids are not comparable between containers.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -173,9 +183,9 @@ def machine() -> str:
 
 
 def process_started(pid: int) -> str | None:
-    """Return the start time of a process in ticks since boot, or None if it has ended.
+    """Return the start time of a process in clock ticks since boot, or None if the process has ended.
 
-    The start time distinguishes processes that reuse the same process id.
+    The start time distinguishes processes that use the same process id one after the other.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

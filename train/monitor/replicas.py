@@ -16,7 +16,7 @@ from model.fp8.state import fp8_state
 
 
 class ReplicaError(UserError):
-    """Raised if weights or FP8 state differ between ranks. The message names the ranks and the first differing tensor."""
+    """Raised if weights or FP8 state differ between ranks. The message names the ranks and the first tensor."""
 
     code = "replica"
 

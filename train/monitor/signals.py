@@ -1,13 +1,13 @@
-"""Stop a run on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank ends it after the current step.
+"""Stop a run on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank stops the run after the current step.
 
-The signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote
-whether any of them received one (`StopVote`). The training loop then saves a checkpoint and raises `Stopped`, and
-train.py exits with status STOPPED on every rank. `stopped.json` in the run's folder records the stop for launchers that
-do not return the status: torchrun exits with 1 whatever its processes return.
+The signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote on
+whether any rank has received a signal (`StopVote`). The training loop then saves a checkpoint and raises `Stopped`, and
+train.py exits with status STOPPED on every rank. Some launchers do not return this status: torchrun exits with 1
+whatever its processes return. For such launchers, `stopped.json` in the run folder records the stop.
 
-On Ctrl-C the terminal sends SIGINT to the ranks and to the launcher. Each of them counts its own signals. The launcher
-does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C, or one outside of
-training, ends a rank at once with status INTERRUPTED.
+On Ctrl-C, the terminal sends SIGINT to the ranks and to the launcher. Each process counts its own signals. The launcher
+does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C, or a Ctrl-C outside of
+training, terminates a rank immediately with status INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Stopped(Exception):
     """Raised when a run stops on request.
 
     Args:
-        step: number of finished steps.
-        checkpoint: the last checkpoint; None with save_strategy no.
-        option: from `resume_option` (train/checkpoint/resume.py).
+        step: Number of completed steps.
+        checkpoint: The last checkpoint, or None if save_strategy is "no".
+        option: Command-line option for the resume, from `resume_option` (train/checkpoint/resume.py).
     """
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
@@ -59,7 +59,10 @@ class Stopped(Exception):
 
 
 class Interrupted(SystemExit):
-    """Ctrl-C outside of training. As a SystemExit it is not caught by `except Exception` and prints no traceback."""
+    """Raised on a Ctrl-C outside of training.
+
+    It is a SystemExit, so `except Exception` does not catch it and no traceback is printed.
+    """
 
     def __init__(self) -> None:
         super().__init__(INTERRUPTED)
@@ -67,7 +70,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def defer_first_interrupt() -> Iterator[None]:
-    """Treat the first Ctrl-C in the block as a request to stop after the current step, like SIGTERM."""
+    """Treat the first Ctrl-C during a `with` block as a request to stop after the current step, like SIGTERM."""
     global _is_training
     _is_training = True
     try:
@@ -77,9 +80,11 @@ def defer_first_interrupt() -> Iterator[None]:
 
 
 def _record(number: int, frame: FrameType | None) -> None:
-    """Record a stop request. A second Ctrl-C ends the rank at once.
+    """Handle a stop signal by recording it. A second Ctrl-C terminates the rank immediately.
 
-    Raises: Interrupted: Ctrl-C outside of training."""
+    Raises:
+        Interrupted: The signal is a Ctrl-C outside of training.
+    """
     name = signal.Signals(number).name
     # torchrun sends each SIGINT to its ranks a second time
     is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
@@ -102,21 +107,21 @@ def _record(number: int, frame: FrameType | None) -> None:
 
 
 def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:
-    """Install `handler` for stop signals and Ctrl-C."""
+    """Install `handler` as the signal handler for all stop signals and Ctrl-C."""
     for number in (*SIGNALS, signal.SIGINT):
         if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) == signal.SIG_IGN:
             continue  # nohup or a background job: the run must continue when its terminal closes
         signal.signal(number, handler)
-        # a signal must not interrupt system calls either, such as the write of a checkpoint
+        # a signal must not interrupt system calls, such as the write of a checkpoint
         signal.siginterrupt(number, False)
     # train/launch.py starts the ranks with SIGINT blocked, because an earlier Ctrl-C would only print a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def signal_on_parent_exit(number: int) -> Callable[[], object] | None:
-    """Return a preexec_fn for subprocess that sends the child the signal `number` when its parent ends (Linux).
+    """Return a preexec_fn for subprocess, with which a child receives the signal `number` when its parent ends.
 
-    It works for any end of the parent, including SIGKILL. Returns None on other systems.
+    This also works if the parent is killed by SIGKILL. Returns None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
@@ -124,7 +129,7 @@ def signal_on_parent_exit(number: int) -> Callable[[], object] | None:
 
 
 class StopVote:
-    """The vote of all ranks on stopping. It uses gloo on the CPU, so no rank waits for a GPU."""
+    """Vote of all ranks on whether to stop. It uses gloo on the CPU, so that no rank waits for a GPU."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -136,7 +141,16 @@ class StopVote:
             self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
-        """Return whether any rank has received a stop signal, is `busy`, and finds a save `due`. Collective."""
+        """Exchange the votes of all ranks. Collective.
+
+        Args:
+            busy: Whether a background save is in progress on this rank.
+            due: Whether a save is due according to this rank.
+
+        Returns:
+            Whether any rank has received a stop signal, whether any rank is busy, and whether any rank finds a save
+            due.
+        """
         if self.group is None:
             return bool(received), busy, due
         import torch
@@ -149,9 +163,9 @@ class StopVote:
 
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
-    """Write `stopped.json` to the run's folder. Call it on rank 0 only."""
+    """Write `stopped.json` to the run folder. Call on rank 0 only."""
     folder, checkpoint = RunFolder(output_dir), stopped.checkpoint
-    # before its first save, a run may name the checkpoint of another run from which it began
+    # before the first save, this may be a checkpoint of another run from which this run started
     own = checkpoint is None or checkpoint.parent.resolve() == folder.checkpoints.resolve()
     what = {"step": stopped.step, "checkpoint": checkpoint and (checkpoint.name if own else str(checkpoint))}
     write_durably(folder.stopped, json.dumps(what) + "\n")

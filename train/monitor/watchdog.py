@@ -1,12 +1,15 @@
 """End a run in which a rank hangs, and report which rank hangs and where.
 
 The ranks synchronize at least once per step (signals.StopVote), between the phases of the startup, and before the
-export (Watchdog.phase). A thread of each rank measures the time since then. After the timeout, each rank sends its
-position to the others through the store of the process group, reports the ranks at fault, and ends its process. The
-launcher ends the remaining processes.
+export (Watchdog.phase). A thread on each rank measures the time since the last synchronization. After the timeout, each
+rank sends its position to the other ranks through the store of the process group, reports the ranks at fault, and
+exits. The launcher terminates the remaining processes.
 
-A rank that sends nothing is at fault: its process is stopped, or its machine is down. Otherwise it is a rank that is
-not in a collective while the others are. Otherwise it is the ranks that are furthest behind.
+The ranks at fault are determined in this order:
+
+1. Ranks that do not send their position. Their process is stopped, or their host is down.
+2. Ranks that are not in a collective, if others are.
+3. Ranks that are furthest behind.
 """
 
 from __future__ import annotations
@@ -24,26 +27,26 @@ from typing import Any
 import torch.distributed as dist
 
 HUNG = 1  # like any crash: a restart from the last checkpoint may succeed
-# The first step and the phases of the startup compile kernels, capture graphs and connect NCCL.
+# Timeout of the first step and of the startup phases, which compile kernels, capture graphs and connect NCCL.
 FIRST_STEP_S = 1800.0
-# A phase of the startup or the export gets additional time for reading its files at this rate, in bytes/s.
+# The timeout of a phase is extended by the time to read its files at this minimum rate, in bytes/s.
 SLOWEST = 20e6
 GATHER_S = 3.0  # how long to wait for the positions of the other ranks
-# A rank with a frame in one of these files (ends of paths) waits for other ranks.
+# Endings of file paths. A rank with a stack frame in one of these files is waiting for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
 
 
 class Watchdog:
-    """Ends the process after `timeout_s` seconds without progress: `with Watchdog(timeout_s) as watchdog: ...`.
+    """Context manager that terminates the process after `timeout_s` seconds without progress.
 
-    A timeout of 0 turns it off. All ranks must call `phase`, `renew` and `at` at the same points: the number of calls
-    shows which rank is behind.
+    A timeout of 0 disables the watchdog. All ranks must call `phase`, `renew` and `set_position` at the same points,
+    because the number of calls shows which rank is behind.
 
-    The thread counts its own waits instead of reading a clock, so that the time in which the process itself is
-    suspended (scontrol suspend) does not count.
+    The watchdog thread adds up its own waits instead of reading a clock, so that the timeout does not include time in
+    which the process is suspended (scontrol suspend).
 
     Attributes:
-        limit_s: the current limit in seconds, which is longer until the first step is done.
+        limit_s: The current timeout in seconds, which is longer until the first step is done.
     """
 
     def __init__(self, timeout_s: float):
@@ -68,8 +71,8 @@ class Watchdog:
         """Wait for all ranks, then begin a phase with a new timeout.
 
         Args:
-            name: phase name for reports, such as "opening the output folder".
-            reads: bytes of the files that the phase reads, which extend the timeout.
+            name: Name of the phase for reports, such as "opening the output folder".
+            reads: Total size in bytes of the files that the phase reads. The timeout is extended accordingly.
         """
         self.set_position(f"waiting for all ranks before {name}")
         dist.barrier()
@@ -80,8 +83,8 @@ class Watchdog:
         """Restart the timeout after the ranks have synchronized.
 
         Args:
-            name: current position for reports.
-            after_step: whether a training step is done. Until the first step the timeout is longer.
+            name: Current position of this rank for reports.
+            after_step: Whether a training step is done. The timeout is longer until the first step.
         """
         self.set_position(name)
         if after_step:
@@ -90,12 +93,12 @@ class Watchdog:
         self._waited_s = 0.0
 
     def set_position(self, name: str) -> None:
-        """Set the current position of this rank for reports."""
+        """Record what this rank is currently doing, for reports."""
         self._position = name
         self._progress += 1
 
     def is_late(self, waited_s: float) -> bool:
-        """Count `waited_s` seconds, and return whether there was no progress for longer than the limit."""
+        """Add `waited_s` seconds to the time without progress. Return whether this time exceeds the timeout."""
         self._waited_s += waited_s
         return self._waited_s > self.limit_s
 
@@ -111,14 +114,14 @@ class Watchdog:
     def _report(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         found = {rank: self._describe_rank()}
-        # in a thread, because calls to the store block if its process is stopped
+        # in a thread, because calls to the store block if the process that hosts the store is stopped
         gather = threading.Thread(target=_exchange, args=(found, rank, world), daemon=True)
         gather.start()
         gather.join(GATHER_S)
         found = dict(found)
         blamed = find_ranks_at_fault(found, world)
         if rank in blamed or not blamed:
-            print(f"rank {rank}: the stacks of its threads:", file=sys.__stderr__, flush=True)
+            print(f"rank {rank}: stack traces of all threads:", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         if rank == min(set(found) - set(blamed), default=rank):
             print(hang_message(found, blamed, world, self.limit_s), file=sys.__stderr__, flush=True)
@@ -128,7 +131,10 @@ class Watchdog:
             time.sleep(1.0)
 
     def _describe_rank(self) -> dict[str, Any]:
-        """Return the position of this rank. It waits for other ranks if one of its threads is in a collective."""
+        """Return the position of this rank: its progress, current activity, host and code location.
+
+        "waits" is true if a thread of this rank is in a collective, where it waits for other ranks.
+        """
         stacks = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
         frames = [frame for stack in stacks.values() for frame in stack]
         last = stacks[threading.main_thread().ident or 0][-1]
@@ -153,15 +159,15 @@ def _exchange(found: dict[int, dict[str, Any]], rank: int, world: int) -> None:
 
 
 def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[int]:
-    """Return the ranks at fault, for which the others wait, or [] if this is unknown.
+    """Return the ranks that caused the hang, or [] if they are unknown.
 
     Args:
-        found: position sent by each rank that answered.
-        world: number of ranks.
+        found: Rank -> position, for each rank that sent its position.
+        world: Number of ranks.
     """
     silent = [rank for rank in range(world) if rank not in found]
     if silent:
-        # if this rank hears from no other rank, the store on rank 0 does not answer
+        # if no other rank has answered, the store on rank 0 cannot be reached
         return [0] if 0 in silent and len(silent) == world - 1 else silent
     least = min(sent["progress"] for sent in found.values())
     for candidates in (
@@ -174,11 +180,11 @@ def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[in
 
 
 def hang_message(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
-    """Return the message that ends the job."""
+    """Return the error message about a hang, which names the ranks at fault and what each of them is doing."""
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
     }
-    gone = "does not answer: its process is stopped, or its machine or connection is down"
+    gone = "does not answer: its process is stopped, or its host or network connection is down"
     cause = f". All {world} ranks answer, so the rank at fault is unknown"
     if blamed:
         cause = f"; the other ranks wait for rank {', '.join(map(str, blamed))} of {world}"
