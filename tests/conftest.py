@@ -146,7 +146,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
-    """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""
+    """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first.
+
+    All runs share one gloo group, because the thread of each wakes up a hundred times per second."""
     import torch.distributed as dist
 
     from train.engine.distributed import init_distributed
@@ -156,7 +158,10 @@ def only_process_group() -> Iterator[dict[str, str]]:
     described = {key: value for key, value in os.environ.items() if before.get(key) != value}
     os.environ.clear()
     os.environ.update(before)
-    yield described
+    new_group, shared = dist.new_group, dist.new_group(backend="gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *args, **options: shared if options else new_group(*args))
+        yield described
     dist.destroy_process_group()
 
 

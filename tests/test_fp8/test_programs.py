@@ -105,7 +105,8 @@ def test_invalid_scaling_options_raise(words: list[str], monkeypatch: pytest.Mon
     assert SCALING.main([*SMALL_SCALING, *words]) == 2
 
 
-@pytest.mark.interpreter
+@pytest.mark.usefixtures("forked")
+@pytest.mark.process
 @pytest.mark.slow
 def test_scaling_report(tmp_path: Path) -> None:
     one, two = report_of(SCALING, tmp_path, *SMALL_SCALING, "--gpus", "1", "2")["results"]
