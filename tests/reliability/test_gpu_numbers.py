@@ -109,5 +109,5 @@ def test_replica_check_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None
     assert clean == graphs == [{"error": None}] * 2
     assert [len(metrics(tmp_path / name)) for name in ("clean", "graphs", "flip")] == [30, 30, 4]
     for rank in flip:
-        assert "step 5: the weights or FP8 state of rank 0 differ from those of ranks [1]" in rank["error"]
+        assert "step 5: rank 0 has different weights or FP8 state than ranks [1]" in rank["error"]
         assert "1 of " in rank["error"]

@@ -87,5 +87,5 @@ def describe_difference(differs: list[list[int]], names: list[str]) -> str | Non
     ranks = [rank for rank, row in enumerate(differs) if any(row)]
     count = f"{len(different)} of {len(names)} tensors differ, first {different[0]!r}"
     if 2 * len(ranks) < len(differs):
-        return f"the weights or FP8 state of ranks {ranks} differ from those of the other ranks; {count}"
-    return f"the weights or FP8 state of rank 0 differ from those of ranks {ranks} of {len(differs)}; {count}"
+        return f"ranks {ranks} have different weights or FP8 state than the other ranks; {count}"
+    return f"rank 0 has different weights or FP8 state than ranks {ranks} of {len(differs)}; {count}"
