@@ -1,8 +1,14 @@
 """The DeepSpeed engine, its optimizer and learning-rate schedule, the micro-batch step, and the process group.
 
-May import model, train.data, train.config and train.files. `step`: build_engine, MicroStep and SkipDecision.
-`optimizer`: learning_rate_at. `held_out`: losses of evaluation sets. `distributed`: init_distributed. Only `zero` uses
-private attributes of DeepSpeed; checkpoint/reshard.py reads its checkpoint files.
+    step          build_engine, MicroStep, SkipDecision
+    optimizer     AdamW and Muon, learning_rate_at
+    states        AdamW with less memory
+    held_out      losses on held-out sets
+    distributed   process group
+    zero          private attributes of DeepSpeed, which no other module uses
+
+This package may import model, train.data, train.config and train.files. train/checkpoint/reshard.py reads DeepSpeed's
+checkpoint files.
 """
 
 from model.fp8.machine import drop_log_messages

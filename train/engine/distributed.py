@@ -32,7 +32,7 @@ T = TypeVar("T")
 # the rank at fault. torch's default, 10 minutes with NCCL, would first abort a rank that only waits.
 GROUP_TIMEOUT = datetime.timedelta(days=1)
 
-# Time in which the ranks of several nodes must arrive, and the environment variable that overrides it.
+# Time limit in seconds for the ranks of several nodes to connect, and the environment variable that overrides it.
 NODES_TIMEOUT_S, NODES_TIMEOUT = 50.0, "NODES_TIMEOUT_S"
 ANSWER_S = 3.0
 
@@ -40,7 +40,7 @@ ANSWER_S = 3.0
 def call_on_rank_0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank. Collective.
 
-    A UserError or OSError of `make` is raised on every rank. `make` must not raise other errors.
+    If `make` raises a UserError or OSError, every rank raises it. `make` must not raise other errors.
     """
     made: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -55,11 +55,11 @@ def call_on_rank_0(make: Callable[[], T]) -> T:
 
 
 def init_distributed() -> None:
-    """Initialize the process group that the launcher describes (train/launchers.py), or a group of one process.
+    """Initialize the process group from the environment variables of the launcher, or a group of one process.
 
     Raises:
-        LauncherError: The launcher's description is incomplete, or ranks were started with different numbers of ranks.
-        ConnectionError: Some ranks did not arrive in time, or rank 0 cannot be reached.
+        LauncherError: The environment variables are incomplete, or the nodes have different numbers of ranks.
+        ConnectionError: Some ranks did not connect in time, or rank 0 cannot be reached.
     """
     launchers.export_torch_variables()
     if not os.environ.get("RANK"):  # port 0: any free port
@@ -71,7 +71,7 @@ def init_distributed() -> None:
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
     # FlashAttention-4 warns about its own code
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
-    # torch reads these names when a group is created, also by DeepSpeed
+    # default timeouts of torch for all new groups, including those that DeepSpeed creates
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     try:
         store = wait_for_ranks()  # shares its port with torch's store
@@ -86,8 +86,8 @@ def init_distributed() -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise launchers.LauncherError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; set MASTER_PORT to "
-            "another free port, the same for all ranks",
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another process on this host. Set MASTER_PORT to "
+            "a free port, with the same value for all ranks",
             code="port_in_use",
             key="MASTER_PORT",
         ) from error
@@ -96,15 +96,16 @@ def init_distributed() -> None:
 
 @contextlib.contextmanager
 def suppress_prints() -> Iterator[None]:
-    """Suppress what DeepSpeed prints when it builds an op, and when it builds or destroys an engine."""
+    """Suppress the output that DeepSpeed prints when it compiles an op, or creates or destroys an engine."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 class BuildLock:
-    """The lock of torch's builds of extensions, held with flock.
+    """Lock for torch's builds of extensions, based on flock.
 
-    Replaces torch.utils.file_baton.FileBaton, which a killed process never releases: all later runs would wait for it.
+    It replaces torch.utils.file_baton.FileBaton. A killed process never releases that lock, so all later runs would
+    wait forever.
     """
 
     def __init__(self, path: str, **_: object):
@@ -124,7 +125,10 @@ class BuildLock:
 
 @contextlib.contextmanager
 def compile_exclusively() -> Iterator[None]:
-    """Let DeepSpeed compile its op for communication on a CPU, which it does in the first run, and announce it."""
+    """Allow DeepSpeed to compile its CPU communication op during a `with` block, as it does in the first run.
+
+    A message announces the compilation. Torch's build lock is replaced by `BuildLock`.
+    """
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and os.environ["LOCAL_RANK"] == "0":
         folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
@@ -135,13 +139,13 @@ def compile_exclusively() -> Iterator[None]:
 
 
 def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore | None:
-    """Wait until the ranks of all nodes have arrived, and report missing ranks within a minute. Collective.
+    """Wait until the ranks of all nodes have connected, and report missing ranks within a minute. Collective.
 
-    torch would wait for half an hour and then name only a socket. Does nothing under torchrun and accelerate, whose
-    agents wait for each other.
+    torch would wait for half an hour and then report only a socket. With torchrun and accelerate, this function does
+    nothing, because their agents wait for each other.
 
     Returns:
-        The store at MASTER_PORT, or None on one node. Keep it until the process group is initialized.
+        The TCPStore at MASTER_PORT, or None on a single node. Keep a reference until the process group is initialized.
 
     Raises:
         LauncherError, ConnectionError: See `init_distributed`.
@@ -165,28 +169,32 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
         if rank == 0:
             raise
         raise ConnectionError(
-            f"rank {rank} on {socket.gethostname()} did not reach rank 0 within {timeout_s:g} s at "
-            f"MASTER_ADDR={address}, MASTER_PORT={port}. Check that this is the host of rank 0, that it is up and "
+            f"rank {rank} on {socket.gethostname()} could not connect to rank 0 within {timeout_s:g} s at "
+            f"MASTER_ADDR={address}, MASTER_PORT={port}. Check that this is the host of rank 0, that the host is "
             "reachable, and that all nodes use the same port"
         ) from error
     is_unequal, missing = len(set(arrived.values())) > 1, sorted(set(range(world)) - arrived.keys())
     if rank == 0 and (is_unequal or missing):
-        time.sleep(ANSWER_S)  # other ranks still read from the store, which ends with this process
+        time.sleep(ANSWER_S)  # other ranks still read from the store of this process
     if is_unequal:
         raise launchers.LauncherError(
-            f"ranks were started differently: {arrived}. Start the same number of ranks on each node",
+            f"the nodes have different numbers of ranks: {arrived}. Start the same number of ranks on each node",
             code="ranks_differ",
         )
     if missing:
         raise ConnectionError(
-            f"of {world} ranks {missing} did not arrive within {timeout_s:g} s at {address}. Start all nodes within "
-            f"that time, or set {NODES_TIMEOUT}=600. Each node needs a NODE_RANK"
+            f"of {world} ranks, ranks {missing} did not connect within {timeout_s:g} s to {address}. Start all nodes "
+            f"within that time, or set {NODES_TIMEOUT}=600. Each node needs its own NODE_RANK"
         )
     return store
 
 
 def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> dict[int, str]:
-    """Wait on rank 0 for all ranks. Return how each rank that arrived in time was started."""
+    """Wait on rank 0 until all ranks have connected, or until the timeout.
+
+    Returns:
+        Rank -> text with its numbers of ranks, for each rank that connected in time.
+    """
     deadline = time.monotonic() + timeout_s
     arrived: dict[int, str] = {}
     while len(arrived) < world and time.monotonic() < deadline:
@@ -198,10 +206,10 @@ def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> dict[
 
 
 def make_deterministic() -> None:
-    """Select deterministic kernels, so that a run gives the same bits every time.
+    """Select deterministic kernels, so that a repeated run gives bit-identical results.
 
-    cuBLAS uses fixed workspaces. cuDNN's attention backward uses no atomic additions; Transformer Engine follows
-    torch's switch. Operations without a deterministic kernel raise an error.
+    cuBLAS uses fixed workspaces, and cuDNN's attention backward pass uses no atomic additions. Transformer Engine
+    follows torch's setting. Operations without a deterministic kernel raise an error.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

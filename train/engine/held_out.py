@@ -21,16 +21,19 @@ def held_out_losses(
     batch_size: int,
     should_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Return the mean loss of each held-out set in nats per token, by the name of the loss. Collective.
+    """Return the mean loss of each held-out set in nats per token, keyed by loss name. Collective.
 
-    FP8 scales and histories are restored after each set, so evaluation does not change training or other sets.
+    FP8 scales and amax histories are restored after each set, so the evaluation affects neither the training nor the
+    other sets.
 
     Args:
-        streams: held-out sets by the name of their loss.
-        batch_size: samples per batch and rank.
-        should_stop: called after each batch; must return the same value on every rank.
+        streams: Held-out sets, keyed by loss name.
+        batch_size: Number of samples per batch on each rank.
+        should_stop: Function that is called after each batch and returns whether to cancel the evaluation. It must
+            return the same value on every rank.
 
-    Returns: None if asked to stop.
+    Returns:
+        The losses, or None if the evaluation was cancelled.
     """
     before, losses = snapshot_fp8_state(engine.module, precision), dict[str, float]()
     engine.eval()

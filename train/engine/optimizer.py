@@ -15,7 +15,7 @@ from train.config.arguments import TrainingArguments
 from train.engine.zero import full_shape, muon_matrices, parameter_name
 
 # DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
-# for each shape. It is disabled here; its gain on a GPU is not measured.
+# for each shape. This is disabled here. The speedup of torch.compile on a GPU has not been measured.
 with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
@@ -26,14 +26,14 @@ MUON_RMS = 0.2
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw") -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer.
+    """Return the parameter groups for the optimizer.
 
-    AdamW has two groups: matrices, including embeddings, with weight decay, and vectors (norms, biases) without. With
-    `optim` "muon", the matrices of the decoder layers come first, in one group per number of columns, with a factor
-    `lr_scale` for the learning rate.
+    AdamW has two groups. Matrices, including embeddings, have weight decay. Vectors (norms and biases) do not. With
+    `optim` "muon", the matrices of the decoder layers are in additional groups, which come first. There is one such
+    group for each number of columns, and its `lr_scale` is a factor for the learning rate.
 
-    Parameters are grouped by dimension and place, never by name, so fused weights decay like their parts. A tied weight
-    appears once. Parameters without gradient and empty groups are omitted.
+    Parameters are grouped by shape and position in the model, not by name. So fused weights decay like their parts. A
+    tied weight appears once. Parameters without a gradient and empty groups are omitted.
     """
     layers: Any = model.model.layers.parameters() if optim == "muon" else ()
     of_muon = {id(p) for p in layers if p.requires_grad and len(full_shape(p)) == 2}
@@ -55,25 +55,27 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
 
 
 def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: float) -> dict[str, Any]:
-    """Return Muon's group of the matrices with this number of columns.
+    """Return the Muon parameter group for the matrices with the given number of columns.
 
-    DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` the total factor
-    is 0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon).
-    The elements of the update are then as large as AdamW's, so AdamW's learning rate and decay apply. The decay is
-    divided by `lr_scale`, because the optimizer multiplies it by the learning rate of the group.
+    DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale`, the total factor
+    is 0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" in torch.optim.Muon).
+    The elements of the update are then as large as in AdamW, so the learning rate and weight decay of AdamW can be
+    used. The weight decay is divided by `lr_scale`, because the optimizer multiplies it by the learning rate of the
+    group.
     """
     scale = MUON_RMS * math.sqrt(columns)
-    # the order that DeepSpeed's Muon uses
+    # DeepSpeed's Muon uses this order
     ordered = sorted(parameters, key=full_shape, reverse=True)
     return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
 
 
 def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
-    """Build AdamW or Muon.
+    """Build the AdamW or Muon optimizer.
 
-    AdamW is torch's (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA. Muon is DeepSpeed's
-    (Jordan et al., kellerjordan.github.io/posts/muon), with AdamW for all parameters except the matrices of the layers.
-    DeepSpeed's ZeRO accepts exactly these classes without `zero_allow_untested_optimizer`.
+    AdamW is torch's implementation (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA. Muon
+    is DeepSpeed's implementation (Jordan et al., kellerjordan.github.io/posts/muon), which uses AdamW for all
+    parameters except the matrices of the decoder layers. DeepSpeed's ZeRO accepts only these classes without
+    `zero_allow_untested_optimizer`.
     """
     groups = parameter_groups(model, arguments.weight_decay, arguments.optim)
     adamw = {
@@ -88,7 +90,8 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
         is_muon, of_adamw = group["use_muon"], {"betas": adamw["betas"], "eps": adamw["eps"]}
         own = {"momentum": arguments.muon_momentum} if is_muon else of_adamw
         group.update(own, lr=arguments.learning_rate * group.get("lr_scale", 1.0))
-    # until orthogonalize_each_matrix, for the initial step of DeepSpeed (zero.undo_initial_step)
+    # DeepSpeed's initial step (zero.undo_initial_step) needs the original function. orthogonalize_each_matrix then
+    # replaces it.
     original_muon.muon_update = muon_optimizer.muon_update = MUON_UPDATE
     return muon_optimizer.MuonWithAuxAdam(
         groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=adamw
@@ -96,10 +99,10 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
 
 
 def orthogonalize_each_matrix(engine: Any) -> None:
-    """Make Muon of a new engine orthogonalize q, k and v, and gate and up, separately where one parameter fuses them.
+    """Make Muon orthogonalize the parts of fused parameters separately: q, k and v, and gate and up.
 
-    DeepSpeed calls `muon_update` with whole parameters, without their names, in the same order in each step.
-    Checkpoints store whole parameters.
+    Call this on a new engine. DeepSpeed calls `muon_update` with whole parameters, without their names, in the same
+    order in each step. Checkpoints store whole parameters.
     """
     matrices = [
         (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
@@ -115,15 +118,17 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:
-    """Return the learning rate of `step`, counted from 0. A pure function, so a resume needs no scheduler state.
+    """Return the learning rate at `step`, counted from 0. A resume needs no scheduler state.
 
-    The warmup rises linearly from learning_rate / warmup_steps at step 0 to the peak, learning_rate, at step
-    warmup_steps - 1. Then lr_scheduler_type decides; `floor` is min_lr_ratio * learning_rate, reached at max_steps:
+    During warmup, the learning rate rises linearly from learning_rate / warmup_steps at step 0 to the peak,
+    learning_rate, at step warmup_steps - 1. After warmup, it follows lr_scheduler_type. The floor,
+    min_lr_ratio * learning_rate, is reached at max_steps:
 
-        cosine                 from the peak to the floor (Loshchilov and Hutter, arXiv:1608.03983)
-        linear                 from the peak to the floor
-        constant               the peak
-        warmup_stable_decay    the peak, then linear to the floor in the last decay_steps (Hu et al., arXiv:2404.06395)
+        cosine                 cosine from the peak to the floor (Loshchilov and Hutter, arXiv:1608.03983)
+        linear                 linear from the peak to the floor
+        constant               constant at the peak
+        warmup_stable_decay    constant at the peak, then linear to the floor during the last decay_steps (Hu et al.,
+                               arXiv:2404.06395)
     """
     peak, kind, end = arguments.learning_rate, arguments.lr_scheduler_type, arguments.max_steps
     if step < arguments.warmup_steps:

@@ -1,4 +1,4 @@
-"""AdamW with less memory (precision.optimizer_states), on the partitions of DeepSpeed's BF16_Optimizer.
+"""AdamW with less memory (precision.optimizer_states) for the partitions of DeepSpeed's BF16_Optimizer.
 
     fp32             12 bytes per parameter: a float32 weight and two float32 moments (torch's AdamW)
     bf16_remainder    6: the model's bf16 weight and 16 more bits give the float32 weight; bf16 moments (float32: 10)
@@ -32,10 +32,10 @@ State = dict[str, torch.Tensor]  # optimizer state of one flat weight, as in tor
 
 
 def split_float32(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Split float32 `master` into bf16 `weight` and int16 `remainder`, all 1-D of the same length.
+    """Split the float32 tensor `master` into the bf16 tensor `weight` and the int16 tensor `remainder`.
 
-    The weight is the nearest bf16 number; a tie rounds away from zero. Rounding ties to even would map 65,537 numbers
-    to one weight, one more than 16 bits can distinguish.
+    All tensors are 1-D and have the same length. A weight is the nearest bf16 number, and ties round away from zero.
+    Rounding ties to even would map 65,537 numbers to one weight, one more than 16 bits can distinguish.
     """
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -44,7 +44,7 @@ def split_float32(master: torch.Tensor, weight: torch.Tensor, remainder: torch.T
 
 
 def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers that `split_float32` has split."""
+    """Return the float32 tensor that `split_float32` has split into a bf16 tensor and an int16 remainder."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -53,7 +53,12 @@ def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Return the state of a moment with `length` zeros, in the format that `decode_moment` reads."""
+    """Allocate an AdamW moment of `length` zeros. Return its state entries, which `decode_moment` can read.
+
+    Args:
+        moment: Name of the moment, an element of MOMENTS.
+        kind: Storage type of the moment.
+    """
     if kind in DTYPES:
         return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
     blocks = -(-length // STATE_BLOCK)
@@ -64,7 +69,7 @@ def new_moment(moment: str, length: int, kind: str, device: torch.device) -> Sta
 
 
 def decode_moment(state: State, moment: str, start: int, end: int) -> torch.Tensor:
-    """Return the elements from `start` to `end` in float32. For a float32 moment this is a view."""
+    """Decode the elements `start` to `end` of an AdamW moment to float32. For a float32 moment, return a view."""
     if (scale := state.get(f"{moment}_scale")) is None:
         return state[moment][start:end].float()
     blocks = slice(start // STATE_BLOCK, -(-end // STATE_BLOCK))
@@ -74,9 +79,9 @@ def decode_moment(state: State, moment: str, start: int, end: int) -> torch.Tens
 
 
 def encode_moment(values: torch.Tensor, state: State, moment: str, start: int) -> None:
-    """Write float32 `values` to the elements from `start` on.
+    """Write float32 values to the elements of an AdamW moment, beginning at element `start`.
 
-    For 8-bit moments, `values` must consist of whole blocks or reach the end.
+    For 8-bit moments, `values` must consist of whole blocks or extend to the end of the moment.
     """
     held, scale = state[moment][start : start + len(values)], state.get(f"{moment}_scale")
     if scale is not None:
@@ -92,12 +97,12 @@ def encode_moment(values: torch.Tensor, state: State, moment: str, start: int) -
 
 
 class PackedAdamW(torch.optim.Optimizer):
-    """torch's AdamW for 1-D bf16 weights, with the other 16 bits of their float32 values in its state.
+    """AdamW optimizer for 1-D bf16 weights. Its state contains the other 16 bits of the float32 weights.
 
     Args:
-        groups: parameter groups, as for torch.optim.AdamW.
-        gradients: float32 gradient of each weight. `.grad`, which would have to be bf16, is not read.
-        moments: a type of MOMENT_BYTES.
+        groups: Parameter groups, as for torch.optim.AdamW.
+        gradients: Float32 gradient of each weight. `.grad` is not used, because it would have to be bf16.
+        moments: Storage type of the moments, a key of MOMENT_BYTES.
     """
 
     def __init__(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor], moments: str):
@@ -144,9 +149,9 @@ class PackedAdamW(torch.optim.Optimizer):
         encode_moment(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
-        """Allocate the state of a weight whose float32 values equal its bf16 values."""
+        """Allocate the optimizer state of a weight, with float32 values that equal the bf16 values."""
         state = self.state[weight]
-        # on the device where torch's kernel reads the step
+        # torch's kernel reads the step on this device
         state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")
         state["remainder"] = torch.zeros(len(weight), dtype=torch.int16, device=weight.device)
         for moment in MOMENTS:
@@ -157,12 +162,13 @@ class PackedAdamW(torch.optim.Optimizer):
     def set_weight(
         self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None
     ) -> None:
-        """Set `weight` to the float32 `master`, with `moments` after `step` steps.
+        """Set the float32 values and the AdamW state of a weight, for example from a checkpoint.
 
         Args:
-            master: 1-D float32, on any device.
-            moments: 1-D float32 tensors by name, on any device.
-            step: None before the first step, when the float32 values equal the bf16 values.
+            weight: A weight of this optimizer.
+            master: Float32 values of the weight, 1-D, on any device.
+            moments: Float32 moments by name, 1-D, on any device.
+            step: Number of completed steps. None before the first step, when the float32 values equal the bf16 values.
         """
         if step is None:
             weight.copy_(master)
@@ -176,7 +182,10 @@ class PackedAdamW(torch.optim.Optimizer):
                 encode_moment(moments[moment][part].to(weight.device), state, moment, start)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this optimizer unchanged; torch would cast all states to the dtype of the weights."""
+        """Load a `state_dict` of this optimizer without conversion.
+
+        torch's implementation would cast all states to the dtype of the weights.
+        """
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.state.clear()
@@ -192,7 +201,10 @@ class PackedAdamW(torch.optim.Optimizer):
 
 @dataclass
 class DecodedSlice:
-    """A range of a packed tensor that is decoded on access, with the methods of a 1-D tensor that reshard.py uses."""
+    """Range of a packed tensor that is decoded to float32 on access.
+
+    It has those methods of a 1-D tensor that train/checkpoint/reshard.py needs.
+    """
 
     decode: Callable[[int, int], torch.Tensor]  # (start, end) -> float32
     start: int
@@ -210,7 +222,7 @@ class DecodedSlice:
 
 
 def decoded_slices(weight: torch.Tensor, state: State) -> tuple[DecodedSlice, dict[str, DecodedSlice]]:
-    """Return the float32 weight and its moments from `weight` and `state` of a PackedAdamW."""
+    """Return the float32 values and the moments of a weight of PackedAdamW, which are decoded on access."""
 
     whole = DecodedSlice(
         lambda start, end: join_float32(weight[start:end], state["remainder"][start:end]), 0, len(weight)
