@@ -1,16 +1,17 @@
-"""CPU reference of the Transformer Engine modules used here: same classes, same parameters, same rounding, no GPU.
+"""CPU reference implementation of the Transformer Engine modules used here: same classes, parameters and rounding, no
+GPU.
 
-It is written from the behaviour of Transformer Engine 2.20.2 on a Hopper GPU, and
+The implementation follows the behavior of Transformer Engine 2.20.2 on a Hopper GPU.
 tests/model/te_reference/test_te_recorded.py compares it with tensors recorded there. Use it for development, tests and
-checking numbers, not for speed.
+numerical checks. It is not optimized for speed.
 
-FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU. So single output values of a layer round
-differently, and FP8 rounding of these values enlarges the difference. With the GPU's sums instead
-(tests/model/te_reference/tensor_core.py), whole layers, their gradients and FP8 state equal the GPU's bit for bit,
-except for a rare rounding.
+FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU. Single outputs of a layer therefore round
+differently, and FP8 rounding enlarges the difference. With a simulation of the GPU's accumulation
+(tests/model/te_reference/tensor_core.py), whole layers, their gradients and FP8 state equal the GPU's results bit for
+bit, except for a rare rounding.
 
-FP8 attention, biases, LayerNorm, other activations, tensor parallelism and MXFP8 or NVFP4 recipes are not implemented
-and raise an error.
+FP8 attention, biases, LayerNorm, other activations, tensor parallelism and the MXFP8 and NVFP4 recipes are not
+implemented and raise an error.
 """
 
 from model.te_reference import recipe

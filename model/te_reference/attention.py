@@ -1,6 +1,6 @@
-"""Scaled dot-product attention.
+"""CPU reference implementation of scaled dot-product attention.
 
-Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H hidden.
+Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
 
 
 def causal_mask(tokens: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [tokens, tokens], True if a query sees a key: not later, and at most `window` before it (-1: any)."""
+    """Return a causal attention mask, bool [tokens, tokens], that is True where a query (row) attends to a key
+    (column).
+
+    A query attends to itself and to at most `window` keys before it. A window of -1 is unlimited.
+    """
     query = torch.arange(tokens, device=device)[:, None]
     key = torch.arange(tokens, device=device)[None, :]
     visible = key <= query
@@ -27,9 +31,9 @@ def causal_mask(tokens: int, window: int, device: torch.device) -> Tensor:
 
 
 class _WideBackward(torch.autograd.Function):
-    """torch's attention with gradients computed in float32 and rounded once.
+    """Autograd function for torch's attention that computes gradients in float32 and rounds them once.
 
-    In 16 bits they take five times as long on a CPU without 16-bit instructions.
+    On a CPU without 16-bit instructions, 16-bit gradients take five times as long.
     """
 
     @staticmethod
@@ -49,11 +53,11 @@ class _WideBackward(torch.autograd.Function):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, grouped: bool) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v at the positions where `visible` is True.
+    """Compute softmax(q k^T / sqrt(D)) v over the positions where `visible` is True.
 
     Args:
-        q: [B, N, S, D].
-        k: [B, K, S, D], as v.
+        q: [B, N, S, D] (B batch, N query heads, S tokens, D head dimension).
+        k, v: [B, K, S, D], with K key/value heads.
         visible: bool [S, S].
         grouped: whether K differs from N.
 
@@ -65,14 +69,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, grouped: bool) -> Ten
 
 
 class DotProductAttention(nn.Module):
-    """te.DotProductAttention for causal attention with grouped queries and a sliding window; no FP8, no dropout.
+    """CPU version of te.DotProductAttention: causal grouped-query attention with a sliding window, without FP8 or
+    dropout.
 
     Args:
-        qkv_format: "bshd" with attn_mask_type "causal", or "thd" with "padding_causal": the sequences of cu_seqlens one
-            after the other.
-        window_size: (left, 0): a query sees itself and `left` keys before it. None and (-1, 0): all keys before it. A
-            Hugging Face sliding_window W is (W - 1, 0).
-        softmax_scale: factor of the scores. None: 1 / sqrt(D).
+        qkv_format: "bshd" with attn_mask_type "causal", or "thd" with "padding_causal". "thd" concatenates sequences,
+            whose boundaries are in cu_seqlens.
+        window_size: (left, 0) if a query attends to itself and `left` keys before it. None and (-1, 0) mean all keys
+            before it. A Hugging Face sliding_window W is (W - 1, 0).
     """
 
     def __init__(
@@ -110,17 +114,19 @@ class DotProductAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         window_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Compute attention of [B, S, N, D] and twice [B, S, K, D], or for "thd" of [T, N, D] and twice [T, K, D].
+        """Compute attention from q [B, S, N, D] and k and v [B, S, K, D], or q [T, N, D] and k and v [T, K, D] for
+        "thd".
 
-        Transformer Engine's other arguments for "thd" have no effect here.
+        Shapes: B batch, S tokens per sequence, T total tokens, N query heads, K key/value heads, D head dimension.
+        Transformer Engine's other arguments for "thd" are ignored.
 
         Args:
-            attn_mask_type: overrides the constructor's, as do qkv_format and window_size.
-            cu_seqlens_q: for "thd": int32 [sequences + 1], the start of each sequence of queries and keys, then T.
+            attn_mask_type, qkv_format, window_size: override the constructor's arguments.
+            cu_seqlens_q: for "thd", int32 [sequences + 1]: the start of each sequence, followed by T.
 
-        Returns: [B, S, N * D], or for "thd" [T, N * D].
+        Returns: [B, S, N * D], or [T, N * D] for "thd".
 
-        Raises ValueError: an unsupported mask or window.
+        Raises ValueError: the mask or window is not supported.
         """
         layout = qkv_format or self.qkv_format
         _check_layout(layout, attn_mask_type or self.attn_mask_type)
@@ -132,7 +138,11 @@ class DotProductAttention(nn.Module):
         return self._attend(q, k, v, window).transpose(1, 2).flatten(2)
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-        """Attend within each sequence: [T, N, D] and twice [T, K, D] -> [T, N * D]."""
+        """Compute attention within each concatenated sequence.
+
+        Shapes: q [T, N, D], k and v [T, K, D], result [T, N * D] (T total tokens, N query heads, K key/value heads, D
+        head dimension).
+        """
         outputs, bounds = [], cu_seqlens.tolist()
         for begin, end in pairwise(bounds):
             if begin < end:
@@ -141,7 +151,10 @@ class DotProductAttention(nn.Module):
         return torch.cat(outputs).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Attend: [B, N, S, D] and twice [B, K, S, D] -> [B, N, S, D]."""
+        """Compute causal attention for q [B, N, S, D] and k and v [B, K, S, D]. Returns [B, N, S, D].
+
+        Shapes: B batch, N query heads, K key/value heads, S tokens, D head dimension.
+        """
         visible = causal_mask(q.shape[2], window, q.device)
         if self.softmax_scale is not None:
             q = q * (self.softmax_scale * q.shape[-1] ** 0.5)
@@ -152,7 +165,7 @@ def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     left, right = window_size or (-1, 0)
     if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
         raise ValueError(
-            f"window_size must be None, (-1, 0) or (number of keys before the query, 0), not {window_size}."
+            f"window_size is {window_size}, but must be None, (-1, 0) or (number of keys before the query, 0)."
         )
     return left, 0
 
@@ -160,6 +173,6 @@ def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 def _check_layout(layout: str, mask_type: str) -> None:
     if MASK_OF_FORMAT.get(layout) != mask_type:
         raise ValueError(
-            f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}): the CPU reference supports "
+            f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}) is not supported on a CPU; use "
             f"{' and '.join(f'{f!r} with {m!r}' for f, m in MASK_OF_FORMAT.items())}."
         )

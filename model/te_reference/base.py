@@ -1,7 +1,7 @@
-"""Shared parts of the FP8 modules: FP8 state, quantizers, and checks of shapes and arguments.
+"""Shared parts of the FP8 modules in the CPU reference implementation: FP8 state, quantizers and argument checks.
 
-As in Transformer Engine, the tensors of each GEMM have the columns [input, weight, output] in `fp8_meta["scaling_fwd"]`
-and [grad_output, grad_input] in `fp8_meta["scaling_bwd"]`. Outputs and input gradients are never quantized here, so
+As in Transformer Engine, `fp8_meta["scaling_fwd"]` has three columns per GEMM, [input, weight, output], and
+`fp8_meta["scaling_bwd"]` has two, [grad_output, grad_input]. Outputs and input gradients are never quantized here, so
 their columns are unused.
 """
 
@@ -37,9 +37,11 @@ INPUT, WEIGHT = 0, 1
 
 @dataclass
 class Quantizer:
-    """Quantizes one tensor of a module with its recipe.
+    """Quantizes one tensor of a module with the module's recipe.
 
     Attributes:
+        state: FP8 state for the direction (forward or backward).
+        column: column of the tensor in `state`.
         kind: "fwd_inp", "fwd_weight" or "bwd_grad".
     """
 
@@ -50,7 +52,7 @@ class Quantizer:
     def __call__(
         self, x: Tensor, *, columnwise: bool = True, rowwise: bool = True, amax_of_x: Tensor | None = None
     ) -> QuantizedMatrix:
-        """Quantize a matrix [M, N] for contractions over N (`rowwise`) and M (`columnwise`)."""
+        """Quantize a matrix [M, N] for contractions over its columns N (`rowwise`) and its rows M (`columnwise`)."""
         state, dtype = self.state, self.state.dtype
         if isinstance(state, DelayedScalingState):
             state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
@@ -70,9 +72,9 @@ class Quantizer:
     ) -> QuantizedMatrix:
         """Quantize the float32 result of a norm or activation kernel.
 
-        The kernel for delayed scaling quantizes it directly. With the other recipes it is rounded to `dtype` first. For
-        current scaling, the activation kernel takes the amax before that rounding (`amax_before_rounding`) and the norm
-        kernel after it.
+        The kernel for delayed scaling quantizes the float32 result directly. With the other recipes, the result is
+        rounded to `dtype` first. For current scaling, the activation kernel computes the amax (largest magnitude)
+        before this rounding (`amax_before_rounding`), and the norm kernel after it.
         """
         if isinstance(self.state, DelayedScalingState):
             return self(x, columnwise=columnwise)
@@ -82,7 +84,14 @@ class Quantizer:
 
 @dataclass
 class FP8Call:
-    """One FP8 forward of a module: its quantizers, whether it has a backward, and whether that updates the scales."""
+    """Settings for one FP8 forward pass of a module.
+
+    Attributes:
+        forward_state: FP8 state of the inputs and weights.
+        backward_state: FP8 state of the gradients.
+        trains: whether the forward pass has a backward pass.
+        moves_backward_scales: whether the backward pass of this module updates the gradient scales of all modules.
+    """
 
     forward_state: RecipeState
     backward_state: RecipeState
@@ -91,18 +100,18 @@ class FP8Call:
 
     @property
     def high_precision_backward(self) -> bool:
-        """Return whether gradients use the unquantized operands (the recipe's backward_override)."""
+        """Return whether gradients are computed from unquantized operands (the recipe's backward_override)."""
         return getattr(self.forward_state.recipe, "backward_override", None) is not None
 
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
-        """Return the quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
+        """Return the quantizer for a forward tensor (INPUT or WEIGHT) of GEMM number `gemm` in the module."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
         return Quantizer(self.forward_state, 3 * gemm + tensor, kind)
 
     def accumulates_fast(self, gemm: str) -> bool:
-        """Return whether the recipe sets use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
+        """Return whether the recipe sets use_split_accumulator=False for a GEMM kind ("fprop", "dgrad" or "wgrad").
 
-        DelayedScaling has no such field; Transformer Engine then uses the default of Float8CurrentScaling.
+        DelayedScaling has no such field. Transformer Engine then uses the default of Float8CurrentScaling.
         """
         recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
         params = getattr(recipe, name, getattr(Float8CurrentScaling, name))
@@ -110,11 +119,11 @@ class FP8Call:
 
 
 class FP8Module(nn.Module):
-    """Base class of the modules with GEMMs.
+    """Base class for modules with FP8 GEMMs.
 
     Attributes:
-        fp8_meta: "num_gemms", "recipe" and, after an FP8 forward or `init_fp8_meta_tensors`, "scaling_fwd" and
-            "scaling_bwd". With delayed scaling these have `scale` and `amax_history`.
+        fp8_meta: contains "num_gemms", "recipe" and, after an FP8 forward pass or `init_fp8_meta_tensors`,
+            "scaling_fwd" and "scaling_bwd". With delayed scaling, the last two have `scale` and `amax_history`.
     """
 
     def __init__(self, num_gemms: int) -> None:
@@ -123,7 +132,9 @@ class FP8Module(nn.Module):
         self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Allocate the state of `recipe`, unless the module already has a state. A module's recipe cannot change."""
+        """Allocate the FP8 state for `recipe`, unless the module already has a state. The recipe of a module cannot
+        change.
+        """
         for key, forward, tensors in (("scaling_fwd", True, 3), ("scaling_bwd", False, 2)):
             if key not in self.fp8_meta:
                 device = next(self.parameters()).device
@@ -135,7 +146,9 @@ class FP8Module(nn.Module):
                 )
 
     def prepare_fp8(self, inp: Tensor) -> FP8Call | None:
-        """Return the FP8 call for the current autocast, or None. Call it at the start of each forward.
+        """Return the settings for an FP8 forward pass in the current autocast, or None without FP8.
+
+        Call this method at the start of each forward pass.
 
         Args:
             inp: input of the module.
@@ -157,9 +170,11 @@ class FP8Module(nn.Module):
     def quantize_weight(
         self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
     ) -> QuantizedMatrix:
-        """Return the FP8 weight of GEMM number `gemm`.
+        """Return the quantized weight for GEMM number `gemm` in the module.
 
-        is_first_microbatch: None quantizes the weight, True also keeps the copy, and False returns the kept copy.
+        Args:
+            is_first_microbatch: None quantizes the weight. True also caches the result, and False returns the cached
+                result.
         """
         if is_first_microbatch is False and gemm in self._fp8_workspaces:
             return self._fp8_workspaces[gemm]
@@ -170,31 +185,37 @@ class FP8Module(nn.Module):
 
 
 def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) -> None:
-    """Raise ValueError for shapes that the FP8 GEMMs of a Hopper GPU do not accept.
+    """Raise ValueError for shapes that FP8 GEMMs on a Hopper GPU do not support.
 
-    The rows (product of the leading dimensions) must be divisible by 8 and the last dimension by 16. With a backward
-    both need 16, because the weight gradient contracts over the rows and the input gradient over the output features.
+    The number of rows (product of the leading dimensions) must be divisible by 8, and the last dimension by 16. In
+    training, both must be divisible by 16, because the weight gradient contracts over the rows and the input gradient
+    over the output features.
     """
     divisor = 16 if trains else 8
     rows, sizes = math.prod(inp.shape[:-1]), (inp.shape[-1], weight.shape[1])
     if rows % divisor or weight.shape[0] % divisor or any(size % 16 for size in sizes):
         raise ValueError(
-            f"{name}: FP8 needs rows (the product of all dimensions of the input but the last) and out_features "
-            f"divisible by 8, by 16 in training, and in_features divisible by 16. The input is {list(inp.shape)} and "
-            f"the weight {list(weight.shape)}. Pad it, or run this module under autocast(enabled=False)."
+            f"{name}: the input has shape {list(inp.shape)} and the weight {list(weight.shape)}. FP8 needs in_features "
+            "divisible by 16, and out_features and the number of rows (product of the input's leading dimensions) "
+            "divisible by 8, or by 16 in training. Pad the tensors, or run this module under autocast(enabled=False)."
         )
 
 
 def check_supported(name: str, **arguments: tuple[Any, Any]) -> None:
-    """Raise ValueError if an argument differs from the only supported value. arguments: (value, supported value)."""
+    """Raise ValueError if an argument differs from its only supported value.
+
+    Args:
+        name: name of the class, for the message.
+        arguments: (value, supported value) of each argument.
+    """
     for argument, (value, only) in arguments.items():
         if value != only:
-            raise ValueError(f"{name}({argument}={value!r}): the CPU reference supports only {only!r}.")
+            raise ValueError(f"{name}: {argument} is {value!r}, but only {only!r} is supported on a CPU.")
 
 
 def make_weight(
     out_features: int, in_features: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Parameter:
-    """Return a weight [out_features, in_features] with Transformer Engine's default initialization."""
+    """Create a weight [out_features, in_features] with Transformer Engine's default initialization."""
     weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
     return nn.init.normal_(weight, mean=0.0, std=0.023)

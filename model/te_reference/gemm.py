@@ -1,8 +1,8 @@
-"""One FP8 GEMM of a module with both gradients, including a preceding RMSNorm or SwiGLU.
+"""An FP8 GEMM with both gradients, optionally preceded by RMSNorm or SwiGLU (CPU reference implementation).
 
-With delayed scaling, the output of the norm or SwiGLU is quantized from float32. With current and block scaling it is
-rounded to the activation dtype first. The gradient of SwiGLU is always rounded to the activation dtype before it is
-quantized.
+With delayed scaling, the output of the norm or SwiGLU is quantized from float32. With current and block scaling, this
+output is rounded to the activation dtype first. The gradient of SwiGLU is always rounded to the activation dtype before
+quantization.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from model.te_reference.state import update_scales
 
 
 def _swiglu_forward(x: Tensor) -> Tensor:
-    """Compute silu(first half) * second half of x [..., 2 F] in float32: [..., F]."""
+    """Compute SwiGLU in float32: silu(first half) * second half of x [..., 2 F]. Returns [..., F], where F is the
+    feature size.
+    """
     gate, up = x.float().chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x [..., 2 F] in its dtype, computed in float32."""
+    """Compute the SwiGLU gradient for the input x [..., 2 F] (feature size F) in float32, and round it to the dtype of
+    x.
+    """
     gate, up = x.float().chunk(2, dim=-1)
     grad = grad.float()
     sigmoid = torch.sigmoid(gate)
@@ -37,7 +41,7 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(first half) * second half, rounded once."""
+    """Autograd function for silu(first half) * second half, computed in float32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -67,17 +71,18 @@ class _Linear(torch.autograd.Function):
 
 
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x W^T and its gradients in float32, each rounded once to the dtype of x and W.
+    """Compute x @ W.T and its gradients in float32, each rounded once to the dtype of x and W.
 
-    Without 16-bit instructions, as on many CPUs, torch is fifteen times slower in 16 bits.
+    On CPUs without 16-bit instructions, torch is fifteen times slower in 16 bits.
     """
     return F.linear(x, weight) if x.dtype == torch.float32 else _Linear.apply(x, weight)
 
 
 def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
-    """Compute left right ("dgrad") or left^T right ("wgrad").
+    """Compute left @ right for the input gradient ("dgrad"), or left.T @ right for the weight gradient ("wgrad").
 
-    Operands are (matrix, inverse scale), in FP8 or, for a high-precision backward, unquantized.
+    Each operand is a pair (matrix, inverse scale). Matrices are in FP8, or unquantized for a high-precision backward
+    pass.
     """
     if call.high_precision_backward:
         return (left[0] if gemm == "dgrad" else left[0].t()) @ right[0]
@@ -86,10 +91,11 @@ def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch
 
 
 class _FP8Gemm(torch.autograd.Function):
-    """Compute `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
+    """Autograd function for `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
 
-    x is [M, K], or [M, 2 K] with SwiGLU; norm_weight is [K] or None; W is [N, K]. Saves f(x) and W in FP8 for the
-    backward, or unquantized for a high-precision backward, and x unless f is the identity.
+    Shapes (M rows, K input features, N output features): x is [M, K], or [M, 2 K] with SwiGLU; norm_weight is [K] or
+    None; W is [N, K]. Saves f(x) and W for the backward pass in FP8, or unquantized for a high-precision backward pass.
+    Also saves x unless f is the identity.
     """
 
     @staticmethod
@@ -169,11 +175,12 @@ def fp8_gemm(
     eps: float = 0.0,
     swiglu: bool = False,
 ) -> Tensor:
-    """Compute f(x) W^T, [..., K] -> [..., N], as GEMM number `gemm` of `module`.
+    """Compute `f(x) @ W.T` as GEMM number `gemm` of `module`, where `f` is RMSNorm, SwiGLU or the identity.
 
-    f is RMSNorm if there is a norm_weight, SwiGLU if `swiglu` (x is [..., 2 K]), or the identity.
+    RMSNorm is applied if `norm_weight` is given. The input is [..., K], or [..., 2 K] with `swiglu`; the output is
+    [..., N] (K input features, N output features).
 
-    Raises ValueError: FP8 GEMMs do not accept the shape.
+    Raises ValueError: FP8 GEMMs do not support the shapes.
     """
     check_fp8_shapes(type(module).__name__, x, weight, trains=call.trains)
     weight_fp8 = module.quantize_weight(gemm, weight, call.quantizer(WEIGHT, gemm), is_first_microbatch)
@@ -189,19 +196,20 @@ def fp8_gradients(
     into: Tensor | None,
     note: Callable[[int, Tensor, Any], None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute both gradients of x W^T as FP8 GEMMs: e4m3 with block scaling.
+    """Compute both gradients of x @ W.T as FP8 GEMMs, in e4m3 with block scaling.
 
-    The scales of `gradient` are not powers of two. In the gradient of a loss, each row has the label's entry, which
-    early in training is nearly the same for all tokens: -1 / (number of tokens). With powers of two, all of them would
-    be rounded in the same direction by up to 6 %, depending on that number. With its exact scale, the largest entry of
-    a block is not rounded at all.
+    The scales of `gradient` are not powers of two. In a loss gradient, each row contains the label's entry, which early
+    in training is nearly the same for all tokens: -1 / (number of tokens). Power-of-two scales would round all these
+    entries in the same direction by up to 6 %, depending on that number. With an exact scale, the largest entry in a
+    block is not rounded at all.
 
     Args:
-        gradient: [M, N], gradient of the output.
+        gradient: gradient of the output, [M, N] (M rows, N output features, K input features).
         x: [M, K].
         weight: [N, K].
-        into: float32 [N, K]; the weight gradient is added to it. None: it is returned.
-        note: called with each operand that is cast: (0 x, 1 weight, 2 gradient; the matrix; the quantized result).
+        into: float32 [N, K] buffer to which the weight gradient is added. None returns the weight gradient instead.
+        note: callback for each quantized operand: note(operand, matrix, quantized), where operand is 0 for x, 1 for
+            weight and 2 for gradient.
 
     Returns: the gradient of x, and the gradient of the weight or None.
     """

@@ -1,7 +1,7 @@
-"""The modules with GEMMs: a Linear alone, after RMSNorm, and as an MLP.
+"""FP8 modules with GEMMs: Linear, RMSNorm + Linear, and RMSNorm + SwiGLU MLP (CPU reference implementation).
 
-They compute y = x W^T with FP8 operands in the forward GEMM and in both gradient GEMMs. The result of a norm or
-activation is quantized for its GEMM directly.
+The forward GEMM y = x @ W.T and both gradient GEMMs have FP8 operands. The result of a norm or activation is quantized
+directly for the following GEMM.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from model.te_reference.norm import rms_norm
 
 
 class Linear(FP8Module):
-    """te.Linear: y = x W^T.
+    """CPU version of te.Linear: y = x @ W.T.
 
     Args:
-        in_features: in FP8 divisible by 16.
-        out_features: in FP8 divisible by 8, in training by 16.
+        in_features: must be divisible by 16 in FP8.
+        out_features: must be divisible by 8 in FP8, or by 16 in training.
         bias: must be False.
     """
 
@@ -38,11 +38,13 @@ class Linear(FP8Module):
         self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Compute [..., in_features] -> [..., out_features].
+        """Apply the linear layer: [..., in_features] -> [..., out_features].
 
-        is_first_microbatch: None quantizes the weight, True also keeps the copy, and False uses the kept copy.
+        Args:
+            is_first_microbatch: None quantizes the weight. True also caches the FP8 weight, and False uses the cached
+                weight.
 
-        Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not accept.
+        Raises ValueError: FP8 GEMMs do not support the shapes.
         """
         call = self.prepare_fp8(inp)
         if call is None:
@@ -51,9 +53,10 @@ class Linear(FP8Module):
 
 
 class LayerNormLinear(FP8Module):
-    """te.LayerNormLinear with RMSNorm: y = RMSNorm(x) W^T.
+    """CPU version of te.LayerNormLinear with RMSNorm: y = RMSNorm(x) @ W.T.
 
-    Parameters `layer_norm_weight` and `weight`. Arguments as for Linear; normalization must be "RMSNorm".
+    The parameters are `layer_norm_weight` and `weight`. Arguments are the same as for Linear; normalization must be
+    "RMSNorm".
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class LayerNormLinear(FP8Module):
         self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Compute [..., in_features] -> [..., out_features]; see Linear.forward."""
+        """Apply RMSNorm and the linear layer: [..., in_features] -> [..., out_features]. See Linear.forward."""
         weight, norm_weight, eps = self.weight, self.layer_norm_weight, self.eps
         call = self.prepare_fp8(inp)
         if call is None:
@@ -83,11 +86,11 @@ class LayerNormLinear(FP8Module):
 
 
 class LayerNormMLP(FP8Module):
-    """te.LayerNormMLP with RMSNorm and SwiGLU.
+    """CPU version of te.LayerNormMLP with RMSNorm and SwiGLU.
 
-    Parameters `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the gate's rows
-    first, and `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization "RMSNorm" and activation
-    "swiglu".
+    The parameters are `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the gate
+    rows first, and `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization "RMSNorm" and
+    activation "swiglu".
     """
 
     def __init__(
@@ -115,12 +118,12 @@ class LayerNormMLP(FP8Module):
         self.fc2_weight = make_weight(hidden_size, ffn_hidden_size, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Compute [..., hidden_size] -> the same shape; see Linear.forward."""
+        """Apply RMSNorm and the SwiGLU MLP: [..., hidden_size] -> [..., hidden_size]. See Linear.forward."""
         norm_weight, fc1, fc2, eps = self.layer_norm_weight, self.fc1_weight, self.fc2_weight, self.eps
         call = self.prepare_fp8(inp)
         if call is not None and call.high_precision_backward:
             raise ValueError(
-                "LayerNormMLP does not support a recipe with backward_override, as in Transformer Engine; use another "
+                "As in Transformer Engine, LayerNormMLP does not support recipes with backward_override; use another "
                 "recipe, or run this module under autocast(enabled=False)."
             )
         if call is None:

@@ -1,4 +1,6 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once."""
+"""RMSNorm, y = x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once (CPU reference
+implementation).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from torch import Tensor, nn
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return y [..., H] and 1 / rms [..., 1] of x [..., H], both float32."""
+    """Compute RMSNorm of x [..., H] over the last dimension. Returns y [..., H] and 1 / rms [..., 1], both in
+    float32.
+    """
     x = x.float()
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x * inverse_rms).mul_(weight.float()), inverse_rms
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight in their dtypes, computed in float32."""
+    """Compute the RMSNorm gradients for x and weight in float32, and round them to the dtypes of x and weight."""
     grad, y = grad.float(), x.float() * inverse_rms
     grad_weight = (grad * y).flatten(0, -2).sum(0)
     grad_y = grad * weight.float()
@@ -37,12 +41,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute a differentiable RMSNorm in the dtype of x [..., H]."""
+    """Compute RMSNorm over the last dimension of x, in the dtype of x. Gradients are supported."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 class RMSNorm(nn.Module):
-    """te.RMSNorm over the last dimension; the output has the weight's dtype.
+    """CPU version of te.RMSNorm: normalizes the last dimension. The output has the dtype of the weight.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -63,5 +67,5 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=dtype, device=device))
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Compute [..., normalized_shape] -> the same shape."""
+        """Apply RMSNorm to the last dimension. The shape does not change."""
         return rms_norm(inp.to(self.weight.dtype), self.weight, self.eps)

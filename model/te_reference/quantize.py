@@ -1,11 +1,11 @@
-"""FP8 quantization as in the kernels of Transformer Engine 2.20.2, with float32 operations on any device.
+"""FP8 quantization that matches Transformer Engine 2.20.2's kernels, using float32 operations on any device.
 
-An FP8 tensor is `q = cast(clamp(x * scale))`. Its values are `q * scale_inv` with `scale_inv = 1 / scale`. Casts round
-to nearest even and saturate at the format's largest finite value (448 for e4m3, 57344 for e5m2), also for infinities.
-NaN becomes the byte 0x7F. An amax, the largest magnitude of a tensor or tile, ignores NaN.
+An FP8 tensor is `q = cast(clamp(x * scale))`. Its values are `q * scale_inv`, with `scale_inv = 1 / scale`. Casts round
+to nearest even. Values beyond the format's largest finite value (448 for e4m3, 57344 for e5m2), including infinities,
+saturate. NaN becomes the byte 0x7F. The amax of a tensor or tile is its largest magnitude, ignoring NaN.
 
-Transformer Engine's "columnwise" data is quantized in tiles along the columns. Here it keeps the orientation of its
-source and is not transposed.
+Transformer Engine's "columnwise" data is quantized in tiles along the columns. Here, this data keeps the orientation of
+its source and is not transposed.
 """
 
 import math
@@ -26,9 +26,9 @@ BLOCK = 128
 
 
 def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute cast(clamp(x * scale)) from float32 to FP8, with NaN as the byte 0x7F.
+    """Compute cast(clamp(x * scale)) from float32 to FP8. NaN becomes the byte 0x7F.
 
-    torch's own cast to e5m2 gives inf where the hardware saturates, and keeps the sign of NaN, which the hardware
+    torch's own cast to e5m2 returns inf where the hardware saturates. It also keeps the sign of NaN, which the hardware
     drops.
     """
     limit = FP8_MAX[dtype]
@@ -44,7 +44,7 @@ def _is_transposed(data: Tensor) -> bool:
 
 
 def fp8_values(data: Tensor) -> Tensor:
-    """Convert FP8 to float32 with the same memory layout."""
+    """Convert an FP8 tensor to float32 with the same memory layout."""
     if _is_transposed(data):
         return fp8_values(data.t()).t()
     if not (data.is_cpu and data.is_contiguous()):
@@ -53,7 +53,7 @@ def fp8_values(data: Tensor) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of `x` as a float32 scalar. NaN is ignored, and an empty tensor gives 0."""
+    """Return the largest magnitude in `x` as a float32 scalar. NaN is ignored, and an empty tensor gives 0."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x.detach())
@@ -71,11 +71,12 @@ def scale_from_amax(
     amax_epsilon: float = 0.0,
     value_for_inf: float = FLOAT32_MAX,
 ) -> Tensor:
-    """Compute scales of current and block scaling elementwise in float32 (compute_scale_from_amax in
-    recipe_common.cuh).
+    """Compute the scales for current and block scaling in float32 from the largest magnitude (amax) of each tensor or
+    tile.
 
-    The scale is `fp8_max / max(amax, amax_epsilon)`. It is 1 if that amax is 0, inf or NaN, and `value_for_inf` if the
-    quotient overflows. `power_2_scale` drops the mantissa, which rounds down to a power of two.
+    Matches compute_scale_from_amax in Transformer Engine's recipe_common.cuh. The scale is `fp8_max / max(amax,
+    amax_epsilon)`. It is 1 if the amax is 0, inf or NaN, and `value_for_inf` if the quotient overflows. `power_2_scale`
+    drops the mantissa, which rounds the scale down to a power of two.
     """
     amax = torch.where(amax < amax_epsilon, torch.full_like(amax, amax_epsilon), amax)
     scale = torch.full_like(amax, fp8_max) / amax
@@ -94,15 +95,16 @@ def update_delayed_scaling(
     margin: int = 0,
     amax_compute_algo: str = "max",
 ) -> tuple[Tensor, Tensor]:
-    """Run one step of delayed scaling for many tensors at once (kernel_bulk in delayed_scaling.cu).
+    """Update the amax histories and scales of many tensors after one step of delayed scaling.
 
-    A tensor whose latest amax is 0 was not used: its history and scale do not change. Otherwise the history rolls by
-    one row, the latest amax becomes the last row, and row 0 is cleared; the row that leaves still counts for the
-    maximum. The new scale is `fp8_max * 2**-margin / amax`, capped at the largest float32. If the amax is 0, inf or
-    NaN, the old scale stays (NaN entries do not count for the maximum).
+    Matches kernel_bulk in Transformer Engine's delayed_scaling.cu. An amax is the largest magnitude of a tensor. A
+    tensor whose latest amax is 0 was not used, so its history and scale do not change. For other tensors, the history
+    rolls by one row, the latest amax becomes the last row, and row 0 is cleared. The maximum includes the row that
+    leaves the history and ignores NaN. The new scale is `fp8_max * 2**-margin / amax`, capped at the largest float32.
+    If this amax is 0, inf or NaN, the scale does not change.
 
     Args:
-        amax_history: float32 [L, n]; row 0 is the amax of the current step.
+        amax_history: float32 [L, n] for history length L and n tensors. Row 0 is the amax of the current step.
         scale: float32 [n].
         latest_amax: float32 [n], row 0 reduced over ranks.
 
@@ -126,15 +128,15 @@ def update_delayed_scaling(
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """An FP8 matrix [M, N] for contractions along its rows and its columns.
+    """An FP8 matrix [M, N] that is quantized for contractions over its columns and over its rows.
 
     Attributes:
         rows: float8 [M, N], quantized for a contraction over N, or None if not needed.
-        columns: float8 [M, N], quantized for a contraction over M, or None if not needed. The same tensor as `rows`
-            with one scale per tensor and with 128x128 tiles.
-        rows_scale_inv: float32, [] for one scale per tensor, [M, ceil(N/128)] for 1x128 tiles, or [ceil(M/128),
-            ceil(N/128)] for 128x128 tiles.
-        columns_scale_inv: the same, but [ceil(M/128), N] for 128x1 tiles.
+        columns: float8 [M, N], quantized for a contraction over M, or None if not needed. This is the same tensor as
+            `rows` for per-tensor scales and 128x128 tiles.
+        rows_scale_inv: float32 inverse scales: [] for one scale per tensor, [M, ceil(N/128)] for 1x128 tiles, or
+            [ceil(M/128), ceil(N/128)] for 128x128 tiles.
+        columns_scale_inv: the same as rows_scale_inv, but [ceil(M/128), N] for 128x1 tiles.
     """
 
     rows: Tensor | None
@@ -144,7 +146,7 @@ class QuantizedMatrix:
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-    """Quantize with a given scale (float32 scalar), for delayed and current scaling."""
+    """Quantize a matrix with a given float32 scalar scale, for delayed and current scaling."""
     data = scaled_cast(x, scale, dtype)
     scale_inv = scale.reciprocal()
     return QuantizedMatrix(data, scale_inv, data, scale_inv)
@@ -158,14 +160,19 @@ def quantize_current(
     amax_epsilon: float = 0.0,
     amax_of_x: Tensor | None = None,
 ) -> QuantizedMatrix:
-    """Quantize with the scale from the tensor's amax, or from `amax_of_x` if a kernel computes it elsewhere."""
+    """Quantize a matrix with current scaling. The scale is computed from `amax_of_x` if given, otherwise from the amax
+    of `x`.
+
+    An amax is the largest magnitude of a tensor. A fused kernel may compute it before rounding and pass it as
+    `amax_of_x`.
+    """
     amax_of_x = amax(x) if amax_of_x is None else amax_of_x
     scale = scale_from_amax(amax_of_x, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
     return quantize_per_tensor(x, scale, dtype)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Reshape [M, N] to [row tiles, block rows, column tiles, block columns], zero-padded to whole tiles."""
+    """Reshape a matrix to [row tiles, rows per tile, column tiles, columns per tile], zero-padded to whole tiles."""
     pad_rows, pad_columns = -x.shape[0] % block[0], -x.shape[1] % block[1]
     if pad_rows or pad_columns:
         x = torch.nn.functional.pad(x, (0, pad_columns, 0, pad_rows))
@@ -185,9 +192,9 @@ def quantize_blocks(
     power_2_scale: bool = True,
     amax_epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix [M, N] with one scale per tile of `block` = (rows, columns). Tiles at the edge may be partial.
+    """Quantize a matrix [M, N] with one scale per tile of `block` = (rows, columns). Tiles at the edges may be partial.
 
-    Returns: float8 [M, N] and scale_inv, float32 [ceil(M/rows), ceil(N/columns)].
+    Returns: float8 codes [M, N] and float32 inverse scales [ceil(M/rows), ceil(N/columns)].
     """
     tiles = _tiles(x.float(), block)
     tile_amax = torch.maximum(tiles.amax((1, 3)), -tiles.amin((1, 3)))
@@ -205,9 +212,10 @@ def quantize_blocks(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of FP8 [M, N] in `dtype`.
+    """Convert an FP8 matrix [M, N] (M rows, N columns) with its inverse scales back to values in `dtype`.
 
-    scale_inv: inverse scales, one for the tensor or one per tile in any of the three layouts of QuantizedMatrix.
+    Args:
+        scale_inv: inverse scales, one for the tensor or one per tile, in any layout of QuantizedMatrix.
     """
     if scale_inv.dim() == 0:
         return fp8_values(data).mul_(scale_inv).to(dtype)
@@ -222,11 +230,11 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
 
 @dataclass(frozen=True)
 class Quantized:
-    """An FP8 matrix [R, C] with the values codes * scale.
+    """An FP8 matrix [R, C] (R rows, C columns) with the values codes * scale.
 
     Attributes:
         codes: float8_e4m3fn [R, C].
-        scale: float32, [R, 1] (one per row) or [ceil(R/128), ceil(C/128)] (one per block).
+        scale: float32, [R, 1] (one per row) or [ceil(R/128), ceil(C/128)] (one per 128 x 128 block).
     """
 
     codes: Tensor
@@ -237,7 +245,7 @@ class Quantized:
         return self.scale.shape == (self.codes.shape[0], 1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the values, [R, C], multiplied in float32 and rounded once to `dtype`."""
+        """Return the values codes * scale, multiplied in float32 and rounded once to `dtype`."""
         if self.by_row:
             return (fp8_values(self.codes) * self.scale).to(dtype)
         return dequantize(self.codes, self.scale, dtype)
@@ -251,15 +259,16 @@ def fp8_matmul(
     layout: str,
     fast: bool = False,
 ) -> Tensor:
-    """Multiply two FP8 matrices (data, inverse scales), accumulate in float32 and round once to `out_dtype`.
+    """Multiply two FP8 matrices, accumulate in float32, and round once to `out_dtype`.
 
     FP8 products are exact in float32. Per-tensor scales multiply the result. Tile scales multiply the operands, because
     they change along the contraction.
 
     Args:
-        layout: "nt" left @ right.T (forward), "nn" left @ right (input gradient), "tn" left.T @ right (weight
-            gradient).
-        fast: without use_split_accumulator.
+        left, right: (data, inverse scales) of each operand.
+        layout: "nt" for left @ right.T (forward), "nn" for left @ right (input gradient), or "tn" for left.T @ right
+            (weight gradient).
+        fast: whether to use fast accumulation (use_split_accumulator=False in Transformer Engine).
     """
     (a, a_scale_inv), (b, b_scale_inv) = left, right
     assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
@@ -271,10 +280,10 @@ def fp8_matmul(
 
 
 def accumulate(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, fast: bool) -> Tensor:
-    """Multiply FP8 [M, K] by [N, K] transposed, to float32 [M, N].
+    """Multiply an FP8 matrix [M, K] by the transpose of an FP8 matrix [N, K]. Returns float32 [M, N].
 
-    `fast` has no effect here. Tests replace this function by the sums of a Hopper GPU's tensor cores, which depend on
-    it.
+    `fast` has no effect here. Tests replace this function with a simulation of a Hopper GPU's tensor cores, which
+    depend on `fast`.
     """
     if a_scale_inv.dim() == 0:
         return (fp8_values(a) @ fp8_values(b).t()).mul_(a_scale_inv * b_scale_inv)

@@ -1,12 +1,12 @@
-"""FP8 recipes with the names, fields and defaults of transformer_engine.common.recipe (2.20.2).
+"""FP8 recipes with the names, fields and defaults of transformer_engine.common.recipe (version 2.20.2).
 
-Three recipes run on Hopper: DelayedScaling (one scale per tensor, from the amaxes of earlier steps),
-Float8CurrentScaling (one scale per tensor, from the tensor itself) and Float8BlockScaling (one scale per 1x128 tile of
-an activation or gradient and per 128x128 tile of a weight).
+Hopper GPUs support three recipes. DelayedScaling uses one scale per tensor, computed from the largest magnitudes
+(amaxes) in earlier steps. Float8CurrentScaling uses one scale per tensor, computed from the tensor itself.
+Float8BlockScaling uses one scale per 1x128 tile for activations and gradients, and per 128x128 tile for weights.
 
-As in Transformer Engine, the quantization parameters of the last two (`fp8_quant_fwd_inp`, `fp8_quant_fwd_weight`,
-`fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. Unlike there, an unknown constructor argument
-is an error.
+As in Transformer Engine, the quantization parameters of the last two recipes (`fp8_quant_fwd_inp`,
+`fp8_quant_fwd_weight`, `fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. In contrast to
+Transformer Engine, an unknown constructor argument is an error.
 """
 
 import os
@@ -17,19 +17,21 @@ import torch
 
 
 class Format(Enum):
-    """FP8 number format of the forward and the backward tensors."""
+    """FP8 number format for forward and backward tensors."""
 
     E4M3 = "e4m3"
     HYBRID = "hybrid"
 
     def dtype(self, forward: bool) -> torch.dtype:
-        """Return the torch dtype of tensors quantized in the forward (inputs, weights) or the backward (gradients)."""
+        """Return the torch dtype for tensors quantized in the forward pass (inputs, weights) or the backward pass
+        (gradients).
+        """
         return torch.float8_e4m3fn if forward or self is Format.E4M3 else torch.float8_e5m2
 
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options. They have no effect on float32 sums."""
+    """Matrix multiplication options. They have no effect on a CPU, where sums are in float32."""
 
     use_split_accumulator: bool = True
 
@@ -39,8 +41,8 @@ class QParams:
     """Quantization options for one kind of tensor.
 
     Attributes:
-        power_2_scale: round the scale down to a power of two.
-        amax_epsilon: smallest amax that the scale is computed from.
+        power_2_scale: whether to round the scale down to a power of two.
+        amax_epsilon: lower bound for the largest magnitude (amax) from which the scale is computed.
     """
 
     power_2_scale: bool = False
@@ -48,7 +50,7 @@ class QParams:
 
 
 class Recipe:
-    """Base class. `delayed` identifies the kind as in Transformer Engine."""
+    """Base class for FP8 recipes. As in Transformer Engine, `delayed` identifies delayed scaling."""
 
     fp8_format: Format
 
@@ -59,9 +61,11 @@ class Recipe:
 
 @dataclass
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the largest (or latest) amax of the last `amax_history_len` steps.
+    """FP8 recipe with one scale per tensor, computed from the largest or latest amax in the last `amax_history_len`
+    steps.
 
-    The scale is `fp8_max * 2**-margin / amax`. With `reduce_amax`, it uses the maximum of the amaxes over all ranks.
+    An amax is the largest magnitude of a tensor. The scale is `fp8_max * 2**-margin / amax`. With `reduce_amax`, the
+    amax is the maximum over all ranks.
     """
 
     margin: int = 0
@@ -77,10 +81,10 @@ _BLOCK_POWER_2 = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """One scale per tensor, from its own amax.
+    """FP8 recipe with one scale per tensor, computed from the largest magnitude of the tensor itself.
 
     Attributes:
-        backward_override: None, or "high_precision" to compute gradients from the unquantized operands.
+        backward_override: None, or "high_precision" to compute gradients from unquantized operands.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -95,10 +99,10 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """One scale per 1x128 tile (activations, gradients) or 128x128 tile (weights), from the tile's amax.
+    """FP8 recipe with one scale per 1x128 tile (activations, gradients) or 128x128 tile (weights).
 
     Attributes:
-        backward_override: as in Float8CurrentScaling.
+        backward_override: None, or "high_precision" to compute gradients from unquantized operands.
     """
 
     fp8_format: Format = Format.E4M3

@@ -1,4 +1,4 @@
-"""Rotary positions (https://arxiv.org/abs/2104.09864)."""
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) in the CPU reference implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864). Channel i is paired with i + dim / 2.
+    """Angles for rotary position embeddings (https://arxiv.org/abs/2104.09864). Channel i is paired with channel i +
+    dim / 2.
 
     Args:
         dim: number of channels to rotate.
@@ -25,19 +26,22 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
 
     def forward(self, max_seq_len: int) -> Tensor:
-        """Return the angles of positions 0 to max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""
+        """Return the rotary angles for positions 0 to max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Compute a * b + c in float32 with one rounding, like the GPU's instruction."""
+    """Compute a * b + c in float32 with a single rounding, like the GPU's fused multiply-add instruction."""
     return (a.double() * b.double()).add_(c.double()).float()
 
 
 class _FusedRotation(torch.autograd.Function):
-    """Rotate t [..., D] by the angles freqs [..., D]. The backward rotates the gradient back."""
+    """Autograd function that rotates t [..., D] by the angles freqs [..., D], where D is the head dimension.
+
+    The backward pass rotates the gradient in the opposite direction.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
@@ -58,14 +62,16 @@ class _FusedRotation(torch.autograd.Function):
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, fused: bool = False
 ) -> Tensor:
-    """Rotate t [B, S, N, D] by the angles freqs [>= S, 1, 1, D], in float32 with one rounding.
+    """Rotate t [B, S, N, D] by the angles freqs [>= S, 1, 1, D]. Computes in float32 and rounds once.
 
-    Raises ValueError: a format other than "bshd", fused=False (which would round cos and sin first), or freqs too
-    short.
+    Shapes: B batch, S tokens, N heads, D head dimension.
+
+    Raises ValueError: the format is not "bshd", fused is False (Transformer Engine would then round cos and sin first),
+    or there are fewer angles than tokens.
     """
     if not fused or tensor_format != "bshd" or t.shape[1] > len(freqs):
         raise ValueError(
             f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} angles for "
-            f"{t.shape[1]} tokens: the CPU reference supports 'bshd' with fused=True and an angle for each token."
+            f"{t.shape[1]} tokens is not supported on a CPU; use 'bshd' with fused=True and an angle for each token."
         )
     return _FusedRotation.apply(t, freqs[: t.shape[1]].transpose(0, 1))

@@ -1,12 +1,13 @@
-"""FP8 state between forwards: the autocast, the scales, and when the scales are updated.
+"""FP8 state between forward passes: the autocast context, the scales, and when scales are updated.
 
-Delayed scaling needs the amaxes of all modules at two times. The forward amaxes are reduced over the ranks and turned
-into scales when the outermost `autocast` exits with gradients enabled. The backward amaxes follow at the end of the
-backward of the first FP8 module that ran in that autocast, which runs backward last. Modules register their state on
-first use, in an order that must be the same on all ranks. The registry does not keep them alive.
+Delayed scaling combines the amaxes (largest magnitudes) of all modules twice per step. When the outermost `autocast`
+exits with gradients enabled, the forward amaxes are reduced over ranks and converted to scales. The backward amaxes
+follow at the end of the backward pass of the first FP8 module in that autocast, because the backward pass of this
+module runs last. Modules register their state on first use, in an order that must be the same on all ranks. The
+registry does not keep modules alive.
 
-As in Transformer Engine, a forward without gradients records its amaxes but updates no scale, so the next training step
-sees the larger of the two.
+As in Transformer Engine, a forward pass without gradients records its amaxes but does not update scales, so the next
+training step uses the larger of the two amaxes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from model.te_reference.recipe import DelayedScaling, Recipe
 
 
 class RecipeState:
-    """State of the tensors that a module quantizes in one direction. Only delayed scaling has tensors."""
+    """FP8 state for the tensors that a module quantizes in one direction (forward or backward).
+
+    Only the subclass for delayed scaling contains tensors.
+    """
 
     def __init__(self, recipe: Recipe, forward: bool):
         self.recipe, self.forward = recipe, forward
@@ -33,11 +37,11 @@ class RecipeState:
 
 
 class DelayedScalingState(RecipeState):
-    """State of delayed scaling.
+    """FP8 state for delayed scaling.
 
     Attributes:
         scale: float32 [num_tensors].
-        amax_history: float32 [amax_history_len, num_tensors]; row 0 belongs to the current step.
+        amax_history: float32 [amax_history_len, num_tensors]. Row 0 belongs to the current step.
     """
 
     recipe: DelayedScaling
@@ -50,14 +54,14 @@ class DelayedScalingState(RecipeState):
         )
 
     def record(self, column: int, amax: Tensor) -> None:
-        """Update the current amax of a tensor with the larger value."""
+        """Update the current amax of the tensor in `column` if the given amax is larger."""
         row = self.amax_history[0]
         row[column] = torch.maximum(row[column], amax)
 
 
 @dataclass
 class _Running:
-    """The current autocast of the process."""
+    """State of the active autocast context in this process."""
 
     enabled: bool = False
     recipe: Recipe | None = None
@@ -73,16 +77,17 @@ _registry: dict[tuple[bool, str], weakref.WeakKeyDictionary[DelayedScalingState,
 
 @contextmanager
 def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[None]:
-    """Context in which FP8 modules quantize with `recipe` (default: DelayedScaling()).
+    """Context manager in which FP8 modules quantize with `recipe`, which defaults to DelayedScaling().
 
-    Contexts nest: an inner one replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8 inside.
+    Contexts nest: an inner context replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8
+    inside.
 
-    Wrap only the forward. When the outermost enabled context exits, delayed scaling updates the forward scales, which
-    reduces amaxes over all ranks: every rank must exit equally often.
+    Wrap only the forward pass. When the outermost enabled context exits, delayed scaling updates the forward scales and
+    reduces amaxes over all ranks. All ranks must therefore exit the context equally often.
 
-    As in Transformer Engine, a module in an inner context does not use up the mark of the first module. If its backward
-    is not FP8, the next module's backward updates the backward scales. If both are FP8, the second update finds no new
-    amax.
+    As in Transformer Engine, a module in an inner context does not count as the first module of the outer context. If
+    the backward pass of the inner module does not use FP8, the next module's backward pass updates the backward scales.
+    If both use FP8, the second update finds no new amax and does nothing.
     """
     outer = running.enabled, running.recipe, running.first_module
     running.enabled = enabled
@@ -99,21 +104,24 @@ def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[
 
 
 def take_first_module() -> bool:
-    """Return True for the first caller in an autocast, whose backward updates the backward scales."""
+    """Return True for the first caller in an autocast context. The backward pass of this module updates the backward
+    scales.
+    """
     first, running.first_module = running.first_module, False
     return first
 
 
 def register(state: DelayedScalingState) -> None:
-    """Include `state` in the scale updates of its recipe, after those registered earlier."""
+    """Add `state` to the scale updates of its recipe, after the states that were registered earlier."""
     members = _registry.setdefault((state.forward, repr(state.recipe)), weakref.WeakKeyDictionary())
     members[state] = None
 
 
 def update_scales(forward: bool) -> None:
-    """Update the scales of one direction: reduce the current amaxes over the ranks, roll the histories, set the scales.
+    """Update the scales for one direction (forward or backward) with delayed scaling.
 
-    Runs one all-reduce for all modules of a recipe.
+    Reduces the current amaxes over ranks, rolls the amax histories and computes new scales. Runs one all-reduce for all
+    modules with the same recipe.
     """
     for (direction, _), members in _registry.items():
         states = list(members)
