@@ -38,7 +38,7 @@ from test_fp8.common.options import ROOT, option, positive
 from test_fp8.common.report import Result
 from train.config.load import build_arguments
 from train.preflight.check import check
-from train.preflight.machine import cuda_devices
+from train.preflight.machine import Device, cuda_devices
 from train.record.run_folder import RunFolder
 
 SEQ_LENGTH = 64
@@ -184,7 +184,7 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
     return result | ({"why": "; ".join(beyond)} if beyond else {})
 
 
-def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
+def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[Device] | None) -> Result:
     """Train a case and return its outcome ("equal", "refused", "apart" or "failed") and the reason."""
     try:
         check(build_arguments(settings), ranks, ranks, devices)

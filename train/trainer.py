@@ -19,7 +19,7 @@ import math
 import random
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, resolve_head_gradients
 from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
+from model.variants import VARIANTS
 from train.checkpoint.files import RunState, checkpoint_name, identity, is_in_folder, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
@@ -205,6 +206,8 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
         check_alike(args)
     seed_generators(args)
     watchdog.phase("waiting for the measurements of precision.auto")
+    if VARIANTS[args.model.variant].te:
+        args = replace(args, precision=resolve_head_gradients(args.precision))
     args = resolve_auto(args, dist.get_world_size())
     watchdog.phase("opening the data")
     data = open_data(args, watchdog)

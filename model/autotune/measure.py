@@ -24,7 +24,7 @@ from model.config import GIB
 from model.documents import random_documents
 from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.graphs import use_cuda_graphs
 from model.startup_check import verify_attention, verify_fp8
@@ -153,11 +153,17 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     Raises PrecisionError: the precision is not possible with this model or GPU.
     """
     logger.info("precision.auto: timing FP8 and bf16 steps, about a minute")
-    task.resolved("fp8")  # refuses a GPU without FP8 before anything is timed
-    plain = task.resolved("bf16")
+    plain, computes = task.resolved("bf16"), COMPUTE
+    try:
+        task.resolved("fp8")
+    except PrecisionError as error:
+        if error.code not in ("gpu_without_fp8", "recipe_not_available"):
+            raise
+        logger.warning(f"precision.auto: {error}. Only bf16 is timed")
+        computes = ("bf16",)
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
-        candidates = measure_steps(task, attention_backends(task, plain), timer)
+        candidates = measure_steps(task, attention_backends(task, plain), timer, computes)
     logger.info(
         f"forward and backward of {task.batch_size} x {task.seq_length} tokens, {memory_gib:.1f} GiB available:"
     )
@@ -166,7 +172,7 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     choice = choose(candidates, memory_gib)
     if choice is None:
         logger.info("precision.auto: no candidate ran and fits into memory; the settings stay as configured")
-        return Choice("fp8", task.speed.cuda_graphs, task.attention_backend)
+        return Choice(computes[0], task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: using {choice}")
     return choice
 
@@ -196,13 +202,15 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
     return right or ["auto"]
 
 
-def measure_steps(task: Task, backends: list[str], timer: Timer) -> list[Candidate]:
+def measure_steps(
+    task: Task, backends: list[str], timer: Timer, computes: tuple[Compute, ...] = COMPUTE
+) -> list[Candidate]:
     """Time forward and backward with each attention backend, in FP8 and bf16, launched and as CUDA graphs."""
     candidates = {
         (backend, compute, graphs): Candidate(Choice(compute, graphs, backend))
-        for backend, compute, graphs in product(backends, COMPUTE, task.graph_modes())
+        for backend, compute, graphs in product(backends, computes, task.graph_modes())
     }
-    models = list(product(backends, COMPUTE))
+    models = list(product(backends, computes))
     # visit the models in both directions, because a GPU slows down while it warms up
     for backend, compute in [*models, *models[-2::-1]]:
         precision = task.resolved(compute)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,12 @@ from torch import nn
 
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
+from model.fp8.hardware import fp8_gpu_problem
 from model.fp8.recipes import (
     FALLBACK_ORDER,
     RECIPES,
     PrecisionConfig,
     forward_recipe,
-    fp8_gpu_problem,
 )
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -53,6 +54,18 @@ def check_fp8_gpu() -> None:
 def first_key(problem: str) -> str:
     """Return the configuration key at the start of an error message from `PrecisionConfig.problems`."""
     return problem.split()[0].rstrip(":")
+
+
+def resolve_head_gradients(config: PrecisionConfig) -> PrecisionConfig:
+    """Return `config` with fp8_head_gradients set for this machine if it is null. The variant must be te_*.
+
+    Raises PrecisionError: the backend cannot be loaded.
+    """
+    if config.fp8_head_gradients is not None:
+        return config
+    te = Precision(PrecisionConfig(compute="bf16", backend=config.backend)).te
+    has_block_scaling = te.name == "reference" or not te_backend.recipe_problem("block")
+    return replace(config, fp8_head_gradients=has_block_scaling)
 
 
 class Precision:
@@ -99,6 +112,8 @@ class Precision:
             if not self.emulated:
                 check_fp8_gpu()
             self.require(config.recipe)
+            if not self.torchao:
+                self.config = resolve_head_gradients(config)
             for recipe_name in dict.fromkeys(map(self.module_recipe, self.fallbacks)):
                 if recipe_name != config.recipe:
                     self.require(recipe_name, FALLBACK_ADVICE)

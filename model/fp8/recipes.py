@@ -26,16 +26,6 @@ def fits_fp8(*features: int) -> bool:
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
-def fp8_gpu_problem(gpu: str, capability: tuple[int, int]) -> str:
-    """Return why FP8 is not supported on a GPU with this name and compute capability, or "" if it is supported."""
-    if capability[0] == 9:
-        return ""
-    return (
-        f"FP8 needs a GPU of compute capability 9.x (H100, H200, H800, GH200), and {gpu} has "
-        f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """An FP8 scaling recipe and the configuration keys it uses.
@@ -67,7 +57,7 @@ RECIPES = {
 }
 
 # Runs of earlier versions have these values. Recipes that do not read the key accept them in addition to the default.
-FORMER_DEFAULTS = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
+FORMER_DEFAULTS = {"health_steps": (0,), "fp8_head_gradients": (False, True), "amax_history_len": (1024,)}
 
 # The fallbacks of a module in order (precision.on_trouble). bf16_backward: block scaling in the forward pass and bf16
 # gradients. bf16: no FP8.
@@ -165,9 +155,10 @@ class PrecisionSettings:
         "Name patterns (* and ?) for modules that stay in bf16, including their submodules.",
         ["lm_head"],
     )
-    fp8_head_gradients: bool = option(
-        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer).",
-        True,
+    fp8_head_gradients: bool | None = option(
+        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer). If null "
+        "(the default), they are in FP8 on GPUs that support block scaling.",
+        None,
         before=False,
     )
     health_steps: int = option(
@@ -284,8 +275,12 @@ class PrecisionConfig(PrecisionSettings):
     @property
     def head_gradients(self) -> bool:
         """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, provided that its sizes allow this."""
-        asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
-        return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
+        is_te = self.compute == "fp8" and RECIPES[self.recipe].package == "te"
+        return (
+            is_te
+            and self.fp8_head_gradients is not False
+            and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
+        )
 
     @property
     def moment_type(self) -> str:
@@ -323,7 +318,7 @@ class PrecisionConfig(PrecisionSettings):
             defaults = PrecisionConfig()
             for knob in dict.fromkeys(knob for r in RECIPES.values() for knob in r.knobs):
                 value, default = getattr(self, knob), getattr(defaults, knob)
-                if knob not in recipe.knobs and value not in (default, FORMER_DEFAULTS.get(knob, default)):
+                if knob not in recipe.knobs and value not in (default, *FORMER_DEFAULTS.get(knob, ())):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
                         f"precision.{knob} applies only to recipe {readers}, but the recipe is {self.recipe}; remove "

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from model.errors import UserError
+from model.fp8.hardware import architecture, emulates_block_scaling
 from model.variants import ATTENTION_BACKENDS, FLASH_HEAD_DIMS
 
 MODULES = (
@@ -138,6 +139,9 @@ def _register_fused_swiglu() -> str:
     logged.
     """
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
+    if utils.is_non_tn_fp8_gemm_supported():  # TE allocates no transposed copy, which the kernels would write
+        return "swiglu"
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
         _warn_about_swiglu(
@@ -198,7 +202,8 @@ def _head_products() -> dict[str, Any]:
     def gradient_quantizer() -> Any:
         made = quantizer(1)
         made.set_usage(rowwise=True)
-        made.force_pow_2_scales = False  # te_reference/gemm.py explains why
+        # te_reference/gemm.py explains why not; as MXFP8, other scales would lose their mantissa
+        made.force_pow_2_scales = emulates_block_scaling(torch.cuda.get_device_capability())
         return made
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -229,12 +234,14 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
     fused: Any = importlib.import_module("model.fused.cross_entropy")
 
     def gradient(logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> Any:
-        out = quantizer().make_empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        made_by = quantizer()
+        out = made_by.make_empty(logits.shape, dtype=logits.dtype, device=logits.device)
         by_rows, by_columns = (
             (getattr(out, f"_{way}_data"), getattr(out, f"_{way}_scale_inv"))
             for way in ("rowwise", "columnwise")
         )
-        fused.gradient_in_fp8(logits, statistics, upstream, *by_rows, *by_columns)
+        powers = made_by.force_pow_2_scales
+        fused.gradient_in_fp8(logits, statistics, upstream, *by_rows, *by_columns, power_2_scales=powers)
         return out
 
     return SimpleNamespace(forward=fused.loss_and_statistics, gradient=gradient)
@@ -253,21 +260,49 @@ def _prefer_bundled_cudnn() -> None:
     os.environ.setdefault("CUDNN_HOME", home)
 
 
-def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
+# Functions of transformer_engine.pytorch.quantization that tell whether a recipe runs on the current GPU.
+AVAILABILITY = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+
+
+def recipe_problem(recipe: str) -> str:
+    """Return why Transformer Engine cannot run `recipe` on the current GPU, or ""."""
+    quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+    available, reason = getattr(quantization, AVAILABILITY[recipe])(return_reason=True)
+    return "" if available else reason
+
+
+def describe_gpu() -> str:
+    """Return a log line: the GPU, the FP8 recipes that Transformer Engine runs on it, and what is switched off."""
+    capability = torch.cuda.get_device_capability()
+    found = architecture(capability)
+    recipes = [recipe for recipe in AVAILABILITY if not recipe_problem(recipe)]
+    untested = [recipe for recipe in recipes if recipe not in found.measured]
+    return (
+        f"GPU: {torch.cuda.get_device_name()} ({found.name}, compute capability {capability[0]}.{capability[1]}), "
+        + (f"FP8 recipes {', '.join(recipes)}" if recipes else "no FP8: only bf16")
+        + (f"; not tested on this GPU: {', '.join(untested)}" if untested else "")
+        + (f"; switched off: {', '.join(found.disabled)}" if found.disabled else "")
+    )
+
+
+def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "") -> None:
     """Raise BackendError unless the backend `te` supports FP8 training with `recipe`.
 
     precision.check_fp8_gpu checks whether the GPU supports FP8.
 
     Args:
-        instead: advice for the error message if block scaling is not available.
+        instead: advice for the error message. By default it names the available recipes.
     """
-    if te.name != "reference" and recipe == "block":
-        quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
-        available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
-        if not available:
-            name = torch.cuda.get_device_name()
-            message = f"recipe block is not available on {name}: {reason}; {instead}"
-            raise BackendError(message, code="no_block_scaling")
+    if te.name != "reference" and (reason := recipe_problem(recipe)):
+        others = [other for other in AVAILABILITY if not recipe_problem(other)]
+        instead = instead or (f"use {' or '.join(others)}" if others else "set precision.compute to bf16")
+        message = f"recipe {recipe} is not available on {torch.cuda.get_device_name()}: {reason.rstrip('.')}; {instead}"
+        raise BackendError(message, code="recipe_not_available")
 
 
 @contextmanager

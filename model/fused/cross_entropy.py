@@ -60,10 +60,15 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 
 
 @triton.jit
-def _scale_of(amax, largest, E4M3_MAX: tl.constexpr):
-    """Return the scale that Transformer Engine uses for a block with this amax, without rounding to a power of two."""
+def _scale_of(amax, largest, E4M3_MAX: tl.constexpr, POWER_2: tl.constexpr):
+    """Return the scale that Transformer Engine uses for a block with this amax.
+
+    POWER_2: round it down to a power of two.
+    """
     scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
+    if POWER_2:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x00800000).to(tl.float32, bitcast=True)
     return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
 
 
@@ -86,6 +91,7 @@ def _gradient_in_fp8(
     IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr,
+    POWER_2: tl.constexpr,
 ):
     """Write one square of BLOCK x BLOCK as FP8. Neighbouring programs are neighbours along V (contiguous)."""
     square_v, square_m = tl.program_id(0), tl.program_id(1)
@@ -104,12 +110,12 @@ def _gradient_in_fp8(
     gradient -= tl.where(label[:, None] == v[None, :], 1.0, 0.0)
     gradient = tl.where((label == IGNORED)[:, None], 0.0, gradient * factor).to(dtype).to(tl.float32)
 
-    scale = _scale_of(tl.max(tl.abs(gradient), axis=1), largest_of_dtype, E4M3_MAX)
+    scale = _scale_of(tl.max(tl.abs(gradient), axis=1), largest_of_dtype, E4M3_MAX, POWER_2)
     cast = tl.cast((gradient * scale[:, None]).to(tl.float8e4nv), tl.uint8, bitcast=True)
     tl.store(rows + m.to(tl.int64)[:, None] * V + v[None, :], cast, mask=inside)
     tl.store(row_scales + square_v * row_scales_width + m, tl.div_rn(1.0, scale), mask=is_m)
 
-    scale = _scale_of(tl.max(tl.abs(gradient), axis=0), largest_of_dtype, E4M3_MAX)
+    scale = _scale_of(tl.max(tl.abs(gradient), axis=0), largest_of_dtype, E4M3_MAX, POWER_2)
     # values are already rounded to the dtype, so transposing in 16 bits is exact and moves half the bytes
     turned = tl.trans(gradient.to(dtype)).to(tl.float32) * scale[:, None]
     cast = tl.cast(turned.to(tl.float8e4nv), tl.uint8, bitcast=True)
@@ -156,6 +162,7 @@ def gradient_in_fp8(
     row_scales: torch.Tensor,
     columns_VM: torch.Tensor,
     column_scales: torch.Tensor,
+    power_2_scales: bool = False,
 ) -> None:
     """Write the gradient of `gradient_in_place` in the layout of Transformer Engine's block scaling.
 
@@ -182,6 +189,7 @@ def gradient_in_fp8(
         IGNORED=IGNORED,
         BLOCK=BLOCK,
         E4M3_MAX=E4M3_MAX,
+        POWER_2=power_2_scales,
         num_warps=8,
     )
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from model.autotune.timing import one_line
 from model.errors import UserError
+from model.fp8.hardware import fp8_gpu_problem
 from model.fp8.precision import DTYPES, Precision, PrecisionError
-from model.fp8.recipes import PrecisionConfig, fp8_gpu_problem
+from model.fp8.recipes import PrecisionConfig
 from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms, time_alternately

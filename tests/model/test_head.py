@@ -242,7 +242,8 @@ def test_cross_entropy_kernels_equal_torch(size: int, ignored: slice) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("tokens", [128, 144])
-def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice) -> None:
+@pytest.mark.parametrize("power_2_scales", [False, True])
+def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice, power_2_scales: bool) -> None:
     """Squares at both edges are partial."""
     kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(tokens, ignored=ignored)
@@ -254,10 +255,10 @@ def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice) -> Non
         torch.full(shape, 77, dtype=dtype, device=logits.device)
         for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
     ]
-    kernels.gradient_in_fp8(logits, statistics, upstream, *made)
+    kernels.gradient_in_fp8(logits, statistics, upstream, *made, power_2_scales=power_2_scales)
     gradient = kernels.gradient_in_place(logits.clone(), statistics, upstream)
     of_rows, of_columns = (
-        quantize_blocks(gradient, block, torch.float8_e4m3fn, power_2_scale=False)
+        quantize_blocks(gradient, block, torch.float8_e4m3fn, power_2_scale=power_2_scales)
         for block in ((1, 128), (128, 1))
     )
     rows, row_scales, columns, column_scales = made

@@ -15,6 +15,7 @@ import pytest
 from tests.fixtures import settings_of
 from train import launch, train
 from train.preflight import sizes
+from train.preflight.machine import Device
 
 Usage = namedtuple("Usage", "total used free")
 Mistake = Callable[["World"], "list[str] | None"]
@@ -29,7 +30,7 @@ class World:
         self.model = Path(shutil.copy(model, folder / "model.json"))
         self.others = data
         self.settings = settings_of(data, self.model, self.output)
-        self.gpus: list[int] = []
+        self.gpus: list[Device] = []
 
     def own_data(self) -> Path:
         """Return a copy of the data, which a test may damage, as the run's source."""
@@ -37,8 +38,8 @@ class World:
         self.settings["data"]["sources"] = {"text": str(self.data)}
         return self.data
 
-    def devices(self, *gib: int) -> None:
-        self.gpus = [size * 2**30 for size in gib]
+    def devices(self, *gib: int, capability: tuple[int, int] = (9, 0)) -> None:
+        self.gpus = [Device(size * 2**30, capability) for size in gib]
         for module in (train, launch):
             self.patch.setattr(module, "cuda_devices", lambda: self.gpus)
 

@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "small vocabulary": (model_file(vocab_size=256), "vocabulary_too_large", "model.config"),
     "few positions": (model_file(max_position_embeddings=32), "sequence_too_long", "max_seq_length"),
     "no such model": (keys(model__config="hare"), "not_found", "hare"),
-    "Llama": (lambda world: hf_folder(world, "config", model_type="llama"), "model_config", "model_type"),
+    "Qwen": (lambda world: hf_folder(world, "config", model_type="qwen2"), "model_config", "model_type"),
     "misspelt model key": (model_file(num_hiden_layers=2), "model_config", "num_hiden_layers"),
     "no weights folder": (keys(model__init_from="output/first/hf"), "weights", "model.init_from"),
     "other model": (
@@ -232,8 +232,8 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.ctypes, "CDLL", no_driver)
     assert machine.cuda_devices() == []
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: None)
-    monkeypatch.setattr(machine, "QUERY", "print(5); print(7)")
-    assert machine.cuda_devices() == [5, 7]
+    monkeypatch.setattr(machine, "QUERY", "print(5, 9, 0); print(7, 8, 9)")
+    assert machine.cuda_devices() == [(5, (9, 0)), (7, (8, 9))]
     monkeypatch.setattr(machine, "QUERY", "print(5); raise SystemExit(1)")
     assert machine.cuda_devices() is None  # not known: nothing is refused
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import flops_per_token
+from model.fp8.hardware import fp8_gpu_problem
 from train.files import format_size
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, predict_memory
 from train.planning.recommend import Planned, recommend
@@ -88,6 +89,9 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
     Raises:
         PlanError: The model does not fit on `s.ranks` GPUs in any setting.
     """
+    for recipe in {phase.recipe for _, phase in s.phases if phase.fp8}:
+        if why := fp8_gpu_problem(gpu.name, gpu.capability, recipe):
+            raise PlanError(why, key="precision.recipe")
     by_gpus = {n: recommend(s, gpu, n, s.step_tokens, network_gbit_s) for n in GPU_COUNTS}
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, s.step_tokens, network_gbit_s)
     if recommended is None:

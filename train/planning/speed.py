@@ -34,6 +34,7 @@ class Gpu:
     memory_gib: float
     memory_tb_s: float
     nvlink_gb_s: float
+    capability: tuple[int, int] = (9, 0)
 
 
 GPUS = {

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
+from model.fp8.hardware import Capability, fp8_gpu_problem
 from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
 from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state
@@ -18,11 +20,13 @@ from train.checkpoint.resume import allowed_changes, checkpoint_to_resume, is_ne
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
+from train.config.schedule import phase_precisions
 from train.data.source import check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
+from train.preflight.machine import Device
 from train.preflight.sizes import check_disk, check_memory, is_done
 from train.record.run_folder import EXPORTED_FROM, RunFolder, export_folder_problem
 from train.record.trackers import check_installed
@@ -57,7 +61,9 @@ class PreflightError(UserError):
         self.problems = problems
 
 
-def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:
+def check(
+    args: TrainingArguments, world_size: int, local_ranks: int, devices: list[Device] | None
+) -> list[str]:
     """Check that a training run can start, and return warnings. Changes no file.
 
     Args:
@@ -98,13 +104,15 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(check_resume, resolved, ds_config, world_size)
     problems += contradictions(resolved or args)
     if devices is not None:
-        problems += device_problems(args, sizes, local_ranks, len(devices))
+        capability = devices[0].capability if devices else None
+        problems += device_problems(args, sizes, local_ranks, len(devices), capability)
     warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
         warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
         if devices:
             setting = Setting.from_run(resolved, ds_config, sizes, world_size)
-            warnings.append(attempt(check_memory, resolved, setting, min(devices[:local_ranks])))
+            memory = min(device.memory for device in devices[:local_ranks])
+            warnings.append(attempt(check_memory, resolved, setting, memory))
     if problems:
         raise PreflightError(problems)
     return [warning for warning in warnings if warning]
@@ -128,6 +136,9 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
     except CheckpointError:
         return
     stage = ds_config["zero_optimization"]["stage"]
+    if args.precision.fp8_head_gradients is None:  # depends on the GPU
+        former = saved.train_config["precision"].get("fp8_head_gradients", False)
+        args = replace(args, precision=replace(args.precision, fp8_head_gradients=former))
     now = RunState(
         saved.step, 0, 0, world_size, stage, args.to_dict(), saved.model_config, saved.data_fingerprint
     )
@@ -181,7 +192,9 @@ def check_output(args: TrainingArguments) -> None:
     Lock(folder.lock).check_unlocked()
 
 
-def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:
+def device_problems(
+    args: TrainingArguments, sizes: Any, local_ranks: int, devices: int, capability: Capability | None = None
+) -> list[Exception]:
     """Return an error for each setting that needs more GPUs than this node has.
 
     Args:
@@ -189,6 +202,7 @@ def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devic
         sizes: The model configuration, or None if it could not be loaded.
         local_ranks: The number of ranks on this node.
         devices: The number of visible CUDA devices.
+        capability: The compute capability of the first one.
     """
     te, backend, attention = (
         VARIANTS[args.model.variant].te,
@@ -197,7 +211,15 @@ def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devic
     )
     none = "this node has no visible CUDA device"
     too_large = sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS
+    fp8_recipes = {own.recipe for own in phase_precisions(args.precision) if own.compute == "fp8"}
+    no_fp8 = [
+        why
+        for recipe in fp8_recipes
+        if capability and backend != "reference" and not args.precision.auto
+        if (why := fp8_gpu_problem("the GPU", capability, recipe))
+    ]
     problems = [
+        ("precision.recipe", no_fp8, "; ".join(no_fp8)),
         (
             "ranks",
             0 < devices < local_ranks,

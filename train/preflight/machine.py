@@ -5,23 +5,36 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from typing import NamedTuple
+
+from model.fp8.hardware import Capability
 
 # This code runs in a separate process, because a process that has initialized the CUDA driver cannot use CUDA in its
 # forks.
 QUERY = """
 import ctypes
 cuda, count, device, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+major, minor = ctypes.c_int(), ctypes.c_int()
 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
     for index in range(count.value):
         assert cuda.cuDeviceGet(ctypes.byref(device), index) == 0
         assert cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0
-        print(size.value)
+        assert cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
+        assert cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
+        print(size.value, major.value, minor.value)
 """
 QUERY_TIMEOUT_S = 120  # loading the driver after a reboot takes half a minute
 
 
-def cuda_devices() -> list[int] | None:
-    """Return the memory size of each visible CUDA device in bytes, or None if the driver does not respond.
+class Device(NamedTuple):
+    """A CUDA device: its memory in bytes and its compute capability."""
+
+    memory: int
+    capability: Capability
+
+
+def cuda_devices() -> list[Device] | None:
+    """Return the visible CUDA devices, or None if the driver does not respond.
 
     The list is empty on a host without CUDA devices.
     """
@@ -32,7 +45,8 @@ def cuda_devices() -> list[int] | None:
     command = [sys.executable, "-I", "-S", "-c", QUERY]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
-        return [int(line) for line in found.stdout.split()]
+        rows = [[*map(int, line.split())] for line in found.stdout.splitlines()]
+        return [Device(memory, (major, minor)) for memory, major, minor in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 

@@ -181,8 +181,8 @@ def test_damaged_weights_raise(
     save_file(weights, own_hf / "model.safetensors")
     assert "model.norm.weight" in refused(own_hf, data, "--max_seq_length", 64)
     config = json.loads((own_hf / "config.json").read_text())
-    (own_hf / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert "model_type 'llama'" in refused(own_hf, data, "--max_seq_length", 64)
+    (own_hf / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    assert "model_type 'qwen2'" in refused(own_hf, data, "--max_seq_length", 64)
     last = own_trained / "checkpoints/step-00000006"
     with (last / "rank_00000.pt").open("ab") as file:
         file.write(b"x")

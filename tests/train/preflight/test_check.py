@@ -19,13 +19,15 @@ from train.config.ds_config import load_deepspeed
 from train.config.load import build_arguments, resolve_arguments
 from train.planning.memory import checkpoint_bytes
 from train.preflight import check, machine, sizes
+from train.preflight.machine import Device
 
 
 def checked(
     world: World, world_size: int = 1, local_ranks: int = 1, devices: list[int] | None = None
 ) -> list[str]:
     arguments = build_arguments(world.settings)
-    return check.check(arguments, world_size, local_ranks, devices or [])
+    gpus = [Device(memory, (9, 0)) for memory in devices or []]
+    return check.check(arguments, world_size, local_ranks, gpus)
 
 
 @contextmanager

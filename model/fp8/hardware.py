@@ -1,0 +1,95 @@
+"""The FP8 recipes of each GPU architecture.
+
+At run time, Transformer Engine decides (te_backend.recipe_problem). This table gives the answers of version 2.20.2
+where no GPU or no torch is available: for the documentation, for plan.py and for the preflight check. It also records
+what this project has measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Capability = tuple[int, int]
+FP8_CAPABILITY: Capability = (8, 9)  # the first GPUs with FP8 tensor cores
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPU architecture.
+
+    Attributes:
+        recipes: the recipes of Transformer Engine that run.
+        measured: recipes that this project has measured.
+        disabled: defaults that are switched off.
+    """
+
+    name: str
+    gpus: str
+    recipes: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
+    disabled: tuple[str, ...] = ()
+
+
+_HOPPER = ("delayed", "current", "block")
+_BLACKWELL = (*_HOPPER, "mxfp8")
+# Keys are compute capabilities. A GPU has the architecture with the largest capability that it reaches.
+ARCHITECTURES: dict[Capability, Architecture] = {
+    (8, 0): Architecture("Ampere", "A100, RTX 3090"),
+    (8, 9): Architecture(
+        "Ada", "L4, L40S, RTX 4090", ("delayed", "current"), disabled=("precision.fp8_head_gradients",)
+    ),
+    (9, 0): Architecture("Hopper", "H100, H200, H800, GH200", _HOPPER, _HOPPER),
+    (10, 0): Architecture(
+        "Blackwell", "B200, GB200", _BLACKWELL, disabled=("speed.fused_swiglu (te_layer)",)
+    ),
+    (10, 3): Architecture(
+        "Blackwell Ultra", "B300, GB300", _BLACKWELL, disabled=("speed.fused_swiglu (te_layer)",)
+    ),
+    (12, 0): Architecture("Blackwell", "RTX 5090, RTX PRO 6000", _HOPPER),
+}
+RECIPES_OF_TABLE = ("delayed", "current", "block", "mxfp8", "nvfp4")
+
+
+def architecture(capability: Capability) -> Architecture:
+    """Return the architecture of a GPU with this compute capability. GPUs older than Ampere count as Ampere."""
+    return ARCHITECTURES[max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))]
+
+
+def emulates_block_scaling(capability: Capability) -> bool:
+    """Return whether Transformer Engine runs block-scaled GEMMs as MXFP8, which keeps only the exponents of scales."""
+    return capability >= (10, 0)
+
+
+def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None) -> str:
+    """Return why a GPU with this name and compute capability does not support FP8, or "" if it does.
+
+    Args:
+        recipe: also check this recipe of Transformer Engine.
+    """
+    found = architecture(capability)
+    if capability < FP8_CAPABILITY:
+        return (
+            f"FP8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), and {gpu} has "
+            f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
+        )
+    if recipe in RECIPES_OF_TABLE and recipe not in found.recipes:
+        return (
+            f"precision.recipe {recipe} does not run on {gpu} (compute capability {capability[0]}.{capability[1]}); "
+            f"choose {' or '.join(found.recipes)}, or set precision.compute to bf16"
+        )
+    return ""
+
+
+def table_rows() -> list[list[str]]:
+    """Return the rows of the table in docs/hardware.md: architecture, GPUs, then one column per recipe."""
+
+    def cell(found: Architecture, recipe: str) -> str:
+        if recipe not in found.recipes:
+            return "no"
+        return "yes" if recipe in found.measured else "not tested"
+
+    return [
+        [f"{found.name} ({major}.{minor})", found.gpus, *(cell(found, recipe) for recipe in RECIPES_OF_TABLE)]
+        + [", ".join(found.disabled) or "-"]
+        for (major, minor), found in ARCHITECTURES.items()
+    ]
