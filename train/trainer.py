@@ -17,7 +17,9 @@ import json
 import logging
 import math
 import random
+import shlex
 import socket
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +29,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 from model.build import build_model, choose_attention
-from model.config import GIB, flops_per_token, load_config, load_sizes, num_parameters, numeric_settings
+from model.config import (
+    GIB,
+    flops_per_token,
+    load_config,
+    load_sizes,
+    model_name,
+    num_parameters,
+    numeric_settings,
+)
 from model.errors import UserError
 from model.fp8.calibration import calibrate
 from model.fp8.gemms import Gemms, count_gemms
@@ -228,7 +239,12 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
             "exports it without training"
         )
         log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
-        logger.info(f"wrote {folder.hf}, a Hugging Face folder")
+        run = shlex.quote(str(folder.path))
+        log_lines(
+            f"wrote {folder.hf}, the trained model as a Hugging Face folder. Next steps:",
+            f"  generate text:      python fp8_inference_demo/fp8_inference.py --model {run} --prompt TEXT",
+            f"  evaluate the model: python train/evaluate.py {run}",
+        )
 
 
 def log_lines(*lines: str) -> None:
@@ -467,17 +483,18 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     config, stream, most = load_config(args.model.config), data.train, args.max_steps
     tokens_per_step = args.train_batch_size_tokens or 0
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
+    changed = (f"{key} {value}" for key, value in find_changed_arguments(args).items())
+    logger.debug(f"configuration: {', '.join(changed)}")  # for train.log; the console shows a summary
     log_lines(
-        f"output: {RunFolder(args.output_dir).path.resolve()}",
-        "configuration: "
-        + ", ".join(f"{key} {value}" for key, value in find_changed_arguments(args).items()),
-        f"{state.world_size} ranks; {headline(*describe())}",
-        f"model: {args.model.variant}, {num_parameters(config) / 1e6:,.1f} M parameters, "
-        f"{flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token at {args.max_seq_length} tokens",
-        f"data: {stream.describe()}; the evaluation loss of a unigram model of these tokens is "
-        f"{data.unigram_loss:.4f}",
-        f"{most - state.step} of {most} steps are left, {tokens_per_step:,} tokens each; the run will see "
-        f"{total:,} tokens, {total / stream.num_tokens:.2f} times the training data",
+        f"output folder: {RunFolder(args.output_dir).path.resolve()} (all settings: train_config.json, "
+        "all messages: train.log)",
+        f"hardware: {state.world_size} ranks, {headline(*describe())}",
+        f"model: {model_name(args.model.config)} ({args.model.variant}), {num_parameters(config) / 1e6:,.1f} M "
+        f"parameters, {flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token",
+        f"data: {stream.describe()}",
+        f"training: steps {state.step + 1:,} to {most:,} with {tokens_per_step:,} tokens each, {args.optim} with a "
+        f"learning rate of up to {args.learning_rate:g}; {total:,} tokens in total, "
+        f"{total / stream.num_tokens:.2f} times the training data",
     )
     if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
         logger.info(f"the section msamp of deepspeed is replaced by {settings} in precision")
@@ -643,7 +660,17 @@ class Trainer:
         self.health.load_state_dict(self.state.health)
         self.flops = flops_per_token(self.model.config, args.max_seq_length)
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-        with self.watchdog:
+        is_main = dist.get_rank() == 0
+        # Without a terminal, disable=None disables the bar, and the log lines show the progress.
+        bar = tqdm(
+            total=args.max_steps,
+            initial=self.state.step,
+            unit="step",
+            file=sys.stdout,
+            leave=False,
+            disable=None if is_main else True,
+        )
+        with self.watchdog, bar:
             self._evaluate_first()
             self.batches = MicroBatches(
                 samples, args.per_device_train_batch_size, dist.get_rank(), dist.get_world_size()
@@ -654,6 +681,7 @@ class Trainer:
             try:
                 while not self._is_over():
                     self._run_step()
+                    bar.update(self.state.step - bar.n)  # negative after a rollback
             except Exception:
                 # The save belongs to an earlier step, and its threads do not need the main thread. So the save is
                 # committed even if only this rank has failed. The watchdog limits the wait.

@@ -17,3 +17,5 @@ from model.fp8.machine import drop_log_messages
 drop_log_messages("DeepSpeed", "Setting accelerator to CPU")
 # Transformer Engine advises to install packages that FlashAttention-4 replaces.
 drop_log_messages("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
+# torchao warns about missing Triton when transformers imports it for an export on a machine without a GPU.
+drop_log_messages("torchao.kernel.intmm", "Warning: Detected no triton")

@@ -6,6 +6,7 @@ of each rank also has debug messages, such as the traceback of an error that the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
 import sys
@@ -43,11 +44,11 @@ def configure_logging(
         logging.getLogger().removeHandler(handler)
         handler.close()
     lowest = logging.getLevelNamesMapping()[level.upper()]
-    errors = logging.StreamHandler(sys.stderr)
+    errors = _ConsoleHandler(sys.stderr)
     errors.setLevel(logging.ERROR)
     _add(errors)
     if rank == 0:
-        others = logging.StreamHandler(getattr(sys, console))
+        others = _ConsoleHandler(getattr(sys, console))
         others.setLevel(lowest)
         others.addFilter(lambda record: record.levelno < logging.ERROR)
         _add(others)
@@ -80,6 +81,15 @@ def _add(handler: logging.Handler) -> None:
     handler.setFormatter(_Formatter("%(prefix)s%(message)s"))
     _handlers.append(handler)
     logging.getLogger().addHandler(handler)
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Handler for the console that prints messages above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")  # if it is not imported, there is no bar
+        with tqdm.tqdm.external_write_mode(file=self.stream) if tqdm else contextlib.nullcontext():
+            super().emit(record)
 
 
 class _Formatter(logging.Formatter):

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tqdm import tqdm
 
 from train.record.log import configure_logging, open_log_file
 
@@ -78,3 +79,11 @@ def test_closed_console_is_ignored(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.undo()
     logger.info("lost")
     assert capsys.readouterr().err == ""
+
+
+def test_messages_are_printed_above_a_progress_bar(capsys: pytest.CaptureFixture) -> None:
+    configure_logging()
+    with tqdm(total=2, file=sys.stdout, mininterval=0):
+        logger.info("a message")
+    bar, _, message, redrawn = capsys.readouterr().out.split("\r")[1:5]
+    assert "0/2" in bar and message == "a message\n" and "0/2" in redrawn
