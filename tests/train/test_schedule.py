@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.Monkey
     assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed"), ("delayed", "bf16")]
+PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed")]
 
 
 @pytest.mark.slow
@@ -93,9 +92,9 @@ THREE = [{"until_tokens": 512, "compute": "bf16"}, {"until_step": 4}, {"recipe":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "steps"), [(0, [4]), (1, range(1, 6)), (2, [2]), (3, [2, 3])])
+@pytest.mark.parametrize(("stage", "steps"), [(0, [4]), (1, [1, 2]), (2, [5]), (3, [3])])
 def test_resume_at_any_step_of_a_schedule(
-    settings: dict, tmp_path: Path, stage: int, steps: Iterable[int]
+    settings: dict, tmp_path: Path, stage: int, steps: list[int]
 ) -> None:
     """The changes are those after steps 2 and 4."""
     settings |= {"precision": {"schedule": THREE}, "deepspeed": f"ds_config_zero{stage}.json"}

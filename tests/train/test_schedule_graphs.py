@@ -5,6 +5,7 @@ weights, with the numbers of the same schedule without graphs; and a run that is
 from __future__ import annotations
 
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,8 +101,6 @@ def observed(settings: dict, **changes: Any) -> list[MicroBatch]:
     ("variant", "recipe"),
     [
         ("te_layer", "delayed"),
-        pytest.param("te_layer", "current", marks=pytest.mark.slow),
-        pytest.param("te_linear", "delayed", marks=pytest.mark.slow),
         pytest.param("te_linear", "current", marks=pytest.mark.slow),
     ],
 )
@@ -117,7 +116,7 @@ def test_graphs_in_each_phase_are_bit_equal(
     seen = observed(with_graphs, output_dir=str(whole))
     assert seen == expected(recipe, True, range(1, STEPS + 1))
     assert curve(whole) == curve(plain) and tensors(whole, STEPS) == tensors(plain, STEPS)
-    for saved in (1, 4, 6):
+    for saved in (1, 4):
         folder = tmp_path / f"from-{saved}"
         start = str(whole / f"checkpoints/step-{saved:08d}")
         seen = observed(with_graphs, output_dir=str(folder), save_steps=STEPS, resume_from_checkpoint=start)
@@ -127,14 +126,20 @@ def test_graphs_in_each_phase_are_bit_equal(
 
 # The CPU reference, with tapes for graphs, and Transformer Engine on a GPU.
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the GPU form of this test runs there"))
-SLOW_CPU = pytest.param("cpu", marks=[*CPU.marks, pytest.mark.slow])
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("device", [SLOW_CPU, CUDA])
+@pytest.mark.parametrize(
+    ("device", "recipe", "variant", "cuda_graphs"),
+    [
+        pytest.param("cpu", "delayed", "te_linear", True, marks=[*CPU.marks, pytest.mark.slow]),
+        pytest.param("cpu", "current", "te_layer", False, marks=[*CPU.marks, pytest.mark.slow]),
+    ]
+    + [
+        pytest.param("cuda", *case, marks=pytest.mark.gpu)
+        for case in product(("delayed", "current"), ("te_layer", "te_linear"), (False, True))
+    ],
+)
 def test_resume_in_fp8_phase_is_bit_exact(
     settings: dict,
     tmp_path: Path,
