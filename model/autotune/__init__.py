@@ -1,5 +1,6 @@
-"""precision.auto: time candidate settings on this GPU with the model and batch of a run, and choose the fastest.
+"""precision.auto: time candidate settings on the current GPU with a training model and batch, and choose the fastest.
 
-A candidate is an attention backend, FP8 or bf16, and launched kernels or CUDA graphs (`measure`). This package does not
-import train/; train/planning/autotune.py creates the task for a run.
+A candidate combines an attention backend, FP8 or bf16, and execution with or without CUDA graphs
+(model/autotune/measure.py). This package does not import train/. train/planning/autotune.py creates the task for a
+training run.
 """

@@ -1,8 +1,8 @@
-"""Time training steps with each candidate and choose the fastest.
+"""Time training steps with each candidate setting and choose the fastest.
 
-Candidates are ordered by preference: cuDNN's attention first, because it needs no additional package (with a document
-mask: the order of `te_backend.document_backends`); FP8, which the user configured, before bf16; launched kernels before
-CUDA graphs.
+Candidates are ordered by preference. cuDNN attention comes first, because it needs no additional package (with a
+document mask, the order is that of `te_backend.document_backends`). FP8, which the user configured, comes before bf16.
+Execution without CUDA graphs comes before CUDA graphs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ LONGEST_CYCLE = 4
 
 @dataclass
 class Task:
-    """The settings of a run. autotune chooses some of them.
+    """The training settings for which autotune chooses precision, CUDA graphs and attention backend.
 
     Attributes:
-        precision: as configured, with compute fp8; also speed and attention_backend are as configured.
-        accumulation: micro-batches per step.
-        main_grad: GEMMs add weight gradients into float32 buffers.
-        graphs_allowed: whether the run can use CUDA graphs.
-        document_mask: attention stays within documents.
-        other_memory_gib: GPU memory that the run needs in addition to weights, gradients and activations, mainly for
+        precision: the configured precision, with compute fp8. speed and attention_backend are also the configured
+            values.
+        accumulation: number of micro-batches per step.
+        main_grad: whether GEMMs add weight gradients into float32 buffers.
+        graphs_allowed: whether training can use CUDA graphs.
+        document_mask: whether attention is restricted to documents.
+        other_memory_gib: GPU memory that training needs in addition to weights, gradients and activations, mainly for
             optimizer state.
     """
 
@@ -71,21 +72,24 @@ class Task:
     other_memory_gib: float = 0.0
 
     def resolved(self, compute: Compute) -> Precision:
-        """Return the run's precision with `compute`. Amaxes are not reduced, because the other ranks do not measure."""
+        """Return the configured precision with another value of `compute`.
+
+        Amaxes (largest magnitudes) are not reduced over ranks, because the other ranks do not measure.
+        """
         config = replace(self.precision, auto=False, compute=compute)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
 
     def cycle(self, precision: Precision) -> int:
-        """Return the number of passes that share an FP8 copy of the weights."""
+        """Return the number of micro-batches that share one FP8 copy of the weights."""
         return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 else 1
 
     def graph_modes(self) -> tuple[bool, ...]:
-        """Return the values of speed.cuda_graphs to measure. If it is configured as true, it stays true."""
+        """Return the values of speed.cuda_graphs to measure. If the configured value is true, only true is measured."""
         modes = (True,) if self.speed.cuda_graphs else (False, True)
         return modes if self.graphs_allowed else (False,)
 
     def build(self, precision: Precision) -> nn.Module:
-        """Build the model as the run would."""
+        """Build the model in the same way as training does."""
         model = build_model(
             self.config,
             self.variant,
@@ -104,7 +108,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Choice:
-    """Values for precision.compute, speed.cuda_graphs and model.attention_backend."""
+    """The values to use for precision.compute, speed.cuda_graphs and model.attention_backend."""
 
     compute: Compute
     cuda_graphs: bool
@@ -113,12 +117,12 @@ class Choice:
 
 @dataclass
 class Candidate:
-    """A choice and its measurements.
+    """A combination of settings and its measurements.
 
     Attributes:
-        times_ms: time of forward and backward for one micro-batch, one value per visit.
-        peak_gib: GPU memory of the model.
-        note: the reason that the candidate cannot be chosen.
+        times_ms: time for forward and backward of one micro-batch in ms, one value per measurement round.
+        peak_gib: peak GPU memory of the model in GiB.
+        note: the reason why the candidate cannot be chosen, or "".
     """
 
     choice: Choice
@@ -128,16 +132,17 @@ class Candidate:
 
     @property
     def ms(self) -> float:
-        """Return the mean time over the visits, or infinity if the candidate cannot be chosen."""
+        """Return the mean time in ms over all measurement rounds, or infinity if the candidate cannot be chosen."""
         return sum(self.times_ms) / len(self.times_ms) if self.times_ms and not self.note else math.inf
 
 
 def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Choice | None:
-    """Return the choice of the fastest candidate that fits into memory_gib, or None.
+    """Return the settings of the fastest candidate that fits into `memory_gib`, or None if there is none.
 
     Args:
-        candidates: in order of preference. The first of those whose times are within TIE of the fastest wins.
-        memory_gib: GPU memory available to the model.
+        candidates: candidates in order of preference. If times differ from the fastest by at most TIE, the first one
+            wins.
+        memory_gib: GPU memory available to the model in GiB.
     """
     usable = [c for c in candidates if math.isfinite(c.ms) and c.peak_gib <= memory_gib]
     fastest = min((c.ms for c in usable), default=math.inf)
@@ -145,14 +150,14 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
 
 
 def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
-    """Time the candidates on the current GPU, log them as a table and return the choice.
+    """Time the candidate settings on the current GPU, log the measurements, and return the chosen settings.
 
     This takes about a minute. GPU memory, random generators and Transformer Engine's state are restored. A candidate
-    that fails is not chosen. If none can be measured, the settings stay as configured.
+    that fails is not chosen. If no candidate can be measured, the settings do not change.
 
-    Raises PrecisionError: the precision is not possible with this model or GPU.
+    Raises PrecisionError: the model or GPU does not support the configured precision.
     """
-    logger.info("precision.auto: timing FP8 and bf16 steps, about a minute")
+    logger.info("precision.auto: timing FP8 and bf16 steps; this takes about a minute")
     plain, computes = task.resolved("bf16"), COMPUTE
     try:
         task.resolved("fp8")
@@ -165,20 +170,23 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
         memory_gib = _memory_gib(task)
         candidates = measure_steps(task, attention_backends(task, plain), timer, computes)
     logger.info(
-        f"forward and backward of {task.batch_size} x {task.seq_length} tokens, {memory_gib:.1f} GiB available:"
+        f"time for forward and backward of {task.batch_size} x {task.seq_length} tokens; {memory_gib:.1f} GiB of GPU "
+        "memory available:"
     )
     for c in candidates:
         logger.info(f"  {c.choice}: {c.note or f'{c.ms:.3f} ms, {c.peak_gib:.1f} GiB'}")
     choice = choose(candidates, memory_gib)
     if choice is None:
-        logger.info("precision.auto: no candidate ran and fits into memory; the settings stay as configured")
+        logger.info("precision.auto: no candidate ran and fits into memory; keeping the configured settings")
         return Choice(computes[0], task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: using {choice}")
     return choice
 
 
 def _memory_gib(task: Task) -> float:
-    """Return the GPU memory for weights, gradients and activations of the run; infinity without a GPU."""
+    """Return the GPU memory in GiB that is available for weights, gradients and activations, or infinity without a
+    GPU.
+    """
     if not torch.cuda.is_available():
         return math.inf
     release_memory()
@@ -187,7 +195,7 @@ def _memory_gib(task: Task) -> float:
 
 
 def attention_backends(task: Task, precision: Precision) -> list[str]:
-    """Return the backends to time: the configured one, or for "auto" those that pass the startup check."""
+    """Return the attention backends to time: the configured one, or for "auto" those that pass the startup check."""
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
     right = []
@@ -205,7 +213,7 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
 def measure_steps(
     task: Task, backends: list[str], timer: Timer, computes: tuple[Compute, ...] = COMPUTE
 ) -> list[Candidate]:
-    """Time forward and backward with each attention backend, in FP8 and bf16, launched and as CUDA graphs."""
+    """Time forward and backward for each attention backend, in FP8 and bf16, with and without CUDA graphs."""
     candidates = {
         (backend, compute, graphs): Candidate(Choice(compute, graphs, backend))
         for backend, compute, graphs in product(backends, computes, task.graph_modes())
@@ -236,7 +244,7 @@ def measure_steps(
 
 
 class Step:
-    """Forward and backward of a model on one batch of random tokens."""
+    """Forward and backward pass of a model on one batch of random tokens, for timing."""
 
     def __init__(self, task: Task, precision: Precision):
         release_memory()
@@ -253,7 +261,7 @@ class Step:
             self.documents = documents.to(precision.device)
 
     def __call__(self, index: int) -> torch.Tensor:
-        """Run pass `index` (from 0) of a step and return the detached loss. Gradients stay until the next call."""
+        """Run pass `index` (counted from 0) and return the detached loss. Gradients are kept until the next call."""
         self.model.zero_grad(set_to_none=True)
         first = index % self.cycle == 0 if self.cycle > 1 else None
         loss = self.forward(
@@ -263,9 +271,9 @@ class Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Return the time of one pass: the median of ROUNDS windows.
+        """Return the time for one pass in ms, as the median of ROUNDS measurements.
 
-        Raises StartupCheckError: FP8 did not run, see `verify_fp8`.
+        Raises StartupCheckError: FP8 did not run (see `verify_fp8`).
         """
 
         def run(count: int) -> None:
@@ -278,12 +286,14 @@ class Step:
         return statistics.median(timer(lambda: run(count)) for _ in range(ROUNDS)) / count
 
     def peak_gib(self) -> float:
-        """Return the peak GPU memory, or 0 on a CPU. With CUDA graphs it includes the free memory of their pool."""
+        """Return the peak GPU memory in GiB, or 0 on a CPU. With CUDA graphs, this includes the free memory in their
+        pool.
+        """
         peak = torch.cuda.max_memory_reserved if self.captured else torch.cuda.max_memory_allocated
         return peak() / GIB
 
     def capture(self) -> None:
-        """Replay passes as CUDA graphs from now on."""
+        """Capture the pass as CUDA graphs, which all later calls replay."""
         self.model.zero_grad(set_to_none=True)
         use_cuda_graphs(self.model, self.precision, self.ids, self.labels, self.cycle > 1, self.documents)
         self.captured = True

@@ -1,4 +1,4 @@
-"""GPU timing, and a context that restores random generators, FP8 state and memory."""
+"""Measure GPU time, and restore random generators, FP8 state and memory after measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def cuda_ms(run: Callable[[], Any]) -> float:
-    """Return the milliseconds from the call of `run` to the end of its last kernel, including launch time."""
+    """Return the time in ms from the call of `run` to the end of its last kernel, including launch time."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -27,7 +27,9 @@ def cuda_ms(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
-    """Context that restores torch's random generators, TE's FP8 state and the attention backend, and frees memory."""
+    """Restore random generators, FP8 state and the attention backend when this context manager exits, and free GPU
+    memory.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(te):
@@ -38,7 +40,7 @@ def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Free unused GPU memory and reset the peak statistics."""
+    """Free unused GPU memory and reset the peak memory statistics."""
     gc.collect()  # modules and their hooks are reference cycles
     if torch.cuda.is_available():
         torch.cuda.synchronize()

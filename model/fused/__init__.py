@@ -1,12 +1,12 @@
-"""Fused Triton kernels for Transformer Engine's modules on a GPU, enabled by the switches of the "speed" section.
+"""Fused Triton kernels for Transformer Engine's modules, enabled by the "speed" section of the configuration.
 
-    qkv_rope        split q, k and v and rotate q and k; rotate a single tensor
-    swiglu          SwiGLU of te.Linear's two halves, and its gradients
-    swiglu_fp8      SwiGLU of LayerNormMLP and its gradient, cast to FP8 with delayed scaling
-    embedding       gradient of an embedding's weight
-    cross_entropy   the loss, and its gradient in its own dtype or in FP8
+    qkv_rope        split q, k and v, and apply rotary embeddings; rotate a single tensor
+    swiglu          SwiGLU for separate gate and up tensors, with its gradients
+    swiglu_fp8      SwiGLU for LayerNormMLP with its gradient, cast to FP8 with delayed scaling
+    embedding       gradient of an embedding weight
+    cross_entropy   the loss, with its gradient in the logits' dtype or in FP8
     operand_totals  sums for the FP8 health check
 
-fp8/te_backend.py provides these functions to models, except operand_totals, which fp8/health.py calls. Without CUDA,
-Triton is not imported. From this project, the kernels import only a constant of te_reference.
+Models use these functions through model/fp8/te_backend.py, except operand_totals, which model/fp8/health.py calls.
+Without CUDA, Triton is not imported. The kernels depend on no other project file except a constant in te_reference.
 """

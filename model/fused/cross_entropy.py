@@ -1,11 +1,11 @@
-"""Cross entropy of logits and its gradient, which overwrites the logits or is written as FP8 blocks.
+"""Fused cross entropy. Its gradient overwrites the logits or is written as FP8 blocks.
 
 The first kernel computes the loss and statistics of each row. A second kernel computes the gradient from the
-statistics. A third one writes the gradient directly as FP8, with and without transposition. Its result equals, bit for
-bit, casting the gradient of the second kernel, because it is rounded to the logits' dtype before the cast.
+statistics. A third kernel writes the gradient directly as FP8, both row by row and transposed. The FP8 result equals a
+cast of the second kernel's gradient bit for bit, because the gradient is rounded to the logits' dtype before the cast.
 
-The first two kernels read a row in pieces of a few thousand entries. With whole rows at a time too few programs would
-fit on the GPU, and each would wait for memory. Shape suffixes: M tokens, V vocabulary.
+The first two kernels read a row in pieces of a few thousand entries. If they processed whole rows, too few programs
+would fit on the GPU, and each would wait for memory. Shape suffixes: M tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ E4M3_MAX = 448.0
 
 @triton.jit
 def _statistics(logits, labels, losses, stats, V, IGNORED: tl.constexpr, PIECE: tl.constexpr):
-    """Compute the largest logit, the sum of exp(logit - largest) and the loss of one row."""
+    """Compute statistics for one row of logits: the maximum, the sum of exp(logit - maximum), and the cross entropy."""
     row = tl.program_id(0).to(tl.int64)
     largest, total = float("-inf"), 0.0
     for start in range(0, V, PIECE):
@@ -45,7 +45,7 @@ def _statistics(logits, labels, losses, stats, V, IGNORED: tl.constexpr, PIECE: 
 
 @triton.jit
 def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr, PIECE: tl.constexpr):
-    """Overwrite one row of logits with its gradient."""
+    """Overwrite one row of logits with the gradient of the mean cross entropy."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     largest = tl.load(stats + 2 * row)
@@ -61,9 +61,8 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 
 @triton.jit
 def _scale_of(amax, largest, E4M3_MAX: tl.constexpr, POWER_2: tl.constexpr):
-    """Return the scale that Transformer Engine uses for a block with this amax.
-
-    POWER_2: round it down to a power of two.
+    """Return Transformer Engine's scale for a block with this amax (largest magnitude). POWER_2 rounds to a power of
+    two.
     """
     scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
@@ -93,7 +92,7 @@ def _gradient_in_fp8(
     E4M3_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    """Write one square of BLOCK x BLOCK as FP8. Neighbouring programs are neighbours along V (contiguous)."""
+    """Write one square of BLOCK x BLOCK gradient entries as FP8. Neighboring programs process neighboring columns."""
     square_v, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * BLOCK + tl.arange(0, BLOCK)
     v = square_v * BLOCK + tl.arange(0, BLOCK)
@@ -126,16 +125,16 @@ def _gradient_in_fp8(
 def loss_and_statistics(
     logits_MV: torch.Tensor, labels_M: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Compute the mean cross entropy over the labels that are not -100, and the statistics for the gradient. CUDA only.
+    """Compute the mean cross entropy over all labels except -100, and the statistics for its gradient. CUDA only.
 
     Args:
-        logits_MV: bf16 or float32, contiguous.
-        labels_M: int64, contiguous.
+        logits_MV: [M, V] for M tokens and V vocabulary entries, bf16 or float32, contiguous.
+        labels_M: int64 [M], contiguous.
 
     Returns:
-        loss: float32 scalar, in nats.
+        loss: float32 scalar in nats.
         statistics: the labels; float32 [M, 2] with each row's largest logit and sum of exp(logit - largest); and the
-            number of labels that count, at least 1.
+            number of labels that are not ignored, at least 1.
     """
     M, V = logits_MV.shape
     losses = torch.empty(M, dtype=torch.float32, device=logits_MV.device)
@@ -148,7 +147,9 @@ def loss_and_statistics(
 def gradient_in_place(
     logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Overwrite the logits with the gradient of the mean cross entropy times `upstream` (scalar), and return it."""
+    """Overwrite the logits with the gradient of the mean cross entropy times the scalar `upstream`, and return the
+    gradient.
+    """
     M, V = logits_MV.shape
     _gradient[(M,)](logits_MV, *statistics, upstream, V, IGNORED=IGNORED, PIECE=PIECE, num_warps=4)
     return logits_MV
@@ -164,12 +165,16 @@ def gradient_in_fp8(
     column_scales: torch.Tensor,
     power_2_scales: bool = False,
 ) -> None:
-    """Write the gradient of `gradient_in_place` in the layout of Transformer Engine's block scaling.
+    """Write the gradient of the mean cross entropy as FP8 in the layout of Transformer Engine's block scaling. CUDA
+    only.
 
     Args:
-        rows_MV: output, e4m3 as bytes.
+        logits_MV: [M, V] for M tokens and V vocabulary entries.
+        statistics: as returned by `loss_and_statistics`.
+        upstream: scalar gradient of the loss.
+        rows_MV: output, e4m3 codes as bytes [M, V].
         row_scales: output, inverse scales, float32 [ceil(V / 128), >= M].
-        columns_VM: output, e4m3 as bytes, transposed.
+        columns_VM: output, e4m3 codes as bytes, transposed [V, M].
         column_scales: output, inverse scales, float32 [ceil(M / 128), >= V].
     """
     M, V = logits_MV.shape
@@ -210,8 +215,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the mean cross entropy of logits [..., V] as `loss_and_statistics`.
+    """Compute the mean cross entropy of logits [..., V] (vocabulary size V), ignoring labels of -100. CUDA only.
 
-    The backward overwrites the logits with their gradient, so there can be only one backward.
+    The backward pass overwrites the logits with their gradient, so it can run only once.
     """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten())

@@ -1,11 +1,11 @@
-"""Embedding lookup, and the gradient of its weight: the tokens of each row are summed in float32 and rounded once.
+"""Embedding lookup with a weight gradient that is summed in float32 and rounded once.
 
-torch's kernel sums pieces of a few rows and keeps a float32 row for each in memory. This costs most if tokens seldom
-repeat. Here each program processes ROWS tokens in the order of their ids. An id whose tokens all belong to one program
-is written at once, and only a sum that continues in the next program is kept. There are no atomics, so sums are
-reproducible.
+torch's kernel sums pieces of a few tokens and stores a float32 row for each piece. This is most expensive if tokens
+seldom repeat. Here, each program processes ROWS tokens sorted by id. If all tokens with an id belong to one program,
+their sum is written directly. Only sums that continue in the next program are stored as partial sums. There are no
+atomics, so results are reproducible.
 
-Shape suffixes: M tokens, H hidden, V vocabulary.
+Shape suffixes: M tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ PIECE = 512
 
 @triton.jit
 def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Sum the gradients of ROWS sorted tokens by id.
+    """Sum the gradients of ROWS sorted tokens for each token id.
 
-    parts: float32 [programs, 2, H], the sums of an id that started in an earlier program, and of one that continues in
-    the next.
+    Args:
+        parts: output, float32 [programs, 2, H] (hidden size H): the sum for an id that started in an earlier program,
+            and the sum for an id that continues in the next program.
     """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -52,9 +53,10 @@ def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE:
 
 @triton.jit
 def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Add up the parts of the id that starts in a program and continues in the next ones.
+    """Add up the partial sums for the token id that starts in this program and continues in the next ones.
 
-    ends: position after the last token of the id of each program's last token.
+    Args:
+        ends: for each program, the position after the last token with the id of the program's last token.
     """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -70,11 +72,13 @@ def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr
 
 
 def sum_by_row(gradient_MH: torch.Tensor, ids_M: torch.Tensor, V: int) -> torch.Tensor:
-    """Sum the gradients of the tokens of each id: [V, H] in the gradient's dtype, 0 for ids without tokens. CUDA only.
+    """Sum the gradients of all tokens with the same id. CUDA only.
 
     Args:
-        gradient_MH: contiguous.
-        ids_M: int64, contiguous, from 0 to V - 1.
+        gradient_MH: [M, H] for M tokens and hidden size H, contiguous.
+        ids_M: int64 [M], contiguous, from 0 to V - 1 (vocabulary size V).
+
+    Returns: [V, H] in the dtype of the gradient, 0 for ids without tokens.
     """
     M, H = gradient_MH.shape
     out = gradient_MH.new_zeros(V, H)
@@ -105,5 +109,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the rows of weight [V, H] at ids (int64, any shape): [..., H]. CUDA only."""
+    """Look up the rows of weight [V, H] (vocabulary size V, hidden size H) at int64 ids of any shape: [..., H]. CUDA
+    only.
+    """
     return _Embedding.apply(ids, weight)

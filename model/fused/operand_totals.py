@@ -1,7 +1,7 @@
-"""Sums over an operand of a GEMM and its quantized values, for the FP8 health check on a GPU (model/fp8/health.py).
+"""Sums over a GEMM operand and its quantized values, for the FP8 health check on a GPU (model/fp8/health.py).
 
-One kernel reads each element once. If a kernel computed and cast the operand in one, this kernel recomputes it in
-float32, element by element, without writing it.
+One kernel reads each element once. If another kernel computed the operand and cast it in one step, this kernel
+recomputes the operand in float32 without writing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS, WARPS = 32, 4
 
 @triton.jit
 def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr, IGNORED: tl.constexpr):
-    """Return the values that were quantized, float32 [rows, columns]; 0 outside the matrix."""
+    """Return the values that were quantized, float32 [rows, columns], and 0 outside the matrix."""
     row, column = m.to(tl.int64)[:, None], n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if KIND == "swiglu":
@@ -63,7 +63,7 @@ def _totals(
     KIND: tl.constexpr, ROUNDED: tl.constexpr, E4M3: tl.constexpr, MOMENTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IGNORED: tl.constexpr,
 ):  # fmt: skip
-    """Write the nine totals of one block (see `operand_totals`) to out [programs, 9]."""
+    """Write the nine totals for one block (see `operand_totals`) to `out` [programs, 9]."""
     program, across = tl.program_id(0), tl.cdiv(N, COLUMNS)
     block_n, block_m = program % across, program // across
     m = block_m * ROWS + tl.arange(0, ROWS)
@@ -94,14 +94,15 @@ def _totals(
 
 
 def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
-    """Return nine totals of an operand [M, N] with source x: float64 [9]. CUDA only.
+    """Compute nine health-check totals for an operand x [M, N] (M rows, N columns): float64 [9]. CUDA only.
 
-    They are: the number of nonzero x; the number of nonzero codes; the number of |x| that rounding alone would move
-    beyond the format's largest value; the sums of (codes * scale_inv - x)^2 and x^2; with `moments`, the sums of x, x^3
-    and x^4 (otherwise 0); and the largest |x| / scale_inv (NaN if x has a NaN).
+    The totals are: (1) the number of nonzero x, (2) the number of nonzero codes, (3) the number of |x| that rounding
+    alone would move beyond the format's largest value, (4) the sum of (codes * scale_inv - x)^2, (5) the sum of x^2, (6
+    to 8) with `moments` the sums of x, x^3 and x^4, otherwise 0, and (9) the largest |x| / scale_inv, which is NaN if x
+    contains NaN.
 
     Args:
-        source: model.fp8.quantizers.Source.
+        source: the tensor that was quantized (model.fp8.quantizers.Source).
         codes: float8 [M, N].
         scale_inv: float32, one for the tensor or one per tile ([M, N / 128] or [M / 128, N / 128]).
     """

@@ -1,10 +1,10 @@
-"""Split q, k and v from the fused qkv projection and rotate q and k in one kernel; rotate a single tensor in another.
+"""Split a fused QKV projection into q, k and v and apply rotary embeddings in one kernel, or rotate a single tensor.
 
-te.TransformerLayer copies strided views of q, k and v, rotates q and k, and in the backward copies the three gradients
-back together, each in a separate launch. Here one kernel writes q, k and v as contiguous tensors, and one computes the
-backward. Transformer Engine's fused kernel requires the rows of the qkv weight to be interleaved by group; this one
-takes Hugging Face's order [q; k; v]. Transformer Engine's kernel for one tensor reaches a quarter of the memory
-bandwidth if heads are small.
+te.TransformerLayer copies strided views of q, k and v, rotates q and k, and copies the three gradients back together in
+the backward pass, each with a separate launch. Here, one kernel writes contiguous q, k and v, and one kernel computes
+the backward pass. Transformer Engine's fused kernel requires the rows of the QKV weight to be interleaved by group, but
+this kernel supports Hugging Face's order [q; k; v]. Transformer Engine's kernel for a single tensor reaches only a
+quarter of the memory bandwidth if heads are small.
 
 Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -35,9 +35,10 @@ def _rotate_heads(
     HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Process all heads of one token.
+    """Split and rotate all heads of one token, or join their gradients with BACKWARD.
 
-    HEADS is N + 2 K and HALF is D / 2, each rounded up to a power of two.
+    HEADS is N + 2 K (N query heads, K key/value heads) and HALF is half the head dimension, each rounded up to a power
+    of two.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -139,14 +140,17 @@ class _SplitAndRotate(torch.autograd.Function):
 def split_and_rotate(
     packed: torch.Tensor, freqs: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the output of the qkv projection and rotate q and k. Computes in float32 and rounds once. CUDA only.
+    """Split a fused QKV projection and apply rotary embeddings to q and k. Computes in float32 and rounds once. CUDA
+    only.
+
+    Shapes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 
     Args:
-        packed: [B, T, (N + 2 K) D], rows [q; k; v], contiguous.
-        freqs: angles, float32 [T, 1, 1, D], contiguous; the second half repeats the first (RotaryPositionEmbedding,
-            https://arxiv.org/abs/2104.09864).
+        packed: [B, T, (N + 2 K) D], ordered q, k, v, contiguous.
+        freqs: rotary angles, float32 [T, 1, 1, D], contiguous. The second half of D repeats the first
+            (https://arxiv.org/abs/2104.09864).
 
-    Returns: rotated q [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D].
+    Returns: rotated q [B, T, N, D], rotated k [B, T, K, D], and v [B, T, K, D].
     """
     return _SplitAndRotate.apply(packed, freqs, num_heads, num_kv_heads)
 
@@ -167,7 +171,7 @@ def _rotate(
 ):
     """Rotate all heads of ROWS tokens.
 
-    HEADS is N and HALF is D / 2, each rounded up to a power of two.
+    HEADS is the number of heads and HALF is half the head dimension, each rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     head = tl.arange(0, HEADS)[None, :, None]
@@ -220,5 +224,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rotate x [B, T, heads, D] by freqs as in `split_and_rotate`. Computes in float32 and rounds once. CUDA only."""
+    """Apply rotary embeddings to x [B, T, heads, D]. Computes in float32 and rounds once. CUDA only.
+
+    Args:
+        freqs: rotary angles, float32 [T, 1, 1, D] (T tokens, head dimension D).
+    """
     return _Rotate.apply(x, freqs)

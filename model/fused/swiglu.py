@@ -1,4 +1,4 @@
-"""silu(gate) * up in one kernel, and both gradients in another; torch needs two launches and five."""
+"""SwiGLU, silu(gate) * up, in one kernel and both gradients in another. torch needs two launches and five."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(gate) * up (https://arxiv.org/abs/2002.05202) of tensors with the same shape and dtype.
+    """Compute silu(gate) * up (https://arxiv.org/abs/2002.05202) for tensors with the same shape and dtype. CUDA only.
 
-    Computes in float32 and rounds once. CUDA only.
+    Computes in float32 and rounds once.
     """
     return _SwiGLU.apply(gate, up)

@@ -1,6 +1,6 @@
 """SwiGLU and its gradient as FP8 with delayed scaling, each in one kernel. The gradient is also written transposed.
 
-`swiglu` and `dswiglu` take the same arguments as Transformer Engine's kernels of these names, and are faster. They
+`swiglu` and `dswiglu` have the same arguments as Transformer Engine's kernels with these names, and are faster. They
 compute in float32 and round once.
 """
 
@@ -52,7 +52,7 @@ def _forward(
 
 @triton.jit
 def _clamp(x, E4M3: tl.constexpr):
-    """Clamp to the range of FP8; NaN stays NaN."""
+    """Clamp values to the range of the FP8 format. NaN stays NaN."""
     largest = 448.0 if E4M3 else 57344.0
     x = tl.where(x > largest, largest, x)
     return tl.where(x < -largest, -largest, x)
@@ -62,11 +62,11 @@ def _clamp(x, E4M3: tl.constexpr):
 def _backward(
     gradient, x, rows, columns, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Process one square of the gate's half, and the matching square of up's half.
+    """Compute one square of the gate gradient and the matching square of the up gradient, and cast both to FP8.
 
     Rows and columns are cast separately, and the rows from clamped values, so that the compiler cannot merge the two
-    casts. If it stores codes as words and also extracts their bytes, the ptxas of Triton 3.6.0 (12.8.93) reads every
-    fourth byte from a register that was never written.
+    casts. If the compiler stores codes as words and also extracts their bytes, the ptxas in Triton 3.6.0 (12.8.93)
+    reads every fourth byte from a register that was never written.
     """
     square_f, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * SIDE + tl.arange(0, SIDE)
@@ -98,9 +98,11 @@ def _is_e4m3(quantizer: Any) -> bool:
 
 
 def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
-    """Compute silu(gate) * up of x [..., 2 F] (gate and up side by side) as FP8 [..., F], by rows. CUDA only.
+    """Compute silu(gate) * up as row-wise FP8 codes [..., F], where x [..., 2 F] contains gate and up side by side.
+    CUDA only.
 
-    quantizer: Transformer Engine's quantizer for delayed scaling.
+    Args:
+        quantizer: Transformer Engine's quantizer for delayed scaling.
     """
     x = x.contiguous()
     F = x.shape[-1] // 2
@@ -116,10 +118,11 @@ def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
-    """Compute the gradient of x [..., 2 F] as FP8 [..., 2 F], by rows and transposed. CUDA only.
+    """Compute the SwiGLU gradient for the input x [..., 2 F] as FP8 [..., 2 F], row by row and transposed. CUDA only.
 
     Args:
-        gradient: [..., F], the gradient of silu(gate) * up.
+        gradient: gradient of silu(gate) * up, [..., F] (feature size F).
+        x: gate and up side by side, [..., 2 F].
         quantizer: Transformer Engine's quantizer for delayed scaling.
     """
     gradient, x = gradient.contiguous(), x.contiguous()
@@ -136,9 +139,9 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def matches_reference(quantizer: Any) -> bool:
-    """Return whether `dswiglu`, as compiled on this machine, writes the same bytes by rows and transposed.
+    """Return whether the compiled `dswiglu` kernel writes the same bytes row by row and transposed.
 
-    Checks the format of `quantizer`. CUDA only; waits for the GPU.
+    Checks the FP8 format of `quantizer`. Waits for the GPU. CUDA only.
     """
     x = torch.linspace(-4.0, 4.0, 128 * 256, device=quantizer.scale.device).bfloat16().view(128, 256)
     made = dswiglu(x.view(256, 128)[:128], x, quantizer)
