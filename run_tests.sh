@@ -5,6 +5,7 @@
 #   ./run_tests.sh --all [pytest arguments]    all tests that need no GPU
 #   ./run_tests.sh --reliability [arguments]   many trials of injected faults
 #   ./run_tests.sh --downstream [arguments]    exported folders in other packages, which are installed for it
+#   ./run_tests.sh --docs [pytest arguments]   the commands of README.md and docs/ in fresh clones
 #   ./run_tests.sh --gpu [pytest arguments]    tests that need a Hopper GPU; a skipped test fails the run
 #
 # With several GPUs, --gpu also runs the multi-GPU tests. Without arguments it writes a report to
@@ -18,10 +19,10 @@ source scripts/setup_env.sh
 mode="cpu"
 case "${1:-}" in
   -h | --help)
-    sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    sed -n '2,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
-  --gpu | --all | --reliability | --downstream)
+  --gpu | --all | --reliability | --downstream | --docs)
     mode="${1#--}"
     shift
     ;;
@@ -63,6 +64,7 @@ fi
 setup_env dev
 "$PY" -m ruff format --check .
 "$PY" -m ruff check .
+"$PY" -m codespell_lib README.md docs fp8_inference_demo model scripts test_fp8 tests train -- *.sh
 scripts/build_docs.sh "$PY"
 types="$(mktemp)"
 trap 'rm -f "$types"' EXIT
@@ -75,7 +77,11 @@ case "$mode" in
     marks="downstream"
     set -- tests/train/test_downstream.py "$@"
     ;;
-  *) marks+=" and not reliability and not downstream" ;;
+  docs)
+    marks="docs"
+    set -- tests/test_docs_commands.py "$@"
+    ;;
+  *) marks+=" and not reliability and not downstream and not docs" ;;
 esac
 # Three workers share the cores, since ranks often wait for each other and for the disk. More torch threads would
 # compete for the cores.

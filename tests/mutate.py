@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = ".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", "runs"
-MARKERS = "not gpu and not multi_gpu and not reliability and not downstream"
+MARKERS = "not gpu and not multi_gpu and not reliability and not downstream and not docs"
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # Python does not renew it after a change within a second
 TESTS_FAILED = 1  # pytest's status; others mean that it could not run them
 

@@ -26,12 +26,24 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A program of this project in a command, and the rest of the line.
 COMMAND = re.compile(r"((?:train|test_fp8|fp8_inference_demo|scripts)/\w+\.py|run_training\.sh)(.*)")
 OPTION = re.compile(r"(?<!\S)--([\w.]+)")
+# Words for which the field has others: verified, seed noise, in addition, again, logged, continues, a check.
+AVOIDED = re.compile(r"\b(?:proven|chance|besides|anew|told|goes on|a look)\b", re.IGNORECASE)
 # What a message has in place of a name or a number.
 HOLE = "\0"
 
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def test_texts_use_the_words_of_the_field() -> None:
+    """Of pages, and of docstrings, help texts and messages: strings with a space."""
+    texts = {page.name: text_of(page) for page in PAGES}
+    for file in sources():
+        nodes = ast.walk(ast.parse(text_of(ROOT / file)))
+        strings = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        texts[str(file)] = "\n".join(text for text in strings if " " in text)
+    assert {name: found for name, text in texts.items() if (found := AVOIDED.findall(text))} == {}
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

@@ -66,8 +66,8 @@ class Contents:
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """Load the weights, optimizer state and counters of the checkpoint `path` into `engine`. Collective.
 
-    The weights of the model are the float32 weights rounded to its dtype, as in training. The loss scale of fp16 begins
-    anew.
+    The weights of the model are the float32 weights rounded to its dtype, as in training. The loss scale of fp16 is
+    reset.
 
     Args:
         state: run state of the checkpoint.
