@@ -170,8 +170,8 @@ def option_problem(arguments: argparse.Namespace) -> str:
         return "--prompts needs --output FILE.jsonl"
     if arguments.output and not arguments.prompts:
         return "--output is only for --prompts; other completions go to standard output"
-    if arguments.output and (why := file_problem(arguments.output)):
-        return f"--output {arguments.output} {why}"
+    if arguments.output and (problem := file_problem(arguments.output)):
+        return f"--output {arguments.output} {problem}"
     if "" in arguments.stop:
         return "--stop: the string is empty; pass at least one character"
     if arguments.num_samples > 1 and arguments.interactive:

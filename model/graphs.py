@@ -143,9 +143,9 @@ def _warm_up_and_capture(
     # the nested contexts keep these passes out of outer GEMM counts and health checks
     with torch.cuda.stream(stream), count_gemms(model, precision), pause_collection():
         for index in range(WARMUP_PASSES):
-            looks = HealthCheck(model, precision).collecting if health and index == 0 else nullcontext
+            watch = HealthCheck(model, precision).collecting if health and index == 0 else nullcontext
             for first in kinds:
-                with looks():
+                with watch():
                     loss = passes.forward(first)
                     passes.backward(loss, torch.ones_like(loss))
                 del loss
@@ -200,13 +200,13 @@ def use_cuda_graphs(
     if model.document_mask and documents is None:
         raise ValueError("the model has a document mask, so CUDA graphs need documents; pass documents=")
     eager = model.forward
-    room = None if documents is None else documents.padded(CAPACITY_FACTOR * documents.pieces)
-    passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())
+    capacity = None if documents is None else documents.padded(CAPACITY_FACTOR * documents.pieces)
+    passes = _Passes(model, input_ids.clone(), labels.clone(), capacity and capacity.clone())
     before = snapshot_fp8_state(model, precision)
     kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):  # attention advances it even without dropout
-        captured, looking = _warm_up_and_capture(model, passes, precision, kinds, health)
+        captured, checking_graphs = _warm_up_and_capture(model, passes, precision, kinds, health)
     if before:
         load_fp8_state(model, precision, before)
     else:
@@ -220,8 +220,8 @@ def use_cuda_graphs(
         **others: Any,
     ) -> CausalLMOutput:
         graphs = captured.get(is_first_microbatch)
-        if looking and is_collecting() and is_first_microbatch == kinds[0]:
-            graphs = looking
+        if checking_graphs and is_collecting() and is_first_microbatch == kinds[0]:
+            graphs = checking_graphs
         training = model.training and torch.is_grad_enabled() and labels is not None and not others
         if graphs is None or not training or not passes.take(input_ids, labels, documents):
             if documents is not None:

@@ -40,9 +40,9 @@ def local_folder(name: str, weights: bool = True) -> str:
             ignore_patterns=["*/*", "consolidated*"],
         )
     except (OSError, ValueError, RuntimeError) as error:
-        why = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise HubError(
-            f"{name} is not a local folder and cannot be downloaded from the Hugging Face Hub ({why}). Check the "
+            f"{name} is not a local folder and cannot be downloaded from the Hugging Face Hub ({reason}). Check the "
             f"name, or run `hf download {name} --local-dir DIR` on a host with access to the Hub and pass DIR",
             key=name,
         ) from error

@@ -88,8 +88,8 @@ def json_file(text: str) -> Path:
     """Argparse type for the path of a .json file that can be written."""
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text}: the file name must end in .json")
-    if why := file_problem(Path(text)):
-        raise argparse.ArgumentTypeError(f"{text} {why}")
+    if problem := file_problem(Path(text)):
+        raise argparse.ArgumentTypeError(f"{text} {problem}")
     return Path(text)
 
 

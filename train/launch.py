@@ -268,11 +268,11 @@ def report_failure(rank: str, code: int) -> None:
     After SIGKILL, which the rank itself cannot report, also log the likely reason.
     """
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    why = (
+    reason = (
         ". The host may have run out of memory. Check dmesg or Slurm's sacct. Use fewer ranks per node, or pass "
         "--save_async false"
     )
-    logger.error(f"rank {rank} {how}{why if code == -signal.SIGKILL else ''}")
+    logger.error(f"rank {rank} {how}{reason if code == -signal.SIGKILL else ''}")
 
 
 def free_port() -> int:

@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     histories = [read_history(path) for path in dict.fromkeys(options.runs)]
     print(table(histories))
     for history in histories:
-        if why := history.ended().get("why"):
-            print(f"{history.path}: {why}")
+        if reason := history.ended().get("why"):
+            print(f"{history.path}: {reason}")
     plots.draw(histories, output)
     print(f"wrote {output.absolute()}")
     health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")

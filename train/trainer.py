@@ -527,11 +527,11 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
     """
     is_main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if is_main:
-        if aside := move_later_checkpoints(folder.checkpoints, state.step):
-            logger.info(f"checkpoints of later steps were moved to {aside}")
+        if backup := move_later_checkpoints(folder.checkpoints, state.step):
+            logger.info(f"checkpoints of later steps were moved to {backup}")
         if folder.exported()[0] > checkpoint_name(state.step):
-            aside = folder.hf.rename(unused_backup_path(folder.hf))
-            logger.info(f"the export of a later step was moved to {aside}")
+            backup = folder.hf.rename(unused_backup_path(folder.hf))
+            logger.info(f"the export of a later step was moved to {backup}")
     metrics = MetricsLogger(folder, args.to_dict(), is_main, state.step, state.evaluation_due)
     if is_main:
         folder.stopped.unlink(missing_ok=True)
@@ -803,11 +803,11 @@ class Trainer:
         number, most = self.state.step, self.args.max_skipped_steps
         found = samples_record(self.data.train, self.state.consumed_samples - self.samples, self.samples)
         losses = ranks_without_finite_loss(step.loss)
-        why = (
+        reason = (
             f"non-finite losses by rank: {losses}" if losses else "the loss is finite, but a gradient is not"
         )
         logger.info(
-            f"step {number} was skipped on all ranks without changing weights: {why}; {samples_text(found)}"
+            f"step {number} was skipped on all ranks without changing weights: {reason}; {samples_text(found)}"
         )
         record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:

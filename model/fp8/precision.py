@@ -46,9 +46,9 @@ class PrecisionError(UserError, ValueError):
 def check_fp8_gpu() -> None:
     """Raise PrecisionError if the current GPU does not support FP8. Does nothing without a GPU."""
     if torch.cuda.is_available() and (
-        why := fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        problem := fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
-        raise PrecisionError(why, code="gpu_without_fp8")
+        raise PrecisionError(problem, code="gpu_without_fp8")
 
 
 def first_key(problem: str) -> str:

@@ -298,10 +298,8 @@ class PrecisionConfig(PrecisionSettings):
     def with_recipe(self, recipe: str) -> PrecisionConfig:
         """Return a copy with another recipe. Keys that the new recipe does not read are reset to their default."""
         defaults = PrecisionConfig()
-        left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
-        return dataclasses.replace(
-            self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in left_out}
-        )
+        unused = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
+        return dataclasses.replace(self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in unused})
 
     def problems(self) -> list[str]:
         """Return an error message for each contradiction between keys of this section."""

@@ -183,9 +183,9 @@ def _swiglu_in_fp8_works() -> bool:
     return matches_reference
 
 
-def _warn_about_swiglu(why: str) -> None:
+def _warn_about_swiglu(reason: str) -> None:
     instead = "using Transformer Engine's slower SwiGLU. Install the versions in requirements-gpu.txt"
-    warnings.warn(f"{why}: {instead}", stacklevel=3)
+    warnings.warn(f"{reason}: {instead}", stacklevel=3)
 
 
 def _head_products() -> dict[str, Any]:

@@ -102,11 +102,11 @@ class Benchmark:
 def print_outcome(outcome: Outcome, columns: Columns) -> None:
     """Print the table, the reasons of cases that were not measured, and the failures."""
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
-    for why in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
+    for reason in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
         names = [
-            " ".join(str(r[k]) for k in NAMES if k in r) for r in outcome.results if r.get("reason") == why
+            " ".join(str(r[k]) for k in NAMES if k in r) for r in outcome.results if r.get("reason") == reason
         ]
-        print(f"not measured: {', '.join(names)}: {why}")
+        print(f"not measured: {', '.join(names)}: {reason}")
     for failure in outcome.failures:
         print(f"failed: {failure}", file=sys.stderr)
 

@@ -89,14 +89,14 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     newer = [p for p in committed(root) if parse_step(p) > after_step]
     if not newer:
         return None
-    aside = unused_backup_path(root)
-    aside.mkdir()
+    backup = unused_backup_path(root)
+    backup.mkdir()
     with contextlib.suppress(CheckpointError):  # a damaged note is ignored
         if any(rolled_back(path) is not None for path in newer):
-            (root / ROLLBACK).rename(aside / ROLLBACK)
+            (root / ROLLBACK).rename(backup / ROLLBACK)
     for path in newer:
-        path.rename(aside / path.name)
-    return aside
+        path.rename(backup / path.name)
+    return backup
 
 
 # ---------------------------------------------------------------- load

@@ -263,9 +263,9 @@ def _read_shard(
         else:
             # DeepSpeedZeroOptimizer does not save the padding of the last partition. BF16_Optimizer does; its files
             # have no "zero_stage".
-            left_out = content["group_paddings"][index] if "zero_stage" in content else 0
+            padding = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
-            found = zero12_partition(sizes, paddings, rank, flat.numel() + left_out, tensors)
+            found = zero12_partition(sizes, paddings, rank, flat.numel() + padding, tensors)
         for name, piece in found:
             saved.pieces[name].append(piece)
 

@@ -112,8 +112,8 @@ def help_text() -> str:
     lines = [USAGE]
     for key, node in all_keys().items():
         default = f"default {json.dumps(node['default'])}" if "default" in node else "required"
-        why = f": {node['why']}" if "why" in node else ""
-        facts = [describe(node), default, RESUME[node["resume"]] + why]
+        reason = f": {node['why']}" if "why" in node else ""
+        facts = [describe(node), default, RESUME[node["resume"]] + reason]
         lines += [f"  --{key}  ({'; '.join(facts)})", f"        {node['description']}"]
     return "\n".join(lines)
 
@@ -382,9 +382,9 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             named = f"allow_changes_on_resume {to_json_text(name)}"
             if name not in all_keys():
                 problems.append(f"{named}: unknown key{suggest(name, all_keys())}; --help lists all keys")
-            elif why := all_keys()[name].get("why"):
+            elif reason := all_keys()[name].get("why"):
                 problems.append(
-                    f"{named}: this key cannot change on a resume, because {why}; remove this key from the list"
+                    f"{named}: this key cannot change on a resume, because {reason}; remove this key from the list"
                 )
     return problems
 

@@ -90,8 +90,8 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
         PlanError: The model does not fit on `s.ranks` GPUs in any setting.
     """
     for recipe in {phase.recipe for _, phase in s.phases if phase.fp8}:
-        if why := fp8_gpu_problem(gpu.name, gpu.capability, recipe):
-            raise PlanError(why, key="precision.recipe")
+        if problem := fp8_gpu_problem(gpu.name, gpu.capability, recipe):
+            raise PlanError(problem, key="precision.recipe")
     by_gpus = {n: recommend(s, gpu, n, s.step_tokens, network_gbit_s) for n in GPU_COUNTS}
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, s.step_tokens, network_gbit_s)
     if recommended is None:

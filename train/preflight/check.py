@@ -183,9 +183,9 @@ def check_output(args: TrainingArguments) -> None:
             "permissions, or choose another folder",
             key=key,
         )
-    if saves and (why := export_folder_problem(folder.hf)):
+    if saves and (reason := export_folder_problem(folder.hf)):
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {why}, but the run exports its final model there. Move the folder, or '
+            f'output_dir "{args.output_dir}": {reason}, but the run exports its final model there. Move the folder, or '
             "choose another output_dir",
             key=key,
         )
@@ -213,10 +213,10 @@ def device_problems(
     too_large = sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS
     fp8_recipes = {own.recipe for own in phase_precisions(args.precision) if own.compute == "fp8"}
     no_fp8 = [
-        why
+        reason
         for recipe in fp8_recipes
         if capability and backend != "reference" and not args.precision.auto
-        if (why := fp8_gpu_problem("the GPU", capability, recipe))
+        if (reason := fp8_gpu_problem("the GPU", capability, recipe))
     ]
     problems = [
         ("precision.recipe", no_fp8, "; ".join(no_fp8)),

@@ -185,8 +185,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         DataError: another process has locked the folder, or the folder cannot be written.
     """
-    if why := folder_problem(folder):
-        raise DataError(f"--output {folder} {why}", code="cannot_write", key=str(folder))
+    if problem := folder_problem(folder):
+        raise DataError(f"--output {folder} {problem}", code="cannot_write", key=str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_NAME
     with open(path, "a") as lock:

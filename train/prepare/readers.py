@@ -269,8 +269,8 @@ def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
         if header and last == rows.line_num:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
-        why = str(error).partition(" - ")[0]  # the rest is advice for the developer
-        detail = f"from line {row + 1:,} on, nothing was read; line {rows.line_num:,}: {why}"
+        reason = str(error).partition(" - ")[0]  # the rest is advice for the developer
+        detail = f"from line {row + 1:,} on, nothing was read; line {rows.line_num:,}: {reason}"
         yield Damaged(str(path), INVALID_CSV, detail)
 
 

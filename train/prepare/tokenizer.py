@@ -332,8 +332,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             contains a tokenizer, or transformers gives different ids. No tokenizer is written in these cases.
     """
     output = Path(args.output)
-    if why := folder_problem(output):
-        raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
+    if problem := folder_problem(output):
+        raise DataError(f"--output {output} {problem}", code="cannot_write", key=str(output))
     if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
         raise DataError(
             f"{output} already contains a tokenizer; choose another --output, or pass --overwrite to replace it. "

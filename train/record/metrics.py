@@ -183,11 +183,11 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | No
         if record is not None and record["step"] == step:
             is_kept = is_kept and record.keys().isdisjoint(again)
         (keep if is_kept else discard).append(line + "\n")
-    aside = unused_backup_path(path)
+    backup = unused_backup_path(path)
     if discard:
-        aside.write_text("".join(discard), encoding="utf-8")
+        backup.write_text("".join(discard), encoding="utf-8")
     write_durably(path, "".join(keep))
-    return aside if discard else None
+    return backup if discard else None
 
 
 def _summarize(metrics: dict[str, Any]) -> str:

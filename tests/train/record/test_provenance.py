@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -81,3 +83,11 @@ def test_changed_sources_are_marked(monkeypatch, tmp_path):
         found.append((provenance.commit() == whole, provenance.sources_sha256("train") == sources))
         file.write_text("1")
     assert len(whole) == 40 and found == [(False, False), (False, True), (True, True)]
+
+
+def test_keys_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    stage = {"step": 2, "stage": "phase 2 of 2", "new_stage": True, "proof": ["FP8: 6 of 7"]}
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"proof": [], "stages": [stage]}]}))
+    (start,) = read_starts(RunFolder(tmp_path))
+    phase = {"step": 2, "phase": "phase 2 of 2", "new_phase": True, "startup_checks": ["FP8: 6 of 7"]}
+    assert start == {"startup_checks": [], "phases": [phase]}
