@@ -41,16 +41,16 @@ from train.engine.zero import (
     undo_initial_step,
 )
 
-# Remove non-finite amaxes every this many steps. This counts from the first step of the run, not from a resume, because
-# the results may depend on it.
+# Interval in steps at which non-finite amaxes are removed. Steps are counted from the start of the run, not from a
+# resume, because the results may depend on the interval.
 RECOVERY_STEPS = 10
 
 
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
-    """Build a DeepSpeed engine with AdamW or Muon, before its first step.
+    """Build a DeepSpeed engine with AdamW or Muon that has not done any step.
 
     Args:
-        ds_config: DeepSpeed configuration from `resolve_ds_config`.
+        ds_config: The DeepSpeed configuration from `resolve_ds_config`.
     """
     with suppress_prints():
         engine, *_ = deepspeed.initialize(
@@ -65,9 +65,9 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
 
 
 def release(engine: Any) -> None:
-    """Destroy an engine.
+    """Destroy a DeepSpeed engine.
 
-    To free its memory, drop the last references to the engine and its model, then call `free_memory`.
+    To free the memory of the engine, drop the last references to the engine and its model, then call `free_memory`.
     """
     parameters = list(engine.module.parameters())
     with suppress_prints():
@@ -80,28 +80,30 @@ def release(engine: Any) -> None:
 
 
 def free_memory() -> None:
-    """Free the memory of released models and engines."""
+    """Free the GPU and host memory of released models and engines."""
     gc.collect()  # models and engines are in reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class MicroStep:
-    """Runs forward, backward and, after the last micro-batch of a step, the optimizer.
+    """Callable that runs the forward and backward passes of one micro-batch.
+
+    After the last micro-batch of a step, it also runs the optimizer.
 
     Args:
-        arguments: resolved training arguments.
+        arguments: The resolved training arguments.
 
     Attributes:
-        notes: log lines with the effective settings of the section "speed".
-        plain: whether all gradients pass through autograd hooks anyway (see `disable_main_grads`).
+        notes: Log lines with the effective settings of the configuration section "speed".
+        plain: Whether all gradients pass through autograd hooks even without `disable_main_grads`.
     """
 
     def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
         self.engine, self.precision = engine, precision
         accumulation, speed = arguments.gradient_accumulation_steps or 1, arguments.speed
         stage, te_model = engine.zero_optimization_stage(), VARIANTS[arguments.model.variant].te
-        # With accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, which frees the weights.
+        # With gradient accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, as it frees them.
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision, speed.main_grad and on_gpu)
@@ -117,14 +119,15 @@ class MicroStep:
         ]
 
     def __call__(self, batch: Batch, index: int) -> torch.Tensor:
-        """Run one micro-batch and return its mean loss, detached, without waiting for the GPU.
+        """Run one micro-batch and return its detached mean loss, without waiting for the GPU.
 
-        With documents, whose last tokens have no labels, the loss is the sum over all labels divided by B * T, also for
-        the gradients. So each label has the same weight in every micro-batch and on every rank.
+        With a document mask, the last token of each document has no label. The loss is then the sum over all labels,
+        divided by the number of all tokens in the micro-batch. So each label has the same weight in the gradients, in
+        every micro-batch and on every rank.
 
         Args:
-            batch: micro-batch on the device of the engine.
-            index: index of the micro-batch in the step.
+            batch: Micro-batch on the device of the engine.
+            index: Index of the micro-batch within the step.
         """
         engine, (input_ids, labels, documents) = self.engine, batch
         if self.capture:
@@ -145,17 +148,17 @@ class MicroStep:
             loss = loss * batch.labelled()
         # A non-finite loss can have finite gradients. The factor makes them NaN on this rank, so the norm after the
         # reduction is NaN on all ranks (SkipDecision). With a finite loss the factor is 1.
-        # divides by the accumulation steps
+        # backward() divides the loss by the number of accumulation steps.
         engine.backward(loss * torch.where(loss.detach().isfinite(), 1.0, math.nan))
         self.main_grads.mark()
-        engine.step()  # acts at the last micro-batch
+        engine.step()  # updates the weights only after the last micro-batch
         return loss.detach()
 
     @contextlib.contextmanager
     def disable_main_grads(self) -> Iterator[None]:
-        """In the block, pass all gradients through autograd hooks: without `MainGrads` and without CUDA graphs.
+        """Disable `MainGrads` and CUDA graphs during a `with` block, so that all gradients pass through autograd hooks.
 
-        Call it before the first step. If `plain` is set, this is the case anyway.
+        Use this only before the first step. It has no effect if `plain` is true.
         """
         capture, self.capture = self.capture, False
         self.main_grads.switch(False)
@@ -165,13 +168,15 @@ class MicroStep:
 
 
 class SkipDecision:
-    """Detects skipped steps and restores the FP8 state after them.
+    """Detector for skipped steps. It restores the FP8 state, so that a skipped step changes nothing.
 
-    A step is skipped on all ranks if the norm of its reduced gradients is not finite. MicroStep makes the gradients NaN
-    if the loss is not finite, so the norm detects every step to skip. DeepSpeed's optimizers then leave weights and
-    optimizer state unchanged, and the engine counts the step in `skipped_steps`. engine/zero.py adds this behavior to
-    the only optimizer without it. `is_skipped` reads the count and restores the FP8 state, so a skipped step changes
-    nothing. The trainer only reports skipped steps, and ends a run that skips too many.
+    A step is skipped on all ranks if the norm of its reduced gradients is not finite. If the loss is not finite,
+    MicroStep sets the gradients to NaN, so checking the norm is sufficient. DeepSpeed's optimizers then leave weights
+    and optimizer state unchanged, and the engine counts the step in `skipped_steps`. One optimizer of DeepSpeed does
+    not check the norm; train/engine/zero.py adds the check.
+
+    `is_skipped` reads the count and restores the FP8 state. The trainer reports skipped steps, and stops a run that
+    skips too many steps.
     """
 
     def __init__(self, engine: Any, precision: Precision):
@@ -180,9 +185,9 @@ class SkipDecision:
         self._kept: list[torch.Tensor] = []  # their values before the step
 
     def keep_fp8_state(self) -> None:
-        """Copy the FP8 state before a step."""
+        """Keep a copy of the FP8 state. Call this before each step."""
         self._count_before = self.engine.skipped_steps
-        if not self._live:  # the modules allocate it in their first forward and never move it
+        if not self._live:  # the modules allocate their state in the first forward pass and never move it
             self._live = fp8_state(self.engine.module, self.precision)
             self._kept = [torch.empty_like(tensor) for tensor in self._live.values()]
         if self._live:
@@ -192,9 +197,9 @@ class SkipDecision:
     def is_skipped(self, step: int) -> bool:
         """Return whether step number `step` of the run was skipped. If so, restore the FP8 state.
 
-        Every RECOVERY_STEPS steps, replace amaxes in the histories that are not finite with 0. FP8 casts saturate, so
-        an inf may leave the gradients finite, and the step is then not skipped. But it would freeze its scale as long
-        as it is in the history (16 passes by default).
+        Every RECOVERY_STEPS steps, amaxes that are not finite are replaced with 0. FP8 casts saturate, so the gradients
+        may be finite despite an inf in an activation, and the step is then not skipped. But an inf in an amax history
+        would freeze the scale until it leaves the history (after 16 passes by default).
         """
         skipped = self.engine.skipped_steps > self._count_before
         if skipped and self._live:
@@ -209,12 +214,13 @@ class SkipDecision:
 
 
 class MainGrads:
-    """Makes Transformer Engine's weight-gradient GEMMs add directly into DeepSpeed's float32 gradients.
+    """Fused gradient accumulation: Transformer Engine's weight-gradient GEMMs add directly to float32 gradients.
 
-    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. After
-    each backward it adds the bf16 `.grad`: 24 bytes of memory traffic per parameter and micro-batch. Here the GEMM
-    itself adds in float32, without rounding to bf16, and `.grad` stays None. Other optimizers have no float32
-    gradients; then, and without `is_wanted`, `buffers` is empty and nothing changes.
+    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. It adds
+    the bf16 `.grad` after each backward pass, which costs 24 bytes of memory traffic per parameter and micro-batch.
+    With fused accumulation, the GEMM itself adds in float32 without rounding to bf16, and `.grad` stays None.
+
+    If the optimizer has no float32 gradients, or `is_wanted` is False, `buffers` is empty and nothing changes.
     """
 
     def __init__(self, engine: Any, precision: Precision, is_wanted: bool):
@@ -230,13 +236,13 @@ class MainGrads:
         self.switch(True)
 
     def switch(self, on: bool) -> None:
-        """Set whether the GEMMs add into the buffers."""
+        """Set whether the weight-gradient GEMMs add to the float32 buffers."""
         self.is_on = on
         for module in self.modules:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
-        """Report to DeepSpeed that the buffers hold gradients."""
+        """Mark the float32 buffers as containing gradients, because DeepSpeed ignores unmarked buffers."""
         for buffer in self.buffers if self.is_on else ():
             buffer.mark()
 

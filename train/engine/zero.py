@@ -1,17 +1,18 @@
 """Access private attributes of DeepSpeed 0.19.8 and work around its bugs.
 
-For a new version of DeepSpeed, check this file, and train/checkpoint/reshard.py for its checkpoint files.
+Before an update of DeepSpeed, check this file, and train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint
+files. The tensors that AdamW or Muon updates (`masters`) depend on DeepSpeed's optimizer wrapper:
 
-    ZeRO  optimizer                                   tensors that AdamW or Muon updates (`masters`)
-    0     the optimizer itself (float32)              the weights
-    0     a wrapper of it (bf16)                      a float32 copy of each weight
-    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat; after `pack_states` the bf16
-                                                      weights themselves
-    1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in its own order
+    ZeRO  optimizer wrapper                           tensors that are updated
+    0     none (float32)                              the weights
+    0     FP16_UnfusedOptimizer (bf16)                a float32 copy of each weight
+    1     BF16_Optimizer (float32 accumulation)       this rank's part of each parameter group, flat; after
+                                                      `pack_states`, the bf16 weights themselves
+    1, 2  DeepSpeedZeroOptimizer                      this rank's part of each parameter group, flat, in its own order
     3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
 
-Sources: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py,
-zero/muon/.
+Sources in DeepSpeed: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py,
+zero/stage3.py, zero/muon/.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
 
-# Types in DeepSpeed's files that torch.load does not allow by default (#8500). Creating them runs no other code.
+# Types in DeepSpeed's files that torch.load does not allow by default (DeepSpeed #8500). They are safe to load, because
+# their constructors run no other code.
 SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 # ---------------------------------------------------------------- parameters and optimizer tensors
@@ -47,17 +49,17 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def parameter_name(engine: Any, parameter: nn.Parameter) -> str:
-    """Return the name of a parameter of `engine.module`."""
+    """Return the name of a parameter in the model of the engine."""
     return engine.param_names[parameter]
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Return the optimizer (AdamW, or Muon with AdamW) without DeepSpeed's wrapper."""
+    """Return the optimizer of the engine (AdamW, or Muon with AdamW) without DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def adamw_is_fused(engine: Any) -> bool:
-    """Return whether AdamW is fused. The fused kernel reads its step count on the GPU."""
+    """Return whether the engine uses the fused kernel of AdamW, which reads the step count on the GPU."""
     return bool(
         getattr(base_optimizer(engine), "aux_optimizer", base_optimizer(engine)).defaults.get("fused")
     )
@@ -69,10 +71,11 @@ MOMENTUM: tuple[str, ...] = ("momentum_buffer",)
 
 @dataclass
 class Master:
-    """A tensor that AdamW or Muon updates. Its `moments` are in `base_optimizer(engine).state[tensor]`.
+    """A tensor that AdamW or Muon updates, and the model parameters that it represents.
 
-    Without ZeRO it is one parameter in its shape. With ZeRO it is 1-D and holds this rank's part of `parameters`: see
-    `zero12_partition` (ZeRO 1 and 2) and `zero3_partition` (ZeRO 3) in train/checkpoint/reshard.py.
+    Its moments are in `base_optimizer(engine).state[tensor]`. Without ZeRO, the tensor has the shape of its single
+    parameter. With ZeRO, the tensor is 1-D and contains this rank's part of `parameters`. See `zero12_partition` (ZeRO
+    1 and 2) and `zero3_partition` (ZeRO 3) in train/checkpoint/reshard.py.
     """
 
     tensor: torch.Tensor
@@ -82,7 +85,7 @@ class Master:
 
 
 def masters(engine: Any) -> Iterator[Master]:
-    """Yield the tensors that this rank's optimizer updates, in its order."""
+    """Yield the tensors that the optimizer of this rank updates, in the order of the optimizer."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     paddings = None
     if stage == 3:
@@ -105,7 +108,10 @@ def masters(engine: Any) -> Iterator[Master]:
 
 @contextlib.contextmanager
 def edit_masters(engine: Any) -> Iterator[None]:
-    """Allow writing to `masters` in the block, then copy them, rounded, to the model weights in place. Collective."""
+    """Allow changes to the optimizer's tensors (`masters`) during a `with` block. Collective.
+
+    After the block, the tensors are rounded and copied to the model weights in place.
+    """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -126,10 +132,10 @@ def edit_masters(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_settings(engine: Any) -> Iterator[None]:
-    """Keep the settings of the engine while DeepSpeed loads a checkpoint in the block.
+    """Restore the optimizer settings of the engine after DeepSpeed has loaded a checkpoint in a `with` block.
 
-    DeepSpeed loads the optimizer settings, the kernel choice (CPU and GPU differ) and the clipping norm of the
-    checkpoint. They are restored after the block.
+    DeepSpeed replaces the optimizer settings, the choice of the kernel (which differs between CPU and GPU) and the
+    clipping norm with those of the checkpoint.
     """
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
@@ -139,15 +145,18 @@ def preserve_settings(engine: Any) -> Iterator[None]:
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    for weight, state in optimizer.state.items():  # with ZeRO 3 no group lists its weights
-        if "step" in state:  # on the device where the kernel reads it
+    for weight, state in optimizer.state.items():  # with ZeRO 3, the groups do not list their weights
+        if "step" in state:  # the kernel reads the step on this device
             state["step"] = state["step"].to(weight.device if is_fused else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
 
 
 def replace_loader(engine: Any, load: Callable[..., Any]) -> None:
-    """Make DeepSpeed load files with `load(path, map_location)`; its own torch.load executes code in them (#6751)."""
+    """Make DeepSpeed load checkpoint files with `load(path, map_location)`.
+
+    DeepSpeed itself calls torch.load in a way that executes code in the files (DeepSpeed #6751).
+    """
     engine.checkpoint_engine.load = load
 
 
@@ -160,9 +169,9 @@ def unlink_moments(engine: Any) -> None:
 
 
 def release_module(engine: Any) -> None:
-    """Drop DeepSpeed's references to the model of a destroyed engine, so that its memory can be freed.
+    """Drop DeepSpeed's references to the model of a destroyed engine, so that the memory of the model can be freed.
 
-    ZeRO 3 keeps the model on a global stack of modules in forward, and its submodules in the cache of a method.
+    ZeRO 3 keeps the model on a global stack of modules, and its submodules in the cache of a method.
     """
     stack, coordinator = parameter_offload.FWD_MODULE_STACK, parameter_offload.PartitionedParameterCoordinator
     stack[:] = [module for module in stack if module is not engine.module]
@@ -186,12 +195,12 @@ def undo_initial_step(engine: Any) -> None:
 
 
 def pack_states(engine: Any, moments: str) -> None:
-    """Make the BF16_Optimizer of a new engine use PackedAdamW (train/engine/states.py).
+    """Make DeepSpeed's BF16_Optimizer use PackedAdamW (train/engine/states.py). Call this on a new engine.
 
-    It then keeps only the 16 bits of its float32 weights that the bf16 weights lack.
+    The optimizer then stores only those 16 bits of the float32 weights that the bf16 weights lack.
 
     Args:
-        moments: type of the moments.
+        moments: Storage type of the moments.
     """
     optimizer, plain = engine.optimizer, base_optimizer(engine)
     groups = []
@@ -210,7 +219,7 @@ def pack_states(engine: Any, moments: str) -> None:
     whole_state = optimizer.state_dict
 
     def state_dict() -> dict[str, Any]:
-        # copies, because torch.save would write the whole storage of a part
+        # clone, because torch.save would write the whole storage of which each part is a view
         parts = [weight.clone() for weight in optimizer.fp32_groups_flat_partition]
         return whole_state() | {"single_partition_of_fp32_groups": parts}
 
@@ -226,7 +235,8 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
     """Return the parameters for which this rank calls DeepSpeed's `muon_update` in a step, in the order of the calls.
 
-    BF16_Optimizer calls it for the matrices of which this rank has a part. Without ZeRO, Muon calls it for all.
+    BF16_Optimizer calls `muon_update` for the matrices of which this rank has a part. Without ZeRO, Muon calls it for
+    all matrices.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "bf16_groups"):
@@ -237,13 +247,13 @@ def muon_matrices(engine: Any) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def intercept_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
-    """In the block, intercept each step just before the optimizer update.
+    """Intercept each optimizer step during a `with` block, just before the optimizer updates the weights.
 
     Weights, moments and counters stay unchanged.
 
     Args:
-        take: Called with each tensor that the optimizer would update and its reduced and clipped gradient, which Muon
-            has not orthogonalized yet.
+        take: Function that is called with each tensor that the optimizer would update, and the gradient of the tensor.
+            The gradient is reduced and clipped. With Muon, it is not orthogonalized yet.
     """
     wrapper, optimizer = engine.optimizer, base_optimizer(engine)
     updated = list(masters(engine))
@@ -275,15 +285,15 @@ def intercept_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor],
     for holder, name, value in counters:
         setattr(holder, name, value)
     for tensor in [tensor for tensor, state in optimizer.state.items() if not state]:
-        del optimizer.state[tensor]  # DeepSpeed's reads have created empty states
+        del optimizer.state[tensor]  # DeepSpeed creates an empty state when it reads a missing one
 
 
 def skip_non_finite_steps(engine: Any) -> None:
     """Make ZeRO 0 in float32 skip steps with non-finite gradients, as DeepSpeed's other optimizers do.
 
-    Those skip a step if the norm of the reduced gradients, which is the same on every rank, is not finite. They store
-    the norm and set `overflow`, and the engine then counts the step in `skipped_steps`. With ZeRO 0 in float32,
-    DeepSpeed calls torch's AdamW without this check.
+    The other optimizers skip a step if the norm of the reduced gradients is not finite, which is the same on every
+    rank. They store the norm and set `overflow`, and the engine then counts the step in `skipped_steps`. With ZeRO 0 in
+    float32, DeepSpeed calls torch's AdamW without this check.
     """
     optimizer, clip = engine.optimizer, engine.clip_fp32_gradients
     if hasattr(optimizer, "overflow"):
@@ -299,14 +309,17 @@ def skip_non_finite_steps(engine: Any) -> None:
                 clip()
             optimizer.step_if_finite(closure)
 
-    # the norm is that of before the clipping
+    # checked_step clips the gradients itself, after it has computed the norm
     engine.clip_fp32_gradients = lambda: None
     optimizer.overflow, optimizer.step_if_finite, optimizer.step = False, optimizer.step, checked_step
 
 
 @dataclass(frozen=True)
 class GradientBuffer:
-    """The 1-D float32 gradient of a parameter in BF16_Optimizer, which adds the bf16 `.grad` after each backward."""
+    """Float32 gradient buffer of a parameter in DeepSpeed's BF16_Optimizer.
+
+    The buffer is 1-D. DeepSpeed adds the bf16 `.grad` to it after each backward pass.
+    """
 
     tensor: torch.Tensor
     optimizer: Any
@@ -314,12 +327,12 @@ class GradientBuffer:
     index: int
 
     def mark(self) -> None:
-        """Mark the gradient as present for DeepSpeed, whose norm and clipping skip parameters without a gradient."""
+        """Mark the gradient as present, because DeepSpeed's norm and clipping skip parameters without a gradient."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 
 def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
-    """Return the gradient buffers by `id` of the parameter, or {} if the optimizer has no float32 gradients."""
+    """Return the float32 gradient buffers, keyed by the `id` of their parameter, or {} if the optimizer has none."""
     optimizer = engine.optimizer
     buffers = getattr(optimizer, "fp32_groups_gradients", None)
     if buffers is None or optimizer.grad_acc_dtype != torch.float32:
@@ -335,15 +348,16 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
 
 
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
-    """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing it.
+    """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing the file.
 
-    DeepSpeed's conversion scripts are not copied to the checkpoint folder; use train/export.py instead.
+    DeepSpeed's conversion scripts are not copied to the checkpoint folder. Use train/export.py instead.
 
     Args:
-        take: Called with the name and the content of each file.
+        take: Function that is called with the name and the content of each file.
 
     Returns:
-        The first error of `take`, or None. Raising it would leave the other ranks in DeepSpeed's barriers.
+        The first error that `take` raises, or None. The error is not raised, because the other ranks would then wait in
+        DeepSpeed's barriers.
     """
     errors: list[Exception] = []
 
