@@ -3,7 +3,6 @@ goes on from its checkpoints bit for bit."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from model.fp8 import te_backend
 from model.fp8.precision import PrecisionError
 from test_fp8.zero_matrix import TOLERANCE
-from tests.reliability.launching import launch
+from tests.reliability.launching import run_cases
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
 from train.checkpoint.files import read_state
@@ -232,12 +231,13 @@ def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
     settings["precision"] = {"margin": 12, **ESCALATE}
     whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
     start = str(whole / "checkpoints/step-00000002")
+    cases = []
     for folder, resume_from, ranks in ((whole, "never", 2), (again, start, 2), (alone, start, 1)):
         of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
         config = settings | of_folder | ({"gradient_accumulation_steps": 4} if ranks == 1 else {})
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        done = launch(ranks, "train/train.py", str(tmp_path / "config.json"))
-        assert done.returncode == 0, done.stdout[-3000:]
+        cases.append((ranks, "whole_run", {"settings": config, "spoiled": {}}))
+    found = run_cases(tmp_path / "results", cases)
+    assert found == [[{"error": None}] * ranks for ranks, *_ in cases]
     up = path_of(whole)
     assert {level for path in up.values() for _, level in path} == {"current"} and path_of(again) == {}
     assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
