@@ -48,6 +48,7 @@ from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
 from model.fp8.precision import Precision, resolve_head_gradients
+from model.numeric_check import choose_kernels
 from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
 from model.variants import VARIANTS
 from train.checkpoint.files import RunState, checkpoint_name, identity, is_in_folder, read_state
@@ -83,6 +84,7 @@ from train.data.stream import MicroBatches, SampleStream, compute_unigram_loss, 
 from train.engine import distributed
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
+from train.engine.states import check_packed_adamw
 from train.engine.step import MicroStep, SkipDecision, build_engine, free_memory, release
 from train.export import export
 from train.files import total_bytes, unused_backup_path
@@ -415,13 +417,52 @@ def check_later_phases(
                 )
 
 
-def run_startup_check(args: TrainingArguments, model: nn.Module, precision: Precision) -> StartupReport:
+def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, list[str]]:
+    """Compare the kernels of a phase with float32, and disable optional kernels with wrong results.
+
+    Args:
+        args: The arguments of one phase.
+
+    Returns:
+        The arguments, and lines for the log.
+
+    Raises:
+        StartupCheckError: Results are also wrong without optional kernels.
+    """
+    model = args.model
+    if not VARIANTS[model.variant].te:
+        return args, []
+    config, precision = load_config(model.config), Precision(args.precision)
+    choose_attention(model.attention_backend, model.variant, precision, config, args.data.document_mask)
+    speed, lines = choose_kernels(
+        config,
+        model.variant,
+        precision,
+        args.speed,
+        args.per_device_train_batch_size,
+        args.max_seq_length,
+        document_mask=args.data.document_mask,
+        seed=args.seed,
+    )
+    if args.precision.optimizer_states != "fp32":
+        lines.append(check_packed_adamw(args.precision.moment_type, precision.device))
+    free_memory()
+    return replace(args, speed=speed), lines
+
+
+def run_startup_check(
+    args: TrainingArguments, model: nn.Module, precision: Precision, numeric_lines: list[str]
+) -> StartupReport:
     """Run the startup check of the FP8 GEMMs and the attention backend, and log the results.
+
+    Args:
+        numeric_lines: Result of `disable_wrong_kernels`.
 
     Raises:
         StartupCheckError: The GEMMs or the attention backend in use differ from the configuration.
     """
     lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
+    lines += numeric_lines
     log_lines(f"modules: {backend_in_use(model, precision)}", *lines)
     attention = attention_in_use(model, precision)
     ranks = ranks_by_value(attention)
@@ -621,10 +662,11 @@ class Trainer:
         phase_args = phase_arguments(args, self.phase)
         read = bytes_to_read(checkpoint or args.model.init_from)
         watchdog.phase("building the model", read)
+        phase_args, numeric_lines = disable_wrong_kernels(phase_args)
         self.model, self.precision = build_model_and_precision(phase_args, checkpoint, fallbacks)
         watchdog.phase("running the startup check")
         check_later_phases(args, self.model, self.precision.device, state.fallbacks)
-        self.report = run_startup_check(args, self.model, self.precision)
+        self.report = run_startup_check(args, self.model, self.precision, numeric_lines)
         watchdog.phase("building the engine", read)
         self.engine, self.micro_step = build_engine_and_resume(
             phase_args, self.model, self.precision, data.train, state, checkpoint

@@ -1,0 +1,244 @@
+"""Numeric check before training: compare the loss and gradients of one decoder layer with float32.
+
+Counting FP8 GEMMs (startup_check.py) does not show that their results are right. A kernel can apply a scale twice, drop
+the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight, and training then continues
+with wrong gradients. `choose_kernels` therefore runs a model with one layer, random weights and the kernels of the run
+forward and backward. It compares the loss and the gradient of every weight with plain torch operations in float32 on
+the same weights. If an optional kernel of the section "speed" causes the error, that kernel is disabled with a warning.
+
+Shape suffixes: B batch, T tokens, H hidden size, N query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import MistralConfig
+
+from model.build import build_model
+from model.config import head_dim, rope_frequencies, softmax_scale, window_size
+from model.conversion import init_weights, to_hf, to_hf_state_dict
+from model.fp8 import te_backend
+from model.fp8.precision import Precision
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from model.startup_check import StartupCheckError
+from model.variants import SpeedConfig
+
+# Largest allowed relative error of the loss and of each gradient, by recipe or by precision.compute (docs/fp8.md lists
+# measured errors). A gradient may be too large or too small by at most a quarter of this: rounding errors average out
+# there, so a wrong scale shows.
+FP8_LIMIT = 0.2
+LIMITS = {"fp32": 1e-5, "fp16": 0.005, "bf16": 0.02}
+# Optional kernels of the section "speed", which torch or Transformer Engine can replace.
+KERNELS = ("fused_rope", "fused_swiglu", "fused_embedding", "fused_cross_entropy")
+Errors = dict[
+    str, tuple[float, float]
+]  # by Hugging Face name: |a - b| / |b| and a.b / b.b - 1, with b in float32
+
+MAX_TOKENS = 4096  # the attention check covers longer sequences
+EMULATED_TOKENS = 64
+MAX_LOGITS = 2**28  # number of float32 logits of the reference (1 GiB)
+FP16_LOSS_SCALE = 2.0**16  # DeepSpeed's initial loss scale
+IGNORED = -100
+
+
+def choose_kernels(
+    config: MistralConfig,
+    variant: str,
+    precision: Precision,
+    speed: SpeedConfig,
+    batch_size: int,
+    seq_length: int,
+    *,
+    document_mask: bool = False,
+    seed: int = 0,
+) -> tuple[SpeedConfig, list[str]]:
+    """Check the kernels of a run against float32, and disable optional kernels with wrong results.
+
+    The global random state does not change.
+
+    Args:
+        variant: te_linear or te_layer.
+        batch_size: samples per micro-batch. Fewer are checked if the float32 logits would need more than 1 GiB.
+        seq_length: tokens per sample. At most 4096 are checked, and at most 64 by the CPU reference
+            implementation.
+
+    Returns: `speed` without the kernels that failed, and lines for the log.
+
+    Raises StartupCheckError: results are wrong without optional kernels too.
+    """
+    probe = _Probe(config, variant, precision, batch_size, seq_length, document_mask, seed)
+    errors = probe.errors(speed)
+    if probe.accepts(errors):
+        return speed, [probe.describe(errors)]
+    off = replace(speed, **dict.fromkeys(KERNELS, False))
+    if not probe.accepts(without := probe.errors(off)):
+        raise StartupCheckError(
+            f"{probe.describe(without)}. The results of this GPU or of the installed packages are wrong. Install the "
+            "versions in requirements-gpu.txt, or choose another precision.recipe. If only lm_head is wrong, set "
+            "precision.fp8_head_gradients to false",
+            code="wrong_numbers",
+            key="precision.recipe",
+        )
+    wrong = [
+        name
+        for name in KERNELS
+        if getattr(speed, name) and not probe.accepts(probe.errors(replace(off, **{name: True})))
+    ] or list(KERNELS)  # only their combination fails
+    return replace(speed, **dict.fromkeys(wrong, False)), [
+        f"warning: {probe.describe(errors)}. Disabled the kernels that cause this error: "
+        + ", ".join(f"speed.{name}" for name in wrong),
+        probe.describe(without),
+    ]
+
+
+class _Probe:
+    """A random batch for a model with one layer, and its loss and gradients in float32."""
+
+    def __init__(
+        self,
+        config: MistralConfig,
+        variant: str,
+        precision: Precision,
+        batch_size: int,
+        seq_length: int,
+        document_mask: bool,
+        seed: int,
+    ):
+        self.config = copy.deepcopy(config)
+        self.config.num_hidden_layers = 1
+        self.variant, self.document_mask, self.seed = variant, document_mask, seed
+        # The layer stands for all layers, so patterns with layer numbers do not apply. Ranks may run different numbers
+        # of passes, so they must not share amaxes.
+        own: dict[str, Any] = {"bf16_modules": ["lm_head"]} if precision.fp8 else {}
+        if precision.has_state:
+            own["reduce_amax"] = False
+        self.precision = Precision(replace(precision.config, **own), precision.device)
+        compute = precision.config.compute
+        self.limit = LIMITS.get(compute, FP8_LIMIT)
+        self.loss_scale = FP16_LOSS_SCALE if compute == "fp16" else 1.0
+        T = min(seq_length, EMULATED_TOKENS if precision.emulated else MAX_TOKENS)
+        T = max(1, T // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
+        V = config.vocab_size
+        B = 1 if precision.emulated else max(1, min(batch_size, MAX_LOGITS // (T * V)))
+        generator = torch.Generator().manual_seed(seed)
+        # half of the tokens are frequent ones, and an eighth has no label
+        ids = torch.randint(V, (B, T + 1), generator=generator)
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, ids % 16)
+        labels = ids[:, 1:].masked_fill(torch.rand(B, T, generator=generator) < 0.125, IGNORED)
+        self.ids, self.labels = ids[:, :-1].to(precision.device), labels.to(precision.device)
+        self.truth: dict[str, torch.Tensor] = {}
+
+    def errors(self, speed: SpeedConfig) -> Errors:
+        """Measure the loss and the gradient of each weight against float32.
+
+        The first pass has other weights, whose FP8 copies the second pass must replace. The last pass uses the copies
+        of the second one. With delayed scaling the passes also set the scales.
+        """
+        passes = [True, True, False, False] if self.precision.fp8 else [None]
+        devices = [self.precision.device] if self.precision.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(self.precision.te):
+            model = build_model(
+                self.config,
+                self.variant,
+                self.precision,
+                seed=self.seed + 1,
+                speed=speed,
+                document_mask=self.document_mask,
+            ).train()
+            for number, is_first in enumerate(passes):
+                if number == min(1, len(passes) - 1):
+                    init_weights(model, self.seed)
+                model.zero_grad(set_to_none=True)
+                loss = model(self.ids, labels=self.labels, is_first_microbatch=is_first).loss
+                (loss * self.loss_scale).backward()
+        if not self.truth:
+            self.truth = _reference(
+                self.config, to_hf_state_dict(model), self.ids, self.labels, self.loss_scale
+            )
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        ours = {"loss": loss.detach(), **to_hf(gradients, self.config)}
+        pairs = {name: (ours[name].float(), truth) for name, truth in self.truth.items()}
+        return {
+            name: (float((a - b).norm() / b.norm()), float((a * b).sum() / (b * b).sum()) - 1)
+            for name, (a, b) in pairs.items()
+        }
+
+    def accepts(self, errors: Errors) -> bool:
+        # False for NaN
+        return all(e <= self.limit and abs(scale) <= self.limit / 4 for e, scale in errors.values())
+
+    def describe(self, errors: Errors) -> str:
+        """Return a line with the largest errors, which come from different gradients."""
+        parts = []
+        for index, what in enumerate(("relative error", "wrong scale")):
+            size = {name: abs(pair[index]) for name, pair in errors.items()}
+            name = max(size, key=lambda n: math.inf if math.isnan(size[n]) else size[n])
+            limit = self.limit / (1, 4)[index]
+            parts.append(
+                f"{what} {size[name]:.1e} ({name.removeprefix('model.layers.0.')}, allowed {limit:.1e})"
+            )
+        return f"numeric check of one layer against float32: {', '.join(parts)}"
+
+
+def _reference(
+    config: MistralConfig,
+    weights: Mapping[str, torch.Tensor],
+    ids_BT: torch.Tensor,
+    labels_BT: torch.Tensor,
+    loss_scale: float,
+) -> dict[str, torch.Tensor]:
+    """Compute the loss and the gradients of a model with one layer in float32 with torch's own operations.
+
+    Args:
+        weights: Hugging Face names and tensors.
+        loss_scale: factor of the gradients.
+
+    Returns: float32 tensors by Hugging Face name, and the loss as "loss".
+    """
+    w = {name: tensor.detach().float().requires_grad_() for name, tensor in weights.items()}
+    layer, D, T = "model.layers.0.", head_dim(config), ids_BT.shape[1]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * w[name]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, w[f"{layer}{name}.weight"])
+
+    positions = torch.arange(T, device=ids_BT.device)
+    angles = positions[:, None] * rope_frequencies(config, ids_BT.device)[0]
+    cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    age = positions[:, None] - positions
+    mask = (age >= 0) & (age <= window_size(config)[0]) if config.sliding_window else None
+    x = F.embedding(ids_BT, w["model.embed_tokens.weight"])
+    h = norm(x, f"{layer}input_layernorm.weight")
+    q, k, v = (linear(h, f"self_attn.{n}_proj").unflatten(-1, (-1, D)).transpose(1, 2) for n in "qkv")
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    q, k = rotate(q), rotate(k).repeat_interleave(repeats, 1)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v.repeat_interleave(repeats, 1),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=softmax_scale(config),
+    )
+    x = x + linear(out.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    h = norm(x, f"{layer}post_attention_layernorm.weight")
+    x = x + linear(F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    logits = F.linear(norm(x, "model.norm.weight"), head)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED)
+    gradients = torch.autograd.grad(loss * loss_scale, list(w.values()))
+    return {"loss": loss.detach(), **dict(zip(w, gradients, strict=True))}

@@ -1,0 +1,296 @@
+"""The numeric check: no false alarm, and every injected fault of a kernel is found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.config import load_config
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from model.mistral_base import MistralBase
+from model.modeling_mistral_fp8_trans import split_and_rotate
+from model.numeric_check import KERNELS, choose_kernels
+from model.startup_check import StartupCheckError
+from model.te_reference import gemm as reference_gemm
+from model.variants import SpeedConfig
+
+RECIPES = ("delayed", "current", "block")
+VARIANTS = ("te_linear", "te_layer")
+gpu = pytest.mark.gpu
+
+
+def precision_of(recipe: str) -> Precision:
+    if recipe in ("bf16", "fp16", "fp32"):
+        return Precision(PrecisionConfig(compute=recipe))
+    return Precision(replace(PrecisionConfig(compute="fp8"), recipe=recipe))
+
+
+def disabled(variant: str, recipe: str, **options: Any) -> set[str]:
+    """Return the optional kernels that the check disables for the tiny model."""
+    speed, lines = choose_kernels(
+        load_config("tiny"), variant, precision_of(recipe), SpeedConfig(), 2, 64, **options
+    )
+    assert lines
+    return {name for name in KERNELS if not getattr(speed, name)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("recipe", [*RECIPES, "bf16", "fp16", "fp32"])
+def test_right_results_pass(variant: str, recipe: str) -> None:
+    before = torch.get_rng_state()
+    assert disabled(variant, recipe, document_mask=recipe == "current") == set()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---------------------------------------------------------------- faults of FP8 GEMMs
+
+
+def drop_mantissa(scale_inv: torch.Tensor) -> torch.Tensor:
+    return (scale_inv.view(torch.int32) & -0x00800000).view(torch.float32)
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    "scale applied twice": lambda data, scale_inv: (data, 2 * scale_inv),
+    "mantissa dropped": lambda data, scale_inv: (data, drop_mantissa(scale_inv)),
+    "transposed bytes": lambda data, scale_inv: (data.flatten().view(data.shape[::-1]).t(), scale_inv),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_fault_in_each_gemm_is_found(
+    fault: str, layout: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = reference_gemm.fp8_matmul
+
+    def wrong(left: Any, other: Any, dtype: Any, **options: Any) -> torch.Tensor:
+        return right(FAULTS[fault](*left) if options["layout"] == layout else left, other, dtype, **options)
+
+    monkeypatch.setattr(reference_gemm, "fp8_matmul", wrong)
+    with pytest.raises(StartupCheckError) as error:
+        disabled("te_layer", recipe)
+    assert error.value.code == "wrong_numbers"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_outdated_weight_copy_is_found(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_first_copy_only(monkeypatch)
+    with pytest.raises(StartupCheckError):
+        disabled(variant, "delayed")
+
+
+def use_first_copy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make models use the FP8 weights of their first pass in all later passes."""
+    forward = MistralBase.forward
+
+    def stale(self: Any, *arguments: Any, is_first_microbatch: bool | None = None, **options: Any) -> Any:
+        first = is_first_microbatch and not hasattr(self, "was_called")
+        self.was_called = True
+        return forward(self, *arguments, is_first_microbatch=first, **options)
+
+    monkeypatch.setattr(MistralBase, "forward", stale)
+
+
+# ---------------------------------------------------------------- faults of optional kernels
+
+
+class _Doubled(torch.autograd.Function):
+    """The identity, with a gradient twice as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+def double(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with a doubled gradient of its first floating-point argument."""
+
+    def doubled(*arguments: Any, **options: Any) -> Any:
+        changed = next(i for i, a in enumerate(arguments) if torch.is_tensor(a) and a.is_floating_point())
+        given = [_Doubled.apply(a) if i == changed else a for i, a in enumerate(arguments)]
+        return function(*given, **options)
+
+    return doubled
+
+
+def rotate(te: Any) -> Callable[..., Any]:
+    return lambda x, freqs: te.apply_rotary_pos_emb(x, freqs, tensor_format="bshd", fused=True)
+
+
+# name in the namespace of modules: (switch of "speed", variant, the right function in torch operations)
+OPTIONAL: dict[str, tuple[str, str, Callable[[Any], Callable[..., Any]]]] = {
+    "rotate": ("fused_rope", "te_linear", rotate),
+    "split_and_rotate": (
+        "fused_rope",
+        "te_layer",
+        lambda te: lambda *given: split_and_rotate(te.apply_rotary_pos_emb, *given),
+    ),
+    "swiglu": ("fused_swiglu", "te_linear", lambda te: lambda gate, up: F.silu(gate) * up),
+    "embedding": ("fused_embedding", "te_layer", lambda te: F.embedding),
+    "cross_entropy": (
+        "fused_cross_entropy",
+        "te_layer",
+        lambda te: lambda logits, labels: F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_only_the_wrong_optional_kernel_is_disabled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    te = precision_of("bf16").te
+    switch, variant, make = OPTIONAL[name]
+    for other, (_, _, make_other) in OPTIONAL.items():
+        monkeypatch.setattr(te, other, make_other(te))
+    assert disabled(variant, "bf16") == set()
+    monkeypatch.setattr(te, name, double(make(te)))
+    assert disabled(variant, "bf16") == {switch}
+
+
+def test_two_wrong_kernels_are_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    te = precision_of("bf16").te
+    monkeypatch.setattr(te, "embedding", double(F.embedding))
+    monkeypatch.setattr(te, "rotate", double(rotate(te)))
+    assert disabled("te_linear", "delayed") == {"fused_embedding", "fused_rope"}
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def kernels(name: str) -> Any:
+    return importlib.import_module(f"model.fused.{name}")
+
+
+def change(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Callable[[list[Any], Any], Any]
+) -> None:
+    """Call `fault(arguments, result)` after each call of a function of `module`."""
+    function = getattr(module, name)
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        fault([*arguments], result)
+        return result
+
+    monkeypatch.setattr(module, name, changed)
+
+
+# (switch that is disabled, variant, module of model/fused, function, fault)
+KERNEL_FAULTS = {
+    "cross entropy, scale of rows": (
+        "fused_cross_entropy",
+        "te_layer",
+        "cross_entropy",
+        "gradient_in_fp8",
+        lambda a, _: a[4].mul_(2),
+    ),
+    "cross entropy, scale of columns": (
+        "fused_cross_entropy",
+        "te_layer",
+        "cross_entropy",
+        "gradient_in_fp8",
+        lambda a, _: a[6].mul_(2),
+    ),
+    "cross entropy, mantissa": (
+        "fused_cross_entropy",
+        "te_layer",
+        "cross_entropy",
+        "gradient_in_fp8",
+        lambda a, _: a[6].copy_(drop_mantissa(a[6])),
+    ),
+    "cross entropy, transposed": (
+        "fused_cross_entropy",
+        "te_layer",
+        "cross_entropy",
+        "gradient_in_fp8",
+        lambda a, _: a[5].copy_(a[3].reshape(a[5].shape)),
+    ),
+    "cross entropy in bf16": (
+        "fused_cross_entropy",
+        "te_linear",
+        "cross_entropy",
+        "gradient_in_place",
+        lambda a, r: r.mul_(2),
+    ),
+    "SwiGLU, forward scale": (
+        "fused_swiglu",
+        "te_layer",
+        "swiglu_fp8",
+        "swiglu",
+        lambda a, r: r._scale_inv.mul_(2),
+    ),
+    "SwiGLU, backward scale": (
+        "fused_swiglu",
+        "te_layer",
+        "swiglu_fp8",
+        "dswiglu",
+        lambda a, r: r._scale_inv.mul_(2),
+    ),
+    "SwiGLU, mantissa": (
+        "fused_swiglu",
+        "te_layer",
+        "swiglu_fp8",
+        "dswiglu",
+        lambda a, r: r._scale_inv.copy_(drop_mantissa(r._scale_inv * 1.9)),
+    ),
+    "SwiGLU, transposed": (
+        "fused_swiglu",
+        "te_layer",
+        "swiglu_fp8",
+        "dswiglu",
+        lambda a, r: r._transpose.copy_(r._data.reshape(r._transpose.shape)),
+    ),
+    "embedding": ("fused_embedding", "te_linear", "embedding", "sum_by_row", lambda a, r: r.mul_(2)),
+    "rotation": ("fused_rope", "te_linear", "qkv_rope", "_launch_rotate", lambda a, r: r.mul_(2)),
+}
+
+
+@gpu
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_a_fault_in_each_kernel_is_found_on_a_gpu(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    switch, variant, module, function, change_result = KERNEL_FAULTS[fault]
+    recipe = "bf16" if fault == "cross entropy in bf16" else "delayed"
+    assert disabled(variant, recipe) == set()
+    change(monkeypatch, kernels(module), function, change_result)
+    assert disabled(variant, recipe) == {switch}
+
+
+@gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_fault_of_fp8_gemms_is_found_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(
+        monkeypatch,
+        importlib.import_module("transformer_engine_torch"),
+        "generic_gemm",
+        lambda _, result: result[0].mul_(2),
+    )
+    with pytest.raises(StartupCheckError):
+        disabled("te_layer", recipe)
+
+
+@gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_outdated_weight_copy_is_found_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_first_copy_only(monkeypatch)
+    with pytest.raises(StartupCheckError):
+        disabled("te_layer", recipe)
+
+
+@gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("recipe", [*RECIPES, "bf16"])
+@pytest.mark.parametrize("config", ["hare_1.1b", "mistral_106m"])
+def test_right_results_pass_on_a_gpu(config: str, recipe: str, variant: str) -> None:
+    speed, _ = choose_kernels(load_config(config), variant, precision_of(recipe), SpeedConfig(), 16, 2048)
+    assert speed == SpeedConfig()
