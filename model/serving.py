@@ -71,6 +71,13 @@ class TrainedFP8:
         precision: PrecisionConfig,
         fallbacks: Mapping[str, str] | None = None,
     ):
+        if precision.recipe == "mxfp8":
+            raise PrecisionError(
+                "weights trained with recipe mxfp8 cannot be exported in FP8, because no stored format of MXFP8 is "
+                "supported. Export with --format hf",
+                code="no_stored_format",
+                key="precision.recipe",
+            )
         reference = dataclasses.replace(precision, backend="reference")
         self.precision = Precision(reference, torch.device("meta"), fallbacks)
         self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())

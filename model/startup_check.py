@@ -168,7 +168,7 @@ def probe_tokens(config: MistralConfig) -> int:
     """Return the sequence length of the random startup batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs
     accept.
     """
-    unit = FP8_TRAIN_ROW_MULTIPLE
+    unit = 2 * FP8_TRAIN_ROW_MULTIPLE  # what MXFP8 needs
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 

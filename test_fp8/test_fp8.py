@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.fp8.hardware import HOPPER_RECIPES
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import DeviceDefault, option, positive
@@ -36,7 +37,7 @@ OPTIONS = [
         type=parse_shape,
         metavar="BATCHxROWSxIN:OUT",
     ),
-    option("--recipes", RECIPES, "FP8 recipes to measure", nargs="+", choices=RECIPES),
+    option("--recipes", list(HOPPER_RECIPES), "FP8 recipes to measure", nargs="+", choices=RECIPES),
     option("--iterations", DeviceDefault(20, 3), "maximum number of timed samples", type=positive),
 ]
 COLUMNS: report.Columns = {

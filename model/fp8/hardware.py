@@ -30,22 +30,22 @@ class Architecture:
     disabled: tuple[str, ...] = ()
 
 
-_HOPPER = ("delayed", "current", "block")
-_BLACKWELL = (*_HOPPER, "mxfp8")
+HOPPER_RECIPES = ("delayed", "current", "block")
+BLACKWELL_RECIPES = (*HOPPER_RECIPES, "mxfp8")
 # Keys are compute capabilities. A GPU has the architecture with the largest capability that it reaches.
 ARCHITECTURES: dict[Capability, Architecture] = {
     (8, 0): Architecture("Ampere", "A100, RTX 3090"),
     (8, 9): Architecture(
         "Ada", "L4, L40S, RTX 4090", ("delayed", "current"), disabled=("precision.fp8_head_gradients",)
     ),
-    (9, 0): Architecture("Hopper", "H100, H200, H800, GH200", _HOPPER, _HOPPER),
+    (9, 0): Architecture("Hopper", "H100, H200, H800, GH200", HOPPER_RECIPES, HOPPER_RECIPES),
     (10, 0): Architecture(
-        "Blackwell", "B200, GB200", _BLACKWELL, disabled=("speed.fused_swiglu (te_layer)",)
+        "Blackwell", "B200, GB200", BLACKWELL_RECIPES, disabled=("speed.fused_swiglu (te_layer)",)
     ),
     (10, 3): Architecture(
-        "Blackwell Ultra", "B300, GB300", _BLACKWELL, disabled=("speed.fused_swiglu (te_layer)",)
+        "Blackwell Ultra", "B300, GB300", BLACKWELL_RECIPES, disabled=("speed.fused_swiglu (te_layer)",)
     ),
-    (12, 0): Architecture("Blackwell", "RTX 5090, RTX PRO 6000", _HOPPER),
+    (12, 0): Architecture("Blackwell", "RTX 5090, RTX PRO 6000", HOPPER_RECIPES),
 }
 RECIPES_OF_TABLE = ("delayed", "current", "block", "mxfp8", "nvfp4")
 

@@ -26,6 +26,7 @@ from torch import nn
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
+from model.fp8.recipes import RECIPES
 from model.te_reference.quantize import FP8_MAX, dequantize
 
 OPERANDS = ("input", "weight", "gradient")
@@ -122,8 +123,9 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 
 
 def has_health_checks(model: nn.Module, precision: Precision) -> bool:
-    """Return whether FP8 health checks run for `model` (precision.health_steps). torchao modules are not supported."""
-    is_on = precision.config.health_steps > 0 and precision.fp8 and not precision.torchao
+    """Return whether FP8 health checks run for `model` (precision.health_steps). torchao and mxfp8 have none."""
+    reads_key = "health_steps" in RECIPES[precision.config.recipe].knobs
+    is_on = precision.config.health_steps > 0 and precision.fp8 and reads_key
     return is_on and bool(modules_with_operands(model, precision))
 
 

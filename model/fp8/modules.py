@@ -13,7 +13,7 @@ from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import FP8_FEATURE_MULTIPLE, fits_fp8
+from model.fp8.recipes import fits_fp8, fp8_multiple
 from model.variants import VARIANTS
 
 # Descriptions of the fallbacks for the log.
@@ -200,11 +200,11 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
             code="no_fp8_module",
             key="precision.bf16_modules",
         )
-    _check_features(model, report.planned)
+    _check_features(model, report.planned, fp8_multiple(precision.config.recipe))
     return report.planned
 
 
-def _check_features(model: nn.Module, planned: list[str]) -> None:
+def _check_features(model: nn.Module, planned: list[str], multiple: int) -> None:
     """Raise PrecisionError if FP8 does not support the sizes of a planned module.
 
     The message lists all affected modules, with one name pattern for all layers.
@@ -212,12 +212,12 @@ def _check_features(model: nn.Module, planned: list[str]) -> None:
     patterns, weights = dict[str, None](), dict[str, None]()
     for name in planned:
         for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
-            if p.dim() == 2 and not fits_fp8(*p.shape):
+            if p.dim() == 2 and not fits_fp8(*p.shape, multiple=multiple):
                 pattern = re.sub(r"\.\d+\.", ".*.", name)
                 patterns[pattern] = weights[f"{pattern}.{parameter_name} {tuple(p.shape)}"] = None
     if patterns:
         raise PrecisionError(
-            f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
+            f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {multiple}; change the "
             f"model's sizes, or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
             code="fp8_dimensions",
             key=next(iter(patterns)),

@@ -168,7 +168,8 @@ class Precision:
     def module_recipe(self, name: str) -> str:
         """Return the recipe of the FP8 module `name`, or its fallback if that is safer than the configured recipe."""
         base = self.config.recipe
-        return max(base, self.fallbacks[name], key=FALLBACK_ORDER.index) if name in self.fallbacks else base
+        order = ("mxfp8", *FALLBACK_ORDER)  # mxfp8 has no health checks that would choose a fallback
+        return max(base, self.fallbacks[name], key=order.index) if name in self.fallbacks else base
 
     @property
     def head_gradients(self) -> bool:
@@ -201,6 +202,8 @@ class Precision:
                 amax_compute_algo=c.amax_compute_algo,
                 reduce_amax=c.reduce_amax,
             )
+        elif c.recipe == "mxfp8":
+            recipe = recipes.MXFP8BlockScaling(fp8_format=fp8_format)
         else:
             cls = recipes.Float8CurrentScaling if c.recipe == "current" else recipes.Float8BlockScaling
             recipe = cls(fp8_format=fp8_format)

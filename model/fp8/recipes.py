@@ -21,9 +21,14 @@ FP8_FEATURE_MULTIPLE = 16
 FP8_TRAIN_ROW_MULTIPLE = 16
 
 
-def fits_fp8(*features: int) -> bool:
+def fp8_multiple(recipe: str) -> int:
+    """Return the number that divides features and training rows of an FP8 GEMM: MXFP8 needs whole blocks of 32."""
+    return 32 if recipe == "mxfp8" else FP8_FEATURE_MULTIPLE
+
+
+def fits_fp8(*features: int, multiple: int = FP8_FEATURE_MULTIPLE) -> bool:
     """Return whether FP8 GEMMs support matrices with these sizes."""
-    return not any(size % FP8_FEATURE_MULTIPLE for size in features)
+    return not any(size % multiple for size in features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ RECIPES = {
         Recipe("delayed", "te", True, (*_ALL, *_HISTORY, "fast_accumulation_wgrad")),
         Recipe("current", "te", knobs=(*_ALL, *_EPSILON, "fast_accumulation_wgrad")),
         Recipe("block", "te", knobs=(*_ALL, *_EPSILON)),
+        Recipe("mxfp8", "te", knobs=("fp8_format", "fp8_head_gradients")),
         Recipe("tensorwise", "torchao"),
         Recipe("rowwise", "torchao"),
     )

@@ -344,7 +344,11 @@ def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[N
     else:
         module, name = importlib.import_module("transformer_engine_torch"), "generic_gemm"
         storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
-        kinds = (storage.Float8TensorStorage, storage.Float8BlockwiseQTensorStorage)
+        kinds = (
+            storage.Float8TensorStorage,
+            storage.Float8BlockwiseQTensorStorage,
+            storage.MXFP8TensorStorage,
+        )
         is_fp8 = lambda operand: isinstance(operand, kinds)  # noqa: E731
     gemm = getattr(module, name)
 

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from model.te_reference.quantize import (
     BLOCK,
+    MX_BLOCK,
     QuantizedMatrix,
     amax,
     quantize_blocks,
     quantize_current,
+    quantize_mx,
     quantize_per_tensor,
 )
-from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from model.te_reference.state import (
     DelayedScalingState,
     RecipeState,
@@ -57,6 +59,10 @@ class Quantizer:
         if isinstance(state, DelayedScalingState):
             state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
             return quantize_per_tensor(x, state.scale[self.column], dtype)
+        if isinstance(state.recipe, MXFP8BlockScaling):
+            rows = quantize_mx(x, (1, MX_BLOCK), dtype) if rowwise else (None, None)
+            columns = quantize_mx(x, (MX_BLOCK, 1), dtype) if columnwise else (None, None)
+            return QuantizedMatrix(*rows, *columns)
         options = asdict(getattr(state.recipe, f"fp8_quant_{self.kind}"))
         if isinstance(state.recipe, Float8CurrentScaling):
             return quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
@@ -184,20 +190,20 @@ class FP8Module(nn.Module):
         return quantized
 
 
-def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) -> None:
+def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool, multiple: int = 16) -> None:
     """Raise ValueError for shapes that FP8 GEMMs on a Hopper GPU do not support.
 
     The number of rows (product of the leading dimensions) must be divisible by 8, and the last dimension by 16. In
     training, both must be divisible by 16, because the weight gradient contracts over the rows and the input gradient
-    over the output features.
+    over the output features. `multiple` replaces 16: MXFP8 needs whole blocks of 32 everywhere.
     """
-    divisor = 16 if trains else 8
+    divisor = multiple if trains or multiple == MX_BLOCK else 8
     rows, sizes = math.prod(inp.shape[:-1]), (inp.shape[-1], weight.shape[1])
-    if rows % divisor or weight.shape[0] % divisor or any(size % 16 for size in sizes):
+    if rows % divisor or weight.shape[0] % divisor or any(size % multiple for size in sizes):
         raise ValueError(
             f"{name}: the input has shape {list(inp.shape)} and the weight {list(weight.shape)}. FP8 needs in_features "
-            "divisible by 16, and out_features and the number of rows (product of the input's leading dimensions) "
-            "divisible by 8, or by 16 in training. Pad the tensors, or run this module under autocast(enabled=False)."
+            f"divisible by {multiple}, and out_features and the number of rows (product of the input's leading "
+            f"dimensions) divisible by {divisor}. Pad the tensors, or run this module under autocast(enabled=False)."
         )
 
 

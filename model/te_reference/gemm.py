@@ -16,7 +16,8 @@ from torch import Tensor
 
 from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, Quantizer, check_fp8_shapes
 from model.te_reference.norm import rms_norm_backward, rms_norm_forward
-from model.te_reference.quantize import BLOCK, QuantizedMatrix, fp8_matmul, quantize_blocks
+from model.te_reference.quantize import BLOCK, MX_BLOCK, QuantizedMatrix, fp8_matmul, quantize_blocks
+from model.te_reference.recipe import MXFP8BlockScaling
 from model.te_reference.state import update_scales
 
 
@@ -182,7 +183,8 @@ def fp8_gemm(
 
     Raises ValueError: FP8 GEMMs do not support the shapes.
     """
-    check_fp8_shapes(type(module).__name__, x, weight, trains=call.trains)
+    multiple = MX_BLOCK if isinstance(call.forward_state.recipe, MXFP8BlockScaling) else 16
+    check_fp8_shapes(type(module).__name__, x, weight, trains=call.trains, multiple=multiple)
     weight_fp8 = module.quantize_weight(gemm, weight, call.quantizer(WEIGHT, gemm), is_first_microbatch)
     rows = x.reshape(-1, x.shape[-1])
     out = _FP8Gemm.apply(rows, norm_weight, weight, weight_fp8, call, gemm, eps, swiglu)

@@ -23,6 +23,8 @@ NAN_BYTE = 0x7F
 FLOAT32_MAX = torch.finfo(torch.float32).max
 BLOCK = 128
 """Side of a tile in block scaling."""
+MX_BLOCK = 32
+"""Values that share a scale in MXFP8."""
 
 
 def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,6 +213,36 @@ def quantize_blocks(
     return _untile(data, x.shape), scale.reciprocal()
 
 
+def mx_exponents(amax: Tensor, fp8_max: float) -> Tensor:
+    """Return the E8M0 scales of blocks as biased exponents, int32 (float_to_e8m0 in ptx.cuh).
+
+    A scale is amax / fp8_max rounded up to a power of two, so that no value of the block saturates. The OCP MX
+    specification leaves this rounding open. An amax of 0 has exponent 0, and inf the largest, 254.
+    """
+    quotient = amax * torch.full_like(amax, fp8_max).reciprocal()
+    mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2^exponent with a mantissa from 0.5 on
+    rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
+    biased = torch.where(quotient.isfinite(), rounded_up + 127, torch.full_like(exponent, 254))
+    return torch.where(quotient > 0, biased, torch.zeros_like(exponent)).clamp(0, 254)
+
+
+def quantize_mx(x: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix [M, N] with one power-of-two scale per block of (1, 32) or (32, 1) values.
+
+    As in Transformer Engine, blocks with exponent 0 (amax below 3e-36) are multiplied by 1.
+
+    Returns: float8 [M, N] and scale_inv, float32 [M, N/32] or [M/32, N].
+    """
+    tiles = _tiles(x.float(), block)
+    exponents = mx_exponents(
+        torch.nan_to_num(tiles.abs(), nan=0.0, posinf=math.inf).amax((1, 3)), FP8_MAX[dtype]
+    )
+    one = torch.ones(exponents.shape, device=x.device)
+    scale = torch.where(exponents > 0, torch.ldexp(one, 127 - exponents), one)
+    data = scaled_cast(tiles, scale[:, None, :, None], dtype)
+    return _untile(data, x.shape), torch.ldexp(one, exponents - 127)
+
+
 def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert an FP8 matrix [M, N] (M rows, N columns) with its inverse scales back to values in `dtype`.
 
@@ -222,7 +254,8 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     if _is_transposed(data):
         return dequantize(data.t(), scale_inv.t(), dtype).t()
     block = tuple(
-        BLOCK if tiles != side else 1 for tiles, side in zip(scale_inv.shape, data.shape, strict=True)
+        next(size for size in (1, MX_BLOCK, BLOCK) if tiles == -(-side // size))
+        for tiles, side in zip(scale_inv.shape, data.shape, strict=True)
     )
     tiles = _tiles(fp8_values(data), (block[0], block[1]))
     return _untile(tiles.mul_(scale_inv[:, None, :, None]), data.shape).to(dtype)

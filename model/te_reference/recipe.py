@@ -1,10 +1,10 @@
 """FP8 recipes with the names, fields and defaults of transformer_engine.common.recipe (version 2.20.2).
 
-Hopper GPUs support three recipes. DelayedScaling uses one scale per tensor, computed from the largest magnitudes
+Hopper GPUs support three recipes, and Blackwell GPUs also MXFP8BlockScaling. DelayedScaling uses one scale per tensor, computed from the largest magnitudes
 (amaxes) in earlier steps. Float8CurrentScaling uses one scale per tensor, computed from the tensor itself.
 Float8BlockScaling uses one scale per 1x128 tile for activations and gradients, and per 128x128 tile for weights.
 
-As in Transformer Engine, the quantization parameters of the last two recipes (`fp8_quant_fwd_inp`,
+As in Transformer Engine, the quantization parameters of current and block scaling (`fp8_quant_fwd_inp`,
 `fp8_quant_fwd_weight`, `fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. In contrast to
 Transformer Engine, an unknown constructor argument is an error.
 """
@@ -94,6 +94,18 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    backward_override: str | None = None
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    """One power-of-two scale per 32 values along the contraction, from their amax. GPUs from Blackwell on have it.
+
+    Attributes:
+        backward_override: as in Float8CurrentScaling.
+    """
+
+    fp8_format: Format = Format.E4M3
     backward_override: str | None = None
 
 

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from model.fp8.hardware import HOPPER_RECIPES
 from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.cases import Case, CaseError, parse_cases, select
 from train import launchers
@@ -79,7 +80,7 @@ def _presets() -> dict[str, Case]:
     for recipe in VARIANTS["torchao"].recipes:
         overrides[f"torchao_{recipe}"] = {"model.variant": "torchao", **_fp8(recipe)}
     for variant in (v.name for v in VARIANTS.values() if v.te):
-        kinds = {"bf16": bf16, **{f"fp8_{recipe}": _fp8(recipe) for recipe in VARIANTS[variant].recipes}}
+        kinds = {"bf16": bf16, **{f"fp8_{recipe}": _fp8(recipe) for recipe in HOPPER_RECIPES}}
         kinds["fp8_delayed_exact_head"] = _fp8("delayed", fp8_head_gradients=False)
         kinds["fp8_delayed_fp8_head"] = _fp8("delayed", bf16_modules=[])
         if variant == "te_layer":

@@ -49,7 +49,7 @@ def test_compiled_torchao_resume_is_bit_exact_on_gpu(settings: dict, precision: 
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
 @pytest.mark.parametrize(
     "variant,precision",
-    [("te_layer", "delayed"), ("hf", "bf16"), ("torchao", "tensorwise")]
+    [("te_layer", "delayed"), ("te_layer", "mxfp8"), ("hf", "bf16"), ("torchao", "tensorwise")]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -62,7 +62,7 @@ def test_compiled_torchao_resume_is_bit_exact_on_gpu(settings: dict, precision: 
     ],
 )
 def test_resume_is_bit_exact(settings: dict, variant: str, precision: str) -> None:
-    check_resume(settings, variant, {**PRECISIONS, **TORCHAO}[precision])
+    check_resume(settings, variant, {**PRECISIONS, **TORCHAO, "mxfp8": {"recipe": "mxfp8"}}[precision])
 
 
 @pytest.mark.slow

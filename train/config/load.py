@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, FP8_TRAIN_ROW_MULTIPLE
+from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
 from model.hub import local_folder
 from model.keys import RESUME
 from model.variants import VARIANTS, cuda_graphs_problem, variant_problems
@@ -292,6 +292,8 @@ def _problem(given: Any, place: Place, kind: str) -> str:
         return f"{name}: this required key is missing; {expected}"
     for step in place:
         given = given[step]
+    if given == "nvfp4":
+        expected += ". NVFP4 is not supported, because the kernels and tests of this project are for 8 bits"
     return f"{name}: {to_json_text(given)} is not a valid value; {expected}"
 
 
@@ -303,6 +305,8 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         args.precision.optimizer_states == "bf16_remainder" and args.precision.optimizer_moments == "bf16"
     )
     no_graphs = cuda_graphs_problem(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
+    fp8_phases = [own for own in phase_precisions(args.precision) if own.compute == "fp8"]
+    fp8_rows = max((fp8_multiple(own.recipe) for own in fp8_phases), default=1)
     rules: list[tuple[object, str, str]] = [  # (whether the combination is refused, its keys, the reason)
         (
             args.warmup_steps > args.max_steps,
@@ -355,10 +359,9 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         ),
         *(
             (
-                any(own.compute == "fp8" for own in phase_precisions(args.precision))
-                and (getattr(args, key) or 0) * args.max_seq_length % FP8_TRAIN_ROW_MULTIPLE,
+                (getattr(args, key) or 0) * args.max_seq_length % fp8_rows,
                 f"{key} max_seq_length precision.compute",
-                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}; change either size",
+                f"FP8 needs batch size x sequence length divisible by {fp8_rows}; change either size",
             )
             for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
         ),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from model.fp8.machine import describe, headline
-from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from model.fp8.recipes import fp8_multiple
 from train import launchers
 from train.evaluation import scores
 from train.evaluation.models import Plan, find_model, plan_model
@@ -51,10 +51,11 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
             f"--max_seq_length {plan.max_seq_length}: at most {most} are allowed (max_position_embeddings of the model)"
         )
     rows = plan.batch_size * plan.max_seq_length
-    if plan.precision.compute == "fp8" and args.by == "packed" and rows % FP8_TRAIN_ROW_MULTIPLE:
+    multiple = fp8_multiple(plan.precision.recipe)
+    if plan.precision.compute == "fp8" and args.by == "packed" and rows % multiple:
         raise ValueError(
             f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}; FP8 needs a multiple "
-            f"of {FP8_TRAIN_ROW_MULTIPLE}"
+            f"of {multiple}"
         )
     return plan
 
@@ -71,7 +72,8 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     plan.check_data(prepared.values(), args.tokenizer)
     length, size = plan.max_seq_length, plan.batch_size
-    documents = Documents(length, size, args.stride, args.max_samples, plan.document_mask)
+    multiple = fp8_multiple(plan.precision.recipe)
+    documents = Documents(length, size, args.stride, args.max_samples, plan.document_mask, multiple)
     for name, folder in folders.items():
         if name not in prepared:
             encoder = plan.encoder(args.tokenizer)

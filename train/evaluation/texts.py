@@ -129,6 +129,7 @@ class Documents:
             predicted.
         samples: Maximum number of documents per source. None: all.
         document_mask: As in training, restrict attention to documents; their last token has no label.
+        multiple: Rows are padded to a multiple of this number of tokens.
         sources: The sources.
         documents: Tokens with BOS and EOS, by source.
         notes: Notes for the report.
@@ -139,6 +140,7 @@ class Documents:
     stride: int | None
     samples: int | None = None
     document_mask: bool = False
+    multiple: int = FP8_TRAIN_ROW_MULTIPLE
     sources: list[Source] = field(default_factory=list)
     documents: list[list[np.ndarray]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -223,8 +225,8 @@ class Documents:
         while some := list(itertools.islice(rows, SORT_BATCH * self.size)):
             some.sort(key=lambda row: len(row.tokens))
             while some:
-                longest = _padded_length(len(some[-1].tokens) - 1)
-                together = max(1, self.size * _padded_length(self.length) // longest)
+                longest = _padded_length(len(some[-1].tokens) - 1, self.multiple)
+                together = max(1, self.size * _padded_length(self.length, self.multiple) // longest)
                 yield _batch(some[-together:], longest, self.document_mask)
                 del some[-together:]
 
@@ -265,9 +267,8 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
             yield item.text
 
 
-def _padded_length(tokens: int) -> int:
-    """Round the number of tokens up to a length that FP8 GEMMs support."""
-    return -(-tokens // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
+def _padded_length(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
 
 
 def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:

@@ -77,7 +77,8 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
         fp8: Whether the layer computes its GEMMs in FP8.
     """
     H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
-    scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
+    by_block = s.recipe in ("block", "mxfp8")
+    scaled = BLOCK_SCALES if by_block else 1.0
     # q, k, v and the attention output; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
     inputs = 2 * 2 * H  # inputs of the two norms: the residual stream
@@ -88,7 +89,7 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
         return attention + inputs + 2 * 2 * H + swiglu + 2 * I
     if s.args.model.variant == "te_layer":
         # transposed copies for the weight gradients; LayerNormMLP also keeps the row-wise copy of its norm's output
-        of_swiglu = 2 * I if s.recipe == "block" else I
+        of_swiglu = 2 * I if by_block else I
         return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + swiglu
     # te_linear: q_proj, k_proj, v_proj, gate_proj and up_proj each quantize their input
     return attention + inputs + scaled * (5 * H + q + I) + swiglu

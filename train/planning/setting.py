@@ -13,10 +13,11 @@ from typing import Any
 from model.config import head_dim, layer_matrix_parameters, num_parameters
 from model.errors import UserError
 from model.fp8.recipes import (
-    FP8_TRAIN_ROW_MULTIPLE,
     FULL_STATES,
+    RECIPES,
     PrecisionConfig,
     fits_fp8,
+    fp8_multiple,
     optimizer_state_bytes,
 )
 from model.variants import VARIANTS
@@ -157,9 +158,10 @@ class Setting:
     def micro_batch_unit(self) -> int:
         """Return the number of samples of which the micro-batch size must be a multiple.
 
-        FP8 GEMMs need a number of rows (batch size x sequence length) that is divisible by 16.
+        FP8 GEMMs need a number of rows (batch size x sequence length) that is divisible by 16 (mxfp8: 32).
         """
-        return FP8_TRAIN_ROW_MULTIPLE // gcd(FP8_TRAIN_ROW_MULTIPLE, self.seq_length) if self.fp8 else 1
+        multiple = fp8_multiple(self.recipe)
+        return multiple // gcd(multiple, self.seq_length) if self.fp8 else 1
 
     @property
     def packs(self) -> bool:
@@ -234,5 +236,5 @@ def precision_fields(precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
         "fp8_layers": (layers - kept) if fp8 else 0,
         "fp8_head": fp8 and not is_bf16("lm_head"),
         "fp8_head_gradients": precision.head_gradients and fits_fp8(sizes.hidden_size, sizes.vocab_size),
-        "health": fp8 and precision.health_steps > 0,
+        "health": fp8 and precision.health_steps > 0 and "health_steps" in RECIPES[precision.recipe].knobs,
     }

@@ -385,3 +385,10 @@ def test_every_key_is_read():
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 read.add(node.slice.value)
     assert not {key.split(".")[-1] for key in all_keys()} - read
+
+
+def test_nvfp4_is_refused_by_name() -> None:
+    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "b"}}, "output_dir": "c", "max_steps": 1}
+    with refused(ConfigurationError) as error:
+        build_arguments(raw | {"precision": {"recipe": "nvfp4"}})
+    assert "precision.recipe" in str(error.value) and "NVFP4" in str(error.value)
