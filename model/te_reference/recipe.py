@@ -1,8 +1,9 @@
 """FP8 recipes with the names, fields and defaults of transformer_engine.common.recipe (version 2.20.2).
 
-Hopper GPUs support three recipes, and Blackwell GPUs also MXFP8BlockScaling. DelayedScaling uses one scale per tensor, computed from the largest magnitudes
+Hopper GPUs support three recipes. DelayedScaling uses one scale per tensor, computed from the largest magnitudes
 (amaxes) in earlier steps. Float8CurrentScaling uses one scale per tensor, computed from the tensor itself.
 Float8BlockScaling uses one scale per 1x128 tile for activations and gradients, and per 128x128 tile for weights.
+MXFP8BlockScaling needs a Blackwell GPU.
 
 As in Transformer Engine, the quantization parameters of current and block scaling (`fp8_quant_fwd_inp`,
 `fp8_quant_fwd_weight`, `fp8_quant_bwd_grad`) are attributes to assign, not constructor arguments. In contrast to

@@ -246,7 +246,7 @@ def test_startup_check_detects_wrong_attention(backend: str, monkeypatch: pytest
 
 # key -> (another value than the default, the recipes that read it)
 KNOBS: dict[str, tuple[Any, str]] = {
-    "fp8_format": ("hybrid", "delayed current block"),
+    "fp8_format": ("hybrid", "delayed current block mxfp8"),
     "health_steps": (5, "delayed current block"),
     "margin": (1, "delayed"),
     "amax_history_len": (4, "delayed"),
