@@ -65,7 +65,7 @@ def check_startup(
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
         precision.require("block", "set precision.fp8_head_gradients to null or false")
     is_te = te and precision.te.name == "transformer_engine"
-    lines = [te_backend.describe_gpu(), _check_cudnn()] if is_te else []
+    lines = [_check_cudnn(), te_backend.describe_gpu()] if is_te else []
     # torch.compile would need a minute to compile for this batch shape
     eager = nullcontext() if te else torch.compiler.set_stance("force_eager")
     with eager, count_gemms(model, precision) as gemms:
