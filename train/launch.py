@@ -384,7 +384,8 @@ class Supervisor:
     def run(self) -> int:
         """Prepare the data, train, and then requeue the Slurm job or generate sample text. Return the exit status."""
         set_environment(self.options.nproc)
-        logger.info(f"training: {self.options.nproc} ranks on each of {self.options.nnodes} nodes")
+        nodes = f" on each of {self.options.nnodes} nodes" if self.options.nnodes > 1 else ""
+        logger.info(f"starting {self.options.nproc} ranks{nodes}")
         status = self.prepare() or (self.attempt(self.argv) if self.arguments.dry_run else self.train())
         is_first_node = self.options.node_rank == 0
         # after Ctrl-C the user decides when to start again

@@ -237,9 +237,10 @@ class SampleStream:
             weights = ", ".join(
                 f"{each[index]:.2%} from token {start * self.seq_length:,} on" for each, start in phases
             )
+            share = f", share of the mixture: {weights}" if len(self.sources) > 1 else ""
             lines.append(
-                f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
-                f"{source.num_windows:,} samples of {self.seq_length}, of the mixture {weights} ({source.folder})"
+                f"{source.name}: {source.num_tokens:,} tokens, {source.num_windows:,} samples of {self.seq_length} "
+                f"({source.folder}){share}"
             )
         return "\n".join(lines)
 
