@@ -1,1 +1,1 @@
-"""Benchmark programs: one Linear (test_fp8.py), whole models, several GPUs, saves, decoding, convergence, gradients."""
+"""Benchmarks for single linear layers, whole models, several GPUs, saves, decoding, convergence and gradients."""

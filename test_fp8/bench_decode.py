@@ -1,11 +1,11 @@
-"""Measure the decoding speed of the inference engine in FP8 and bf16, and of transformers compiled with a static cache.
+"""Measure the decoding speed of this project's inference engine in FP8 and bf16, and of transformers.
 
     python test_fp8/bench_decode.py [--config hare_1.1b] [--batches 1 4 16 64] [--output FILE.json]
 
-Weights and prompts are random, sampling is greedy, and all prompts have the same length. The decoding speed is the
-engine's timing of a whole answer, which the host reads token by token. The prefill speed is for one batch of prompts,
-with FLOP counted as in training. The figures are medians over the rounds; the cases alternate in each round.
-Compilation and graph capture are not included."""
+Weights and prompts are random, sampling is greedy, and all prompts have the same length. transformers uses a static
+cache and torch.compile. The decoding speed is measured over a whole answer, which the host reads token by token. The
+prefill speed is measured for one batch of prompts, and its FLOPs are counted as in training. Each figure is a median
+over several rounds, in which FP8 and bf16 alternate. Compilation and graph capture are not included."""
 
 from __future__ import annotations
 
@@ -21,18 +21,26 @@ from test_fp8.common.options import DeviceDefault, option, positive, shared
 OPTIONS = [
     *shared(config=DeviceDefault("hare_1.1b", "tiny"), rounds=3),
     option(
-        "--batches", DeviceDefault([1, 4, 16, 64], [1, 2]), "batch sizes to decode", type=positive, nargs="+"
+        "--batches", DeviceDefault([1, 4, 16, 64], [1, 2]), "Batch sizes to decode.", type=positive, nargs="+"
     ),
-    option("--prompt", DeviceDefault(128, 8), "tokens per prompt", type=positive),
+    option("--prompt", DeviceDefault(128, 8), "Number of tokens per prompt.", type=positive),
     option(
-        "--cache", DeviceDefault(512, 24), "cache length: tokens of a prompt plus its answer", type=positive
+        "--cache",
+        DeviceDefault(512, 24),
+        "Length of the cache in tokens, for a prompt and its answer.",
+        type=positive,
     ),
-    option("--prefill_batch", DeviceDefault(64, 2), "number of prompts of the prefill", type=positive),
-    option("--prefill_length", DeviceDefault(2048, 32), "tokens per prompt of the prefill", type=positive),
+    option("--prefill_batch", DeviceDefault(64, 2), "Number of prompts in a prefill.", type=positive),
+    option(
+        "--prefill_length",
+        DeviceDefault(2048, 32),
+        "Number of tokens per prompt in a prefill.",
+        type=positive,
+    ),
     option(
         "--transformers_batches",
         DeviceDefault([1, 64], [1]),
-        "batch sizes that transformers decodes too; each takes a minute to compile",
+        "Batch sizes to decode with transformers. Compiling takes about a minute per batch size.",
         type=positive,
         nargs="*",
     ),
@@ -50,19 +58,22 @@ COLUMNS: report.Columns = {
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Measure all cases. Raises ValueError if the lengths do not fit the cache or the model's positions."""
+    """Measure the decoding and prefill speeds.
+
+    Raises ValueError if a length exceeds the cache or the model's maximum number of positions.
+    """
     from model.config import load_config
     from model.fp8.precision import check_fp8_gpu
     from test_fp8.model import decoding
 
     if options.cache < options.prompt + 2:
         raise ValueError(
-            f"--cache {options.cache} is too small; it must hold --prompt {options.prompt} plus two tokens"
+            f"--cache {options.cache} is too small; set it to at least --prompt {options.prompt} plus 2 tokens"
         )
     config = load_config(options.config)
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
-        raise ValueError(f"--cache, --prefill_length: {longest} tokens, but the model has "
-                         f"{config.max_position_embeddings} positions")  # fmt: skip
+        raise ValueError(f"--cache, --prefill_length: {longest} tokens exceed the model's "
+                         f"{config.max_position_embeddings} positions; choose a smaller length")  # fmt: skip
     check_fp8_gpu()
     results = decoding.measure(options, config)
     bf16 = {(r["what"], r["batch"]): r["tokens_per_s"] for r in results if r["row"] == "bf16"}

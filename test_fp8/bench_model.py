@@ -1,7 +1,7 @@
 """Measure the training throughput of whole models in bf16 and with each FP8 recipe.
 
-Compares transformers with and without torch.compile, torchao, te_linear, te_layer and Megatron-Core, as bare passes and
-as optimizer steps in DeepSpeed.
+The compared implementations are transformers with and without torch.compile, torchao, te_linear, te_layer and
+Megatron-Core. Forward and backward passes are measured alone and as part of optimizer steps in DeepSpeed.
 
     python test_fp8/bench_model.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
@@ -9,29 +9,30 @@ as optimizer steps in DeepSpeed.
     python train/launch.py --nproc 2 test_fp8/bench_model.py --measure step --micro_batch 16 --attention flash \\
         --rows te_layer_fp8_delayed --row zero_3 precision.compute=fp8 deepspeed=ds_config_zero3.json
 
---rows and --step_rows select cases by name (with wildcards * and ?). --row adds a case, given by keys of the training
-configuration.
+A benchmark case is a configuration to measure. --rows and --step_rows select cases by name (with wildcards * and ?).
+--row adds a case, which is defined by keys of the training configuration.
 
---measure bare   forward + backward of a micro-batch without an optimizer. As in training, the FP8 copies of the weights
-                 are kept for --accumulation passes.
---measure step   a whole optimizer step as in train.py (train/engine/step.py): DeepSpeed with ZeRO 1 and float32
-                 accumulation over --accumulation micro-batches, clipping, AdamW.
+--measure bare   The forward and backward pass of a micro-batch, without an optimizer. As in training, FP8 copies of the
+                 weights are kept for --accumulation passes.
+--measure step   A whole optimizer step as in train.py (train/engine/step.py). It uses DeepSpeed with ZeRO 1, float32
+                 accumulation over --accumulation micro-batches, gradient clipping and AdamW.
 
-Each case is checked against transformers' model in bf16: equal weights, bit for bit; logits and loss of the same tokens
-within the printed tolerances; FP8 GEMMs exactly as configured; and an attention that agrees with SDPA. A case that
-fails is reported with the reason instead of a speed, and the exit status is 1.
+Each case is compared with the bf16 model of transformers. The weights must be bit-identical, and logits and loss must
+agree within the printed tolerances. FP8 GEMMs must run as configured, and the attention must agree with SDPA. If a case
+fails this check, the reason is reported instead of a speed, and the exit status is 1.
 
-The cases with transformers' modules (hf, torchao) use the fastest of torch's SDPA backends (--sdpa) and losses (--loss;
-"liger" if liger-kernel is installed). megatron_core_* (pip install --no-deps megatron-core==0.19.2) is Megatron-Core's
-GPTModel of Transformer Engine modules, with its distributed optimizer and fusions. It is measured only in steps.
+The cases hf_* and torchao_*, which use modules from transformers, are measured with each of torch's SDPA backends
+(--sdpa) and loss implementations (--loss), and the fastest is reported. The loss "liger" needs liger-kernel. The cases
+megatron_core_* use Megatron-Core's GPTModel with Transformer Engine modules, its distributed optimizer and its fusions.
+They need pip install --no-deps megatron-core==0.19.2, and are measured only in steps.
 
-The first round tries each --micro_batch with each attention and loss; later rounds use the fastest. Every second round
-runs in reverse order. Settings that do not fit in memory are skipped. Throughput is computed from the median of all
-timed passes or steps. "drift" is the difference between rounds. Memory is the peak, on several ranks that of rank 0.
-CUDA graphs have a separate memory pool, which only "reserved" counts in full. "launch ms" is the host's time to enqueue
-a pass.
+The first round tries each --micro_batch with each attention and loss, and later rounds use the fastest setting. Every
+second round runs in reverse order. Settings that do not fit in memory are skipped. The throughput is computed from the
+median of all timed passes or steps. "drift" is the relative difference between rounds. Memory is the peak on rank 0.
+CUDA graphs use a separate memory pool, which only the column "reserved" includes completely. "launch ms" is the time
+that the host needs to enqueue a pass.
 
-Without a GPU, the CPU reference runs a small model. Its speeds are meaningless.
+Without a GPU, the CPU reference implementation runs a small model, and its speeds are meaningless.
 """
 
 from __future__ import annotations
@@ -53,31 +54,48 @@ LOSSES = DeviceDefault(["compiled", "liger"], ["torch"])
 OPTIONS = [
     *STEP_OPTIONS,
     *shared(rounds=DeviceDefault(3, 2)),
-    option("--rows", ROWS, "cases to measure: names or patterns", nargs="*"),
-    option("--step_rows", STEP_ROWS, "cases among --rows to measure in steps too", nargs="*"),
+    option("--rows", ROWS, "Names of the cases to measure. Wildcards are allowed.", nargs="*"),
+    option(
+        "--step_rows",
+        STEP_ROWS,
+        "Names of the cases among --rows that are also measured in steps. Wildcards are allowed.",
+        nargs="*",
+    ),
     option(
         "--measure",
         list(cases.MEASURES),
-        "bare passes, whole steps or both",
+        "Measure bare passes, whole optimizer steps, or both.",
         nargs="+",
         choices=cases.MEASURES,
     ),
     option(
         "--micro_batch",
         DeviceDefault([8, 16], [2]),
-        "samples per micro-batch to try",
+        "Numbers of samples per micro-batch to try.",
         nargs="+",
         type=positive,
     ),
     option(
         "--attention",
         ["auto"],
-        "attention of the te and megatron_core cases",
+        "Attention backends to try for the cases te_* and megatron_core_*.",
         nargs="+",
         choices=list(ATTENTION_BACKENDS),
     ),
-    option("--sdpa", SDPA, "SDPA backends of the hf and torchao cases", nargs="+", choices=cases.SDPA),
-    option("--loss", LOSSES, "losses of the hf and torchao cases", nargs="+", choices=cases.LOSSES),
+    option(
+        "--sdpa",
+        SDPA,
+        "SDPA backends to try for the cases hf_* and torchao_*.",
+        nargs="+",
+        choices=cases.SDPA,
+    ),
+    option(
+        "--loss",
+        LOSSES,
+        "Loss implementations to try for the cases hf_* and torchao_*.",
+        nargs="+",
+        choices=cases.LOSSES,
+    ),
 ]
 COLUMNS: report.Columns = {
     "measure": ("measure", "<"),

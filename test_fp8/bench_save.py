@@ -1,12 +1,12 @@
-"""Measure how much training time a checkpoint save costs, in the background and blocking, alternating in one process.
+"""Measure how much training time a checkpoint save costs, for background saves and blocking saves.
 
     python test_fp8/bench_save.py [--config hare_1.1b] [--rounds 3] [--steps 8] [--output FILE.json]
     python train/launch.py --nproc 2 test_fp8/bench_save.py ...                        several ranks
 
-The training uses random tokens, te_layer in FP8 with delayed scaling, and AdamW in DeepSpeed with ZeRO 1. The lost time
-is the sum of the time until `Saver.begin` returns, the wait at the end, and the extra time of steps during the save
-compared with the median step. The first background save allocates its host memory and does not count. Set TMPDIR to
-choose the disk.
+Both kinds of saves alternate in one process, which trains te_layer on random tokens in FP8 with delayed scaling, AdamW
+and ZeRO 1. The lost time is the sum of the time in `Saver.begin`, the time waited at the end of the save, and the time
+by which steps during the save are slower than the median step. The first save of each kind is excluded, because it
+allocates host memory. Set TMPDIR to choose the disk.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OPTIONS = [
         accumulation=DeviceDefault(4, 2),
         deterministic=False,
     ),
-    option("--rounds", 3, "saves of each kind, not counting the first", type=positive),
-    option("--steps", 8, "steps before each save", type=positive),
+    option("--rounds", 3, "Number of saves of each kind, without the first save.", type=positive),
+    option("--steps", 8, "Number of training steps before each save.", type=positive),
 ]
 COLUMNS: report.Columns = {
     "save": (lambda r: ("in the background" if r["background"] else "blocking") + ", 1st" * r["first"], "<"),

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Measure how training scales over the GPUs of one host.
 
-Runs whole steps of bench_model.py with te_layer on 1, 2, 4, ... GPUs, at each ZeRO stage, in bf16 and FP8.
+The benchmark runs bench_model.py --measure step with te_layer on 1, 2, 4, ... GPUs, for each ZeRO stage, in bf16 and
+FP8.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
 
-GPUs of one host differ in speed. So the single-GPU case runs on every used GPU at the same time, and "of each alone" is
-relative to the speed of these GPUs alone in the same run. Every second round runs in reverse order. train/plan.py
-predicts the same figures.
+The GPUs of a host differ in speed. Therefore, single-GPU training runs on every GPU at the same time. The column "of
+each alone" is the speed of several GPUs divided by the summed speeds of the same GPUs in single-GPU training. Every
+second round runs in reverse order. train/plan.py predicts the same figures.
 
-Each case is a process of bench_model.py, which checks the model, the FP8 GEMMs and the attention. --row adds a case,
-given by keys of the training configuration. Exit status: 1 if a case could not be measured."""
+Each benchmark case is a configuration that bench_model.py measures in its own process. bench_model.py also checks the
+model, the FP8 GEMMs and the attention. --row adds a case, which is defined by keys of the training configuration. The
+exit status is 1 if a case could not be measured."""
 
 from __future__ import annotations
 
@@ -42,16 +44,27 @@ FORWARDED_OPTIONS = (
     "accumulation",
     "steps",
     "seconds",
-)  # options passed to bench_model.py
+)  # options that are passed to bench_model.py
 CONDITION_KEYS = ("micro_batch", "seq_length", "rounds", "steps")
 PRECISIONS = ("bf16", "fp8")
 
 OPTIONS = [
-    option("--gpus", None, "numbers of GPUs; default: 1, 2, 4, ... up to all", type=positive, nargs="+"),
     option(
-        "--stages", DeviceDefault([0, 1, 2, 3], [1]), "ZeRO stages", type=int, nargs="*", choices=range(4)
+        "--gpus",
+        None,
+        "Numbers of GPUs to measure. Default: 1, 2, 4, ... up to all GPUs.",
+        type=positive,
+        nargs="+",
     ),
-    option("--precisions", list(PRECISIONS), "precisions to measure", nargs="+", choices=PRECISIONS),
+    option(
+        "--stages",
+        DeviceDefault([0, 1, 2, 3], [1]),
+        "ZeRO stages to measure.",
+        type=int,
+        nargs="*",
+        choices=range(4),
+    ),
+    option("--precisions", list(PRECISIONS), "Precisions to measure.", nargs="+", choices=PRECISIONS),
     *STEP_OPTIONS,
     *shared(micro_batch=DeviceDefault(16, 2), rounds=DeviceDefault(2, 1)),
 ]
@@ -66,7 +79,7 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
-    """Return the cases of --stages, --precisions and --row. Raises CaseError."""
+    """Return the benchmark cases that --stages, --precisions and --row select. Raises CaseError."""
     cases = {}
     for stage, precision in product(options.stages, options.precisions):
         how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
@@ -76,7 +89,7 @@ def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result:
-    """Return the configuration of a case for the report. Raises CaseError, ConfigurationError."""
+    """Return the configuration of a benchmark case for the report. Raises CaseError or ConfigurationError."""
     arguments = training_arguments(case, options, "auto", options.micro_batch, ranks)
     return {
         "row": case.name,
@@ -92,9 +105,9 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 def make_programs(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """Return the programs of one round: bench_model.py on each GPU alone (`ranks` 1), or once on all ranks.
+    """Return the processes for one round: one per GPU if `ranks` is 1, or a single one with several ranks.
 
-    gpus: the number of GPUs of this host.
+    gpus: the number of GPUs on this host.
     """
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
@@ -117,7 +130,7 @@ def make_programs(
 
 
 def measure_round(programs: Sequence[Program]) -> list[Result]:
-    """Run the programs at the same time and return their results."""
+    """Run several processes of bench_model.py at the same time and return their results."""
     results = []
     for program, status in zip(programs, run_together(programs), strict=True):
         written = program.log.with_suffix(".json")
@@ -129,9 +142,10 @@ def measure_round(programs: Sequence[Program]) -> list[Result]:
 
 
 def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[float]) -> Result:
-    """Return the figures of a case.
+    """Return the speed and memory of a benchmark case.
 
-    rounds: per round, the results measured at the same time. alone: the speed of each GPU alone, [] if unknown.
+    rounds: for each round, the results that were measured at the same time. alone: the speed of each GPU in single-GPU
+    training, in tokens/s, or [] if it was not measured.
     """
     found = [r for results in rounds for r in results]
     if reason := next((r["reason"] for r in found if "reason" in r), None):
@@ -148,7 +162,7 @@ def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[fl
     if ranks == 1:
         result["alone"] = speeds
     elif alone:
-        # on a CPU, one measurement counts for all ranks
+        # on a CPU, a single measurement is used for all ranks
         used = alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks
         result["share_of_alone"] = result["tokens_per_second"] / sum(used)
     return result
@@ -159,7 +173,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     counts = [2**n for n in range(gpus.bit_length())] if gpus else [1, 2]
     options.gpus = sorted(set(options.gpus or counts))
     if gpus and max(options.gpus) > gpus:
-        raise ValueError(f"--gpus {max(options.gpus)}: this host has only {gpus}")
+        raise ValueError(f"--gpus {max(options.gpus)}: this host has only {gpus} GPUs")
     cases = chosen_cases(options)
     results = [describe_case(options, case, ranks) for ranks in options.gpus for case in cases.values()]
     rounds: list[list[list[Result]]] = [[] for _ in results]

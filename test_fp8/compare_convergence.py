@@ -4,22 +4,23 @@
     python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
         [--row NAME key=value ...]... [--max_steps N] [--work_dir DIR] [--output FILE.json] [-- --key value ...]
 
-Each case is a run of train/train.py in --work_dir/NAME, with CONFIG, the keys after -- and the keys of the case. By
-default, all cases have the same seed and the same samples in the same order. --row adds a case, given by keys of the
-training configuration:
+Each benchmark case is a run of train/train.py in the folder --work_dir/NAME. Its configuration consists of CONFIG, the
+keys after -- and the keys of the case. By default, all cases have the same seed and train on the same samples in the
+same order. --row adds a case, which is defined by keys of the training configuration:
 
     --row fp8_lm_head precision.compute=fp8 precision.bf16_modules=[]
     --row bf16_seed43 precision.compute=bf16 seed=43
     --row branch precision.compute=fp8 resume_from_checkpoint=RUN/checkpoints/step-00000700 allow_changes_on_resume=true
 
-After a stop, run the same command again: unfinished cases resume, and finished cases are not trained again. --work_dir
-keeps the last checkpoint of each case.
+To continue after an interruption, run the same command again. Unfinished cases resume, and finished cases are not
+trained again. --work_dir keeps the last checkpoint of each case.
 
-Differences are in percent of the --baseline's evaluation loss. "last tenth" is the difference of the training losses
-over the last tenth of the steps, with its standard error. "equal loss" is the speedup in step time until both runs
-reach the worse of their two final losses. To see the seed noise, add a case with another seed.
+Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
+the training losses in the last tenth of the steps, with its standard error. "equal loss" is the speedup at equal loss:
+the time until the baseline reaches the worse of the two final losses, divided by the time of the other run. To see the
+seed noise, add a case with another seed.
 
-Exit status: 1 if a case with the baseline's seed and optimizer misses the tolerance; 2 if a run failed.
+The exit status is 1 if a case with the baseline's seed and optimizer misses the tolerance, and 2 if a run failed.
 """
 
 from __future__ import annotations
@@ -54,21 +55,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "muon": {"precision.compute": "bf16", "optim": "muon"},
     **{f"muon_{recipe}": {**overrides, "optim": "muon"} for recipe, overrides in FP8.items()},
 }
-# Keep one checkpoint, written when the run stops or ends.
+# Write a checkpoint only when the run stops or is complete, and keep only the newest one.
 SAVE_OPTIONS = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
-    option("config", "train_config_convergence", "training configuration", nargs="?", metavar="CONFIG"),
-    option("--rows", ["bf16", *RECIPES], "cases to train", nargs="*", choices=list(PRESETS)),
+    option("config", "train_config_convergence", "Training configuration.", nargs="?", metavar="CONFIG"),
+    option("--rows", ["bf16", *RECIPES], "Names of the cases to train.", nargs="*", choices=list(PRESETS)),
     *shared(row=[]),
-    option("--baseline", "bf16", "case to compare the others with"),
+    option("--baseline", "bf16", "Name of the case with which the other cases are compared."),
     option(
-        "--tolerance", 0.005, "allowed relative difference of the evaluation loss", type=between(0, 1, float)
+        "--tolerance",
+        0.005,
+        "Largest allowed relative difference in evaluation loss.",
+        type=between(0, 1, float),
     ),
-    option("--max_steps", None, "steps per run; default: CONFIG's", type=positive),
-    option("--nproc", 1, "processes per run, one GPU each", type=positive),
-    option("--work_dir", Path("output/compare_convergence"), "folder of the runs", type=Path),
+    option("--max_steps", None, "Number of steps per run. Default: max_steps in CONFIG.", type=positive),
+    option("--nproc", 1, "Number of processes per run, with one GPU each.", type=positive),
+    option(
+        "--work_dir",
+        Path("output/compare_convergence"),
+        "Folder that contains the folders of all runs.",
+        type=Path,
+    ),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -89,16 +98,16 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the cases of --rows and --row, the baseline first. Raises CaseError."""
+    """Return the benchmark cases that --rows and --row select, starting with the baseline. Raises CaseError."""
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
     if options.baseline not in cases:
-        raise CaseError(f"--baseline {options.baseline}: unknown case; choose from {', '.join(cases)}")
+        raise CaseError(f"--baseline {options.baseline}: unknown case; choose one of {', '.join(cases)}")
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 
 def training_command(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return the arguments of train.py for a case. If its run has a checkpoint, it resumes from that."""
+    """Return the arguments with which train.py trains a benchmark case. A run that has a checkpoint resumes."""
     folder = options.work_dir.resolve() / case.name
     has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
     return [
@@ -113,7 +122,10 @@ def training_command(case: Case, options: argparse.Namespace) -> list[str]:
 
 
 def train(case: Case, options: argparse.Namespace) -> list[Result]:
-    """Run train.py for the remaining steps of a case and return its records. Raises ValueError if the run fails."""
+    """Train the remaining steps of a benchmark case and return the records in metrics.jsonl.
+
+    Raises ValueError if the run fails.
+    """
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     ranks = options.nproc if options.nproc > 1 else 0
@@ -124,9 +136,10 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
 
 
 def read_records(folder: Path) -> list[Result]:
-    """Return the records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, per step.
+    """Return the records in metrics.jsonl of a run, merged into one record per step.
 
-    Not every record has every key. An evaluation after a resume is a separate line of the file.
+    The keys of a record are "step", "tokens", "loss", "eval_loss", "tokens_per_second" and others. Not every record has
+    every key. After a resume, the evaluation of a step is a separate line in the file.
     """
     records: dict[int, Result] = {}
     for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
@@ -136,15 +149,16 @@ def read_records(folder: Path) -> list[Result]:
 
 
 def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of the records that have `key`."""
+    """Return the steps and the values of all records that contain `key`, as two lists."""
     points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Return (seconds of steps so far, record) for each record, without evaluations and saves.
+    """Return each record with the training time up to its step, in seconds, without evaluations and saves.
 
-    An interval below half of the median speed includes compilation or graph capture, so it counts at the median speed.
+    A log interval below half of the median speed includes compilation or graph capture. The median speed is used for
+    such an interval.
     """
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
@@ -157,14 +171,17 @@ def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
 
 
 def speed(records: Sequence[Result]) -> float:
-    """Return tokens/s of the steps, without the first interval if there are more."""
+    """Return the training speed in tokens/s, without the first log interval if there are several."""
     timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
     (begin, first), (end, last) = timed[0], timed[-1]
     return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
 
 
 def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
-    """Return the seconds of steps until the evaluation loss is `loss`, interpolated between evaluations, or None."""
+    """Return the training time until the evaluation loss reaches `loss`, in seconds, or None if it never does.
+
+    The time is interpolated between evaluations.
+    """
     points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
@@ -175,9 +192,9 @@ def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
 
 
 def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """Return the seconds until both runs reach the worse of their two final evaluation losses, and the speedup.
+    """Return the time that each of two runs needs to reach the same evaluation loss, and the ratio of the times.
 
-    "ratio" is the baseline's time divided by this run's.
+    The loss is the worse of the two final evaluation losses. "ratio" is the baseline's time divided by the other time.
     """
     loss = max(training[-1]["eval_loss"] for training in (own, base))
     seconds, others = seconds_to_loss(own, loss), seconds_to_loss(base, loss)
@@ -186,9 +203,10 @@ def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
 
 
 def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """Return the mean difference of the training losses over the last tenth of the logged steps and its standard error.
+    """Return the mean difference between two runs' training losses in the last tenth of the logged steps.
 
-    In percent of the baseline's loss. Covers many more tokens than an evaluation. Both runs must see the same samples.
+    The mean and its standard error are in percent of the baseline's loss. The mean covers many more tokens than an
+    evaluation. Both runs must train on the same samples.
     """
     losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
     differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
@@ -198,12 +216,15 @@ def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
 
 
 def percent(value: float, baseline: float) -> float:
-    """Return `value` - `baseline` in percent of `baseline`."""
+    """Return the difference between `value` and `baseline`, in percent of `baseline`."""
     return (value / baseline - 1) * 100
 
 
 def health(records: Sequence[Result]) -> Result | None:
-    """Return the number of FP8 health checks and alarms, and the worst value of each statistic; None without checks."""
+    """Summarize the FP8 health checks of a run, or return None if there are none.
+
+    The summary contains the number of checks, the number of alarms, and the worst value of each statistic.
+    """
     checks = [record for record in records if record.get(FP8_HEALTH)]
     worst: dict[str, float] = {}
     for record in checks:
@@ -215,7 +236,7 @@ def health(records: Sequence[Result]) -> Result | None:
 
 
 def make_result(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
-    """Return the figures of a run and its comparison with the baseline."""
+    """Return the report entry for a run, with its losses, its speed and the comparison with the baseline."""
     steps, losses = column(own, "loss")
     eval_steps, eval_losses = column(own, "eval_loss")
     base_losses = column(base, "eval_loss")[1]
@@ -248,9 +269,9 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Train all cases and compare them.
+    """Train all benchmark cases and compare the losses with the baseline.
 
-    Raises ValueError if a configuration is invalid, before any training, or if a run fails.
+    Raises ValueError if a configuration is invalid, before any training starts, or if a run fails.
     """
     cases = chosen_cases(options)
     configs = [
@@ -278,7 +299,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     curves = {r["row"]: r["curves"] for r in results}
     panels = {
         "training loss": {name: (c["step"], c["loss"]) for name, c in curves.items()},
-        "evaluation loss to the baseline's (%)": {
+        "evaluation loss, difference to the baseline (%)": {
             name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
         },
     }

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""Compare the gradients of FP8 and bf16 with float32, at the same weights and on the same samples.
+"""Compare FP8 and bf16 gradients with float32 gradients, for the same weights and the same samples.
 
     python test_fp8/compare_gradients.py --init_from output/RUN/hf --data data/pretrain [--output FILE.json]
 
-Two training runs differ by seed noise, which hides a difference of half a percent. This comparison has no such noise.
+Two training runs differ by seed noise, which hides differences of half a percent. This comparison has no seed noise.
 
-"loss": difference to the float32 loss. "error": |g - r| / |r| over all parameters, where r is the float32 gradient. It
-is reported for a micro-batch (mean over --batches) and for the sum of all micro-batches. Noise averages out in the sum,
-so the error of the sum is systematic. "along": (g . r) / (r . r) of the sum; below 1, the gradient is too short.
-"worst": the largest error of the sum in one weight matrix.
+The table has the following columns, where g is the gradient in FP8 or bf16, and r is the float32 gradient:
 
-Trained weights are more informative than random ones: pass the Hugging Face folder of a run as --init_from. Without a
-GPU, the CPU reference computes the cases. float32 always uses the reference modules with torch's SDPA.
+    loss      difference to the float32 loss
+    error     |g - r| / |r| over all parameters for a micro-batch, as a mean over --batches micro-batches
+    of sum    |g - r| / |r| for the gradients summed over all micro-batches; random errors average out in this sum
+    along     (g . r) / (r . r) for the summed gradients; the gradient is too small if this value is below 1
+    worst     the largest "of sum" of a single weight matrix
+
+Trained weights give more realistic results than random weights. To use them, pass the Hugging Face folder of a run as
+--init_from. Without a GPU, the CPU reference implementation computes FP8 and bf16. float32 always uses this
+implementation, with torch's SDPA.
 """
 
 from __future__ import annotations
@@ -26,11 +30,23 @@ from test_fp8.common.options import DeviceDefault, model_config, option, positiv
 from test_fp8.model.cases import PRECISIONS
 
 OPTIONS = [
-    option("--config", DeviceDefault("mistral_0.4b", "tiny"), "model with random weights", type=model_config),
-    option("--init_from", None, "Hugging Face folder with weights, instead of --config", type=model_config),
-    option("--data", None, "prepared data; default: random tokens", type=Path, metavar="FOLDER"),
-    option("--rows", list(PRECISIONS), "cases to compute", nargs="+", choices=list(PRECISIONS)),
-    option("--batches", 8, "number of micro-batches", type=positive),
+    option(
+        "--config",
+        DeviceDefault("mistral_0.4b", "tiny"),
+        "Model configuration. The weights are random.",
+        type=model_config,
+    ),
+    option(
+        "--init_from",
+        None,
+        "Hugging Face folder with a trained model, which replaces --config.",
+        type=model_config,
+    ),
+    option("--data", None, "Folder with prepared data. Default: random tokens.", type=Path, metavar="FOLDER"),
+    option(
+        "--rows", list(PRECISIONS), "Names of the precisions to compare.", nargs="+", choices=list(PRECISIONS)
+    ),
+    option("--batches", 8, "Number of micro-batches to compare.", type=positive),
     *shared(micro_batch=2, seq_length=DeviceDefault(2048, 64)),
 ]
 COLUMNS: report.Columns = {

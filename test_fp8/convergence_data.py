@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Prepare reproducible real text for compare_convergence.py: pinned packages -> texts -> tokenizer -> prepared data.
+"""Prepare reproducible training data from real text for compare_convergence.py.
 
     python test_fp8/convergence_data.py --work_dir DIR [--packages FILE] [--workers 2] [--output FILE.json]
 
-pip downloads the wheels of test_fp8/packages.txt by sha256 and runs none of their code. The program extracts source
-code and documents to DIR/texts and trains a tokenizer on both. train/prepare_data.py filters the texts (documents with
---quality gopher_repetition), removes near duplicates (--dedup minhash) and tokenizes them. The results are
-DIR/tokenizer, DIR/code and DIR/documents, the two data sources of train_config_evidence.json. Existing wheels,
-tokenizers and prepared folders are reused: for other options, choose another DIR."""
+pip downloads the wheels that test_fp8/packages.txt pins by sha256, without running their code. This script extracts
+source code and documents from the wheels to DIR/texts, and trains a tokenizer on both. train/prepare_data.py removes
+near duplicates (--dedup minhash) and tokenizes the texts. For documents, it also filters repetitive text (--quality
+gopher_repetition).
+
+The results are DIR/tokenizer and the two data sources for train_config_evidence.json, DIR/code and DIR/documents.
+Existing wheels, tokenizers and prepared folders are reused, so choose another DIR for other options."""
 
 from __future__ import annotations
 
@@ -38,13 +40,14 @@ SUFFIXES = {
     **dict.fromkeys(".py .pyi .pyx .pxd .c .h .cc .cpp .hpp .cu .cuh .js .ts .go .rs .java .sql .sh".split(), "code"),
     **dict.fromkeys(".md .rst .txt .tex".split(), "documents"),
 }  # fmt: skip
-# Filters of source code: StarCoder's (Li et al. 2023, arXiv:2305.06161, section 3.1), CodeParrot's before it.
+# Filters for source code from StarCoder (Li et al. 2023, arXiv:2305.06161, section 3.1), which adopted them from
+# CodeParrot.
 MAX_LINE, MAX_MEAN_LINE, MIN_ALPHANUMERIC, HEAD_LINES = 1000, 100, 0.25, 10
 GENERATED = re.compile(
     r"(auto|code|file|was|is)[ -]?(automatically )?generated|do not (edit|modify)", re.IGNORECASE
 )
 MAX_BYTES, MIN_BYTES = 1_000_000, 200
-# In bytes of UTF-8. A character that is not ASCII counts as a letter.
+# Bytes in UTF-8 text that count as letters or digits. All characters outside ASCII count as letters.
 ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 PLATFORMS = ("any", *(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_17", "2014")))
 PIP_OPTIONS = [
@@ -54,14 +57,16 @@ PIP_OPTIONS = [
 ]
 
 OPTIONS = [
-    option("--packages", ROOT / "test_fp8/packages.txt", "list of pinned wheels", type=Path),
-    option("--work_dir", None, "folder for all output", type=Path, required=True, metavar="DIR"),
-    option("--vocab_size", 32_000, "vocabulary size of the tokenizer", type=between(260)),
-    option("--tokenizer_bytes", 40_000_000, "bytes of text to train the tokenizer on", type=positive),
-    option("--eval_fraction", 0.005, "fraction of the documents for evaluation", type=float),
-    option("--workers", 1, "processes of prepare_data.py", type=positive),
+    option("--packages", ROOT / "test_fp8/packages.txt", "File with the list of pinned wheels.", type=Path),
+    option("--work_dir", None, "Folder for all output files.", type=Path, required=True, metavar="DIR"),
+    option("--vocab_size", 32_000, "Vocabulary size of the tokenizer.", type=between(260)),
+    option(
+        "--tokenizer_bytes", 40_000_000, "Amount of text for training the tokenizer, in bytes.", type=positive
+    ),
+    option("--eval_fraction", 0.005, "Fraction of the documents in the eval split.", type=float),
+    option("--workers", 1, "Number of processes for prepare_data.py.", type=positive),
 ]
-# The quality rules are made for prose, not for code.
+# The quality filter is designed for prose, not for code.
 QUALITY = {"code": [], "documents": ["--quality", "gopher_repetition"]}
 COLUMNS: report.Columns = {
     "source": ("source", "<"),
@@ -76,9 +81,9 @@ COLUMNS: report.Columns = {
 
 
 def download(packages: Path, folder: Path) -> dict[str, Path]:
-    """Download the wheels of packages.txt with pip, which checks their hashes and runs none of their code.
+    """Download the wheels listed in packages.txt with pip, which checks the hashes and does not run code.
 
-    Returns name -> wheel. Raises ValueError if pip fails.
+    Returns a dictionary from package names to wheels. Raises ValueError if pip fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     command = [
@@ -103,7 +108,7 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
 
 
 def skip_reason(text: str, kind: str) -> str | None:
-    """Return why a text is skipped because it is not source code or prose written by a person, or None."""
+    """Return why a text is not used for training, for example because it is generated code, or None if it is used."""
     data = text.encode()
     if len(data) < MIN_BYTES:
         return f"under {MIN_BYTES} bytes"
@@ -124,7 +129,10 @@ def skip_reason(text: str, kind: str) -> str | None:
 
 
 def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, path, text) of the texts of a wheel, ordered by path. Count skipped files in `skipped`."""
+    """Yield (kind, path, text) for each text file in a wheel, ordered by path.
+
+    Files that are not used are counted in `skipped`, by reason.
+    """
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
             path = PurePosixPath(entry.filename)
@@ -138,7 +146,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
             except (UnicodeDecodeError, SyntaxError):
                 skipped["not UTF-8, nor what it says"] += 1
                 continue
-            if is_metadata:  # the README of the package
+            if is_metadata:  # METADATA contains the README of the package
                 found = email.message_from_string(text)
                 text = str(found.get_payload() or found.get("Description") or "")
             text = text.replace("\r\n", "\n")
@@ -149,7 +157,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
 
 
 def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
-    """Write the texts of a wheel to `folder`/KIND/NAME.jsonl and return the counts."""
+    """Write the texts in a wheel to `folder`/KIND/NAME.jsonl. Return the numbers of texts, bytes and skipped files."""
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
@@ -164,7 +172,7 @@ def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
 
 
 def make_result(kind: str, counts: Counter[str], folder: Path) -> Result:
-    """Return the counts of the texts of one kind."""
+    """Return the report entry for one kind of text, "code" or "documents"."""
     manifest, skipped = read_manifest(folder), f"left out: {kind}"
     return {
         "source": kind,

@@ -1,15 +1,17 @@
-"""Measure one Linear, forward and backward, in fp32, bf16 and FP8 with each recipe.
+"""Measure the forward and backward pass of a linear layer in fp32, bf16 and FP8 with each recipe.
 
     python test_fp8/test_fp8.py                                              HARE's shapes
     python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   other shapes
 
-fp32 (IEEE, no TF32) and bf16 use torch.nn.Linear. FP8 uses te.Linear on bf16 parameters; the time includes the
-quantization of input, weight and gradient. Each case is launched normally ("eager") and as a CUDA graph ("graph"). A
-result is first compared with float32; a wrong one is reported without a speed. The figures are medians of forward +
-backward, with 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and of the forward alone.
-The precisions of a shape alternate. On a GPU, the speed of plain matrix products is measured too ("ceiling").
+fp32 (IEEE, without TF32) and bf16 use torch.nn.Linear. FP8 uses te.Linear with bf16 parameters, and the measured time
+includes the quantization of input, weight and gradient. Each precision is measured with normal kernel launches
+("eager") and with a CUDA graph ("graph"). Results are first compared with float32, and no speed is reported for wrong
+results. The figures are medians for forward and backward, with 6 x rows x in x out FLOPs (Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1), and for the forward pass alone. All precisions of a shape are measured alternately. On a
+GPU, "ceiling" compares the speed with that of plain matrix products.
 
-Without a GPU, FP8 runs as the CPU reference on smaller shapes. Results are correct, but speeds are meaningless.
+Without a GPU, the CPU reference implementation computes FP8 on smaller shapes. The results are correct, but the speeds
+are meaningless.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ OPTIONS = [
     option(
         "--shapes",
         DeviceDefault(HARE_SHAPES, CPU_SHAPES),
-        "shapes to measure",
+        "Shapes of the linear layers to measure.",
         nargs="+",
         type=parse_shape,
         metavar="BATCHxROWSxIN:OUT",
     ),
-    option("--recipes", list(HOPPER_RECIPES), "FP8 recipes to measure", nargs="+", choices=RECIPES),
-    option("--iterations", DeviceDefault(20, 3), "maximum number of timed samples", type=positive),
+    option("--recipes", list(HOPPER_RECIPES), "FP8 recipes to measure.", nargs="+", choices=RECIPES),
+    option(
+        "--iterations",
+        DeviceDefault(20, 3),
+        "Maximum number of timed samples for each measurement.",
+        type=positive,
+    ),
 ]
 COLUMNS: report.Columns = {
     "shape": ("shape", "<"),
@@ -65,7 +72,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     gpu = torch.cuda.is_available()
     precisions = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(options.recipes))]
     results: list[report.Result] = []
-    # use a side stream from the start: work on the default stream cannot be captured
+    # use a side stream from the start, because work on the default stream cannot be captured in a CUDA graph
     with torch.cuda.stream(torch.cuda.Stream() if gpu else None):
         ceilings = measure_ceilings(20)
         for shape in options.shapes:
@@ -77,7 +84,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         {"iterations": options.iterations, "ceilings": ceilings},
         failures=[]
         if any(r["ran_fp8"] for r in report.measured(results))
-        else ["no case ran in FP8; see the reasons above"],
+        else ["no measurement ran in FP8; see the reasons above"],
     )
 
 

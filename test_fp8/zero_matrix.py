@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Check that every ZeRO stage computes the same training as one rank.
+"""Check that training with any ZeRO stage on several ranks is equivalent to training on one rank.
 
-Covers each stage with each variant, in bf16 and each FP8 recipe, with and without recomputation. Also covers Muon,
-optimizer states in lower precision, and offloading.
+The check covers each ZeRO stage with each model variant, in bf16 and each FP8 recipe, with and without gradient
+checkpointing. It also covers Muon, low-precision optimizer states and offloading.
 
     python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--rows 'zero3-*'] [--output FILE.json]
 
-Each case trains one configuration of train/train.py on one rank and on --ranks, with the same tokens in each step. A
-case passes if the losses and gradient norms of all steps are equal within the tolerance, or if train/launch.py refuses
-the configuration. Exit status: 1 if a case does not pass."""
+Each test case is a training configuration, which train/train.py trains on one rank and on --ranks ranks with the same
+tokens in each step. A case passes if losses and gradient norms agree within the tolerance in all steps, or if
+train/launch.py refuses the configuration. The exit status is 1 if a case does not pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from train.record.run_folder import RunFolder
 
 SEQ_LENGTH = 64
 MICRO_BATCH = 2
-ACCUMULATION = 2  # with several ranks; one rank accumulates `ranks` times as many micro-batches
+ACCUMULATION = 2  # on several ranks; a single rank accumulates as many micro-batches as all ranks together
 VOCAB = 512
 SWITCHES: list[dict[str, Any]] = [
     *({"precision__optimizer_states": states} for states in ("bf16_remainder", "int8", "fp8")),
@@ -53,9 +53,10 @@ SWITCHES: list[dict[str, Any]] = [
     *({f"zero_optimization__{name}": "cpu"} for name in ("offload_optimizer", "offload_param")),
 ]
 PRECISIONS = ("bf16", "fp8")
-# Largest allowed relative differences: over all steps, and in the first step, before the weights differ. The measured
-# values are in docs/validation.md. The tolerance of FP8 is wider, because a different rounding of a sum can change the
-# FP8 number. Also, delayed scaling updates its scales per micro-batch, and each of several ranks has fewer of them.
+# Largest allowed relative differences over all steps, and in the first step, in which the weights are still equal.
+# docs/validation.md has the measured values. The tolerance for FP8 is wider, because a different rounding of a sum can
+# change an FP8 number. Also, delayed scaling updates its scales in each micro-batch, and with several ranks each rank
+# has fewer micro-batches.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
     "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
@@ -63,9 +64,20 @@ TOLERANCE = {
 }
 
 OPTIONS = [
-    option("--ranks", 2, "number of ranks, one GPU each if there are GPUs", type=between(2)),
-    option("--steps", 4, "steps per run", type=positive),
-    option("--rows", ["*"], "cases to run: name patterns with * and ?", nargs="+", metavar="PATTERN"),
+    option(
+        "--ranks",
+        2,
+        "Number of ranks for the comparison with one rank. On a host with GPUs, each rank uses one.",
+        type=between(2),
+    ),
+    option("--steps", 4, "Number of training steps per run.", type=positive),
+    option(
+        "--rows",
+        ["*"],
+        "Names of the cases to run. The wildcards * and ? are allowed.",
+        nargs="+",
+        metavar="PATTERN",
+    ),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -78,7 +90,10 @@ COLUMNS: report.Columns = {
 
 
 def make_case(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
-    """Return a case. `more`: further keys with "__" for the dots; zero_optimization__NAME is a key of DeepSpeed."""
+    """Return a test case for a ZeRO stage, a model variant and a precision.
+
+    more: further configuration keys, with "__" instead of dots. zero_optimization__NAME sets a DeepSpeed key.
+    """
     deepspeed = json.loads((ROOT / f"train_args/ds_config_zero{stage}.json").read_text(encoding="utf-8"))
     overrides: dict[str, Any] = {"model.variant": variant, "precision.compute": precision}
     recipes = VARIANTS[variant].recipes
@@ -96,10 +111,11 @@ def make_case(stage: int, variant: str, precision: str, recompute: bool = False,
 
 
 def matrix() -> Iterator[Case]:
-    """Yield all cases.
+    """Yield all test cases.
 
-    First each stage with each variant, precision and recipe, with and without recomputation. Then optimizers, optimizer
-    states, gradients and offloading with te_layer in FP8.
+    The first cases combine each ZeRO stage with each model variant, precision and recipe, with and without gradient
+    checkpointing. The other cases vary optimizer, optimizer states, gradient communication and offloading, and train
+    te_layer in FP8.
     """
     for stage, variant, precision, recompute in product(range(4), VARIANTS, PRECISIONS, (False, True)):
         yield make_case(stage, variant, precision, recompute)
@@ -107,14 +123,14 @@ def matrix() -> Iterator[Case]:
             if recipe == "mxfp8":
                 continue
             yield make_case(stage, variant, precision, recompute, precision__recipe=recipe)
-    for recompute in (False, True):  # on a GPU it is compiled, and the configuration is refused
+    for recompute in (False, True):  # by default, torchao is compiled on a GPU, and ZeRO 3 is refused
         yield make_case(3, "torchao", "fp8", recompute, model__compile=False)
     for stage, switch in product(range(4), SWITCHES):
         yield make_case(stage, "te_layer", "fp8", False, **switch)
 
 
 def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
-    """Return the training configuration of a case. A step has the same tokens with one rank and with `ranks`."""
+    """Return the training configuration of a test case. A step has the same tokens on one rank and on several ranks."""
     return case.configured(
         {
             "model": {"config": "tiny"},
@@ -130,14 +146,14 @@ def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[st
             "logging_steps": 1,
             "max_eval_samples": 2,
             "save_strategy": "no",
-            "hang_timeout_s": 180,  # includes the first step, in which torch.compile may compile
+            "hang_timeout_s": 180,  # torch.compile may compile in the first step
             "resume_from_checkpoint": "never",
         }
     )
 
 
 def make_data(folder: Path) -> Path:
-    """Write prepared data in which each token depends mostly on the previous one, so that the model can learn."""
+    """Write prepared data that a model can learn, because each token depends mostly on the previous token."""
     random = np.random.default_rng(1)
     tokens = np.zeros(40_000, dtype=np.int64)
     noise = random.integers(0, 4, len(tokens))
@@ -147,9 +163,9 @@ def make_data(folder: Path) -> Path:
 
 
 def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Result]]:
-    """Train a configuration on `ranks` ranks and on one, at the same time, and return the records of both.
+    """Train a configuration on several ranks and on one rank at the same time.
 
-    Raises ValueError if a run fails.
+    Returns the records of both runs, starting with the run on several ranks. Raises ValueError if a run fails.
     """
     outputs = [folder / f"on_{n}" for n in (ranks, 1)]
     programs = []
@@ -163,14 +179,18 @@ def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Resul
 
 
 def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
-    """Compare loss and gradient norm of each step on several ranks and on one.
+    """Compare the losses and gradient norms of a run on several ranks with those of a run on one rank.
 
-    Returns these values, the largest relative differences, and "why" if one exceeds `tolerance`. The gradient norm is
-    compared because AdamW and clipping hide a constant factor of the gradient.
+    Gradient norms are compared because AdamW and clipping hide a gradient that is wrong by a constant factor.
+
+    Returns the compared values and the largest relative differences. If a difference exceeds `tolerance`, "why"
+    describes the difference.
     """
     steps = [(r["step"], r["tokens"]) for r in several]
     if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
-        return {"why": f"steps: {len(several)} on several ranks, {len(one)} on one, or different tokens"}
+        return {
+            "why": f"{len(several)} steps on several ranks and {len(one)} steps on one rank, or different tokens"
+        }
     result: Result = {}
     apart = {}
     for key in ("loss", "grad_norm"):
@@ -187,7 +207,7 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
 
 
 def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[Device] | None) -> Result:
-    """Train a case and return its outcome ("equal", "refused", "apart" or "failed") and the reason."""
+    """Train a test case, and return its outcome ("equal", "refused", "apart" or "failed") and a reason."""
     try:
         check(build_arguments(settings), ranks, ranks, devices)
     except (ValueError, UserError) as error:
@@ -203,7 +223,10 @@ def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[D
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Train all cases. Raises ValueError if there are fewer GPUs than ranks, or if no case matches a pattern."""
+    """Train all test cases that --rows selects.
+
+    Raises ValueError if the host has fewer GPUs than ranks, or if a pattern matches no case.
+    """
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         raise ValueError(f"--ranks {options.ranks}: this host has only {len(devices)} GPUs")

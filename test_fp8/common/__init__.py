@@ -1,9 +1,13 @@
-"""Shared code of the benchmarks.
+"""Code that all benchmarks share.
 
-Cases, command lines (options), programs with tables and reports (report), timing and memory (timing), the check that
-two models are equal (same_model), child processes (launch), and synthetic prepared folders (folders), which tests use
-too.
+- `cases` parses and selects benchmark cases.
+- `options` declares command-line options.
+- `report` runs a benchmark, prints its table and writes its report.
+- `timing` measures time and GPU memory.
+- `same_model` checks that two models are equal.
+- `launch` starts child processes.
+- `folders` writes prepared data with synthetic tokens, also for the tests.
 
-May import: model, train.data.format, train.data.stream, train.config, train.launchers, train.files,
-train.monitor.signals, train.record. cases, options, report and launch import torch only when they need it.
+This package may import model, train.data.format, train.data.stream, train.config, train.launchers, train.files,
+train.monitor.signals and train.record. cases, options, report and launch import torch only when they need it.
 """

@@ -1,4 +1,4 @@
-"""A case of a benchmark: a name, and the keys of the training configuration that it overrides."""
+"""Parse and select benchmark cases, which are named sets of training configuration keys."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from model.errors import UserError
 
 
 class CaseError(UserError):
-    """The cases on the command line are invalid."""
+    """An error raised for invalid benchmark cases on the command line."""
 
 
 class Unavailable(UserError):
-    """This machine cannot run the case."""
+    """An error raised if a benchmark case cannot run on this host."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case of a benchmark.
+    """A configuration that a benchmark measures.
 
-    overrides: dotted keys of the training configuration -> JSON values, or text as on a command line.
-    megatron: switches of Megatron-Core's configuration if Megatron-Core trains this case.
+    overrides: dotted training configuration keys with their values, either JSON values or command-line text.
+    megatron: keys of Megatron-Core's configuration, or None if this project's code trains the case.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Case:
     megatron: Mapping[str, bool] | None = None
 
     def texts(self) -> dict[str, str]:
-        """Return the overrides as command line arguments."""
+        """Return the configuration keys of the case with their values as command-line text."""
         return {k: v if isinstance(v, str) else json.dumps(v) for k, v in self.overrides.items()}
 
     def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the training configuration `base`, a JSON object, with the overrides.
+        """Return a copy of the training configuration `base` with the keys of the case applied.
 
-        Raises ValueError for an unknown key or an invalid value.
+        base: a JSON object. Raises ValueError for an unknown key or an invalid value.
         """
         from train.config.load import override
 
@@ -53,28 +53,35 @@ class Case:
 def parse_cases(
     given: Sequence[Sequence[str]], taken: Collection[str], allowed: Collection[str] | None = None
 ) -> dict[str, Case]:
-    """Parse --row NAME key=value ... and return the cases. `allowed` limits the keys. Raises CaseError."""
+    """Parse benchmark cases from the option --row NAME key=value ...
+
+    given: the arguments of each --row. taken: names that are already in use. allowed: the keys that a case may set, or
+    None for all keys. Raises CaseError.
+    """
     cases: dict[str, Case] = {}
     for name, *pairs in given:
         if not re.fullmatch(r"\w[\w.-]*", name) or name in taken or name in cases:
-            raise CaseError(f"--row {name}: choose a new name of letters, digits and _ - .")
+            raise CaseError(
+                f"--row {name}: the name is invalid or already in use; choose a new name of letters, digits, _, - and ."
+            )
         for pair in pairs:
             key, equals, _ = pair.partition("=")
             sections = [key] if allowed is None else allowed
             if not equals or not any(f"{key}.".startswith(f"{section}.") for section in sections):
                 raise CaseError(
-                    f"--row {name} {pair}: expected key=value with a key of {', '.join(sections)}"
+                    f"--row {name} {pair}: expected key=value, where the key starts with {', '.join(sections)}"
                 )
         cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))
     return cases
 
 
 def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> list[Case]:
-    """Return the cases whose name matches one of `patterns` (wildcards * and ?), in the order of `cases`.
+    """Return the benchmark cases whose name matches one of the patterns, in the order of `cases`.
 
-    Raises CaseError if a pattern matches no case.
+    patterns: names in which * and ? are wildcards. option: the command-line option with the patterns, for error
+    messages. Raises CaseError if a pattern matches no case.
     """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
-            raise CaseError(f"{option} {pattern}: no case matches; choose from {', '.join(cases)}")
+            raise CaseError(f"{option} {pattern}: no case has this name; choose from {', '.join(cases)}")
     return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

@@ -1,6 +1,6 @@
-"""Write prepared folders with synthetic token ids, for benchmarks and tests.
+"""Write prepared data folders with synthetic token ids, for benchmarks and tests.
 
-The ids are never decoded, so a placeholder file replaces the tokenizer.
+The token ids are never decoded, so a placeholder file replaces the tokenizer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def make_folder(
     vocab_size: int = 400,
     document_tokens: int | np.ndarray = 100,
 ) -> Path:
-    """Write a prepared folder with the token ids `splits`: split -> shards -> [tokens]. The hashes are correct.
+    """Write a prepared data folder with the given token ids, and return its path.
 
-    document_tokens: the length of every document of a shard, or the lengths of its first documents, [documents]; the
-    last document takes the rest.
+    splits: the shards of each split, as arrays of token ids. vocab_size: the vocabulary size. document_tokens: the
+    number of tokens in each document, either one number for all documents or an array with the numbers for the first
+    documents of a shard. The last document of a shard contains all remaining tokens.
     """
     folder.mkdir(parents=True)
     shards = []
@@ -48,7 +49,7 @@ def make_folder(
 
 
 def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
-    """Write the placeholder for the tokenizer, and the manifest."""
+    """Write the manifest and the tokenizer placeholder of a prepared data folder."""
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
     documents = sum(shard.documents for shard in shards)

@@ -1,4 +1,4 @@
-"""Start programs of this repository as child processes that end when this process ends."""
+"""Start scripts of this repository as child processes, which are stopped when the parent process exits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from train.monitor.signals import signal_on_parent_exit
 
 @dataclass
 class Program:
-    """A program to start: `script` with `options` on `ranks` processes (0: without the launcher).
+    """A script of this repository to run in child processes.
 
-    log: file to append the output to. gpus: indices among the GPUs visible to this process; None: all.
+    script: path in the repository. options: command-line arguments. log: file to which the output is appended.
+    ranks: number of processes, or 0 for one process without the launcher. gpus: indices of the GPUs to use among those
+    that are visible to this process, or None for all.
     """
 
     script: str
@@ -40,31 +42,31 @@ class Program:
         return environment
 
     def start(self) -> subprocess.Popen:
-        """Start the program. When this process ends for any reason, the kernel sends SIGTERM to the program."""
+        """Start the script in a child process. If this process exits, the kernel sends SIGTERM to the child process."""
         with self.log.open("a", encoding="utf-8") as log:
             return subprocess.Popen(
                 self.command(),
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches only this process
+                start_new_session=True,  # Ctrl-C interrupts only this process
                 preexec_fn=signal_on_parent_exit(signal.SIGTERM),
             )
 
     def last_lines(self) -> str:
-        """Return the end of the log, for a message."""
+        """Return the last three lines of the script's log, for error messages."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return "\n".join([line.strip()[:500] for line in lines if line.strip()][-3:]) or "no output"
 
 
 def run_together(programs: Sequence[Program]) -> list[int]:
-    """Run all programs at the same time and return their exit statuses."""
+    """Run several scripts at the same time and return their exit statuses."""
     running = [program.start() for program in programs]
     return [process.wait() for process in running]
 
 
 def run(*programs: Program) -> None:
-    """Run all programs at the same time. Raises ValueError if one fails."""
+    """Run several scripts at the same time. Raises ValueError if one of them fails."""
     for program, status in zip(programs, run_together(programs), strict=True):
         if status:
             raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")

@@ -1,4 +1,7 @@
-"""Command lines of the benchmarks. Does not import torch, so that --help and argument errors appear at once."""
+"""Declare and parse command-line options for the benchmarks.
+
+This module does not import torch, so --help and argument errors are printed without delay.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,17 @@ positive = between(1)
 
 
 class DeviceDefault(NamedTuple):
-    """A default with one value for machines with a GPU and one for machines without."""
+    """The default of an option, with one value for hosts with a GPU and one for hosts without."""
 
     gpu: Any
     cpu: Any
 
 
 class Option(NamedTuple):
-    """An option, or a positional argument if `name` has no dashes. `keywords` are arguments of add_argument."""
+    """A command-line option, or a positional argument if `name` has no dashes.
+
+    keywords: further arguments for argparse's add_argument.
+    """
 
     name: str
     default: Any
@@ -35,10 +41,12 @@ class Option(NamedTuple):
     keywords: dict[str, Any]
 
     def describe(self) -> str:
-        """Return the help text with the default."""
+        """Return the help text of the option, followed by the default."""
         values = self.default if isinstance(self.default, DeviceDefault) else (self.default,)
         shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
-        default = "" if self.default in (None, False, []) else f"; default: {', without a GPU '.join(shown)}"
+        default = (
+            "" if self.default in (None, False, []) else f" Default: {' or, without a GPU, '.join(shown)}."
+        )
         return (self.help + default).replace("%", "%%")
 
 
@@ -47,7 +55,7 @@ def option(name: str, default: Any, help: str, **keywords: Any) -> Option:
 
 
 def model_config(text: str) -> str:
-    """Check that a model configuration exists (an argparse type)."""
+    """Argparse type for the name or path of an existing model configuration."""
     try:
         config_file(text)
     except ValueError as error:
@@ -55,33 +63,39 @@ def model_config(text: str) -> str:
     return text
 
 
-# Options of several programs: help text and argparse's keywords.
+# Options that several benchmarks share, with the help text and further arguments for argparse.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "--config": ("model configuration", {"type": model_config}),
+    "--config": ("Name or path of the model configuration.", {"type": model_config}),
     "--row": (
-        "add a case: its name and keys of the training configuration",
+        "Add a case with this name, which is defined by keys of the training configuration.",
         {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")},
     ),
-    "--micro_batch": ("samples per micro-batch", {"type": positive}),
-    "--seq_length": ("tokens per sample", {"type": positive}),
-    "--accumulation": ("micro-batches per step", {"type": positive}),
-    "--rounds": ("measurements of each case", {"type": positive}),
-    "--steps": ("minimum number of timed steps per round", {"type": positive}),
+    "--micro_batch": ("Number of samples per micro-batch.", {"type": positive}),
+    "--seq_length": ("Number of tokens per sample.", {"type": positive}),
+    "--accumulation": ("Number of micro-batches per optimizer step.", {"type": positive}),
+    "--rounds": ("Number of measurements for each case.", {"type": positive}),
+    "--steps": ("Minimum number of timed steps per round.", {"type": positive}),
     "--seconds": (
-        "seconds of timing per round; at least 4 passes or --steps steps are timed",
+        "Duration of the timing per round, in seconds. At least 4 passes or --steps steps are timed.",
         {"type": between(0, 1000, float)},
     ),
-    "--deterministic": ("use deterministic kernels, as train.py does by default", {"action": "store_true"}),
-    "--output": ("write a JSON report", {"type": json_file, "metavar": "FILE.json"}),
+    "--deterministic": (
+        "Use deterministic GPU kernels, as train.py does by default.",
+        {"action": "store_true"},
+    ),
+    "--output": ("Write a JSON report to this file.", {"type": json_file, "metavar": "FILE.json"}),
 }
 
 
 def shared(**defaults: Any) -> list[Option]:
-    """Return options of `SHARED` with these defaults."""
+    """Return options that several benchmarks share, with the given defaults.
+
+    defaults: names of options in `SHARED`, without dashes, and their defaults.
+    """
     return [Option(f"--{name}", default, *SHARED[f"--{name}"]) for name, default in defaults.items()]
 
 
-# Options of bench_model.py and bench_scaling.py for measuring whole steps.
+# Options with which bench_model.py and bench_scaling.py measure whole optimizer steps.
 STEP_OPTIONS = shared(
     config=DeviceDefault("hare_1.1b", "tiny"),
     row=[],
@@ -94,7 +108,10 @@ STEP_OPTIONS = shared(
 
 
 class Options(argparse.ArgumentParser):
-    """Argument parser of the program `file`. `text` is its description."""
+    """The argument parser for a benchmark.
+
+    file: path of the benchmark script. text: description for --help. options: options in addition to --output.
+    """
 
     def __init__(self, file: str, text: str | None, options: Sequence[Option]):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,21 +120,21 @@ class Options(argparse.ArgumentParser):
             self.add_argument(one.name, default=one.default, help=one.describe(), **one.keywords)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Parse a command line. The arguments after -- become `extra_arguments`."""
+        """Parse the command line. All arguments after -- are returned as `extra_arguments`."""
         split = argv.index("--") if "--" in argv else len(argv)
         options = self.parse_args(argv[:split])
         options.extra_arguments = argv[split + 1 :]
         return options
 
     def command(self, argv: list[str]) -> str:
-        """Return the command line for the report, without folders of this machine."""
+        """Return the command line for the report, in which paths are reduced to file names."""
         ranks = os.environ.get("WORLD_SIZE", "1")
         launcher = ["train/launch.py", "--nproc", ranks] if ranks != "1" else []
         return shlex.join(["python", *launcher, self.program, *map(strip_folders, argv)])
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
-    """Replace each `DeviceDefault` by its value for this machine."""
+    """Replace each `DeviceDefault` by its value for this host, which depends on whether it has a GPU."""
     import torch
 
     for key, value in vars(options).items():
@@ -126,5 +143,5 @@ def choose_defaults(options: argparse.Namespace) -> None:
 
 
 def strip_folders(word: object) -> str:
-    """Reduce each absolute path in a command line argument to its file name."""
+    """Reduce each absolute path in a command-line argument to its file name."""
     return ABSOLUTE_FOLDER.sub("", str(word))

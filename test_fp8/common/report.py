@@ -1,8 +1,8 @@
 """Run a benchmark, print its table, and write its report.
 
-A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}. It contains hardware and
-software versions, but no host name, user or path. bench_model.py and compare_convergence.py also write a plot, a PNG
-with the same stem.
+A report is a JSON file with the keys "command", "date", "commit", "machine", "versions" and "results", and further keys
+of the benchmark. It contains the hardware and the software versions, but no host name, user name or path.
+bench_model.py and compare_convergence.py also write a plot to a PNG file with the same name.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from train.files import describe_error, open_figure, write_durably
 from train.record.provenance import commit
 
 Result = dict[str, Any]
-"""Entry of "results". If the case could not be measured, it has a "reason" instead of figures."""
+"""Report entry for one benchmark case. A case that could not be measured has a "reason" instead of figures."""
 
 Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
-"""Title -> (key of a result or a function of the result, format specification). Formats of text end with <."""
+"""Table columns: maps each title to a result key (or a function of the result) and a format specification.
+
+The format of text columns ends with "<".
+"""
 
 NAMES = ("measure", "row", "shape", "precision", "launch", "ranks")
 
 
 @dataclass
 class Outcome:
-    """Results of a benchmark.
+    """The results of a benchmark.
 
-    more: further keys of the report. lines: printed below the table. failures: reasons for exit status 1. panels,
-    xlabel: see `plot`.
+    results: one entry per case. more: further keys of the report. lines: text below the table. failures: reasons for
+    exit status 1. panels, xlabel: the arguments of `plot`.
     """
 
     results: list[Result]
@@ -51,10 +54,11 @@ class Outcome:
 
 
 class Benchmark:
-    """A benchmark program: `file`, its description `text`, its options and the `columns` of its table.
+    """A benchmark that can be run from the command line.
 
-    measure: a function of the options, or the name of a module with that function, which is imported only after the
-    options have been checked.
+    file: path of the script. text: description for --help. options: command-line options. columns: columns of the
+    table. measure: the function that measures, or the name of the module that contains it. The module is imported only
+    after the options have been checked.
     """
 
     def __init__(
@@ -69,9 +73,9 @@ class Benchmark:
         self.columns, self.measure = columns, measure
 
     def main(self, argv: list[str]) -> int:
-        """Measure, print the table and write the report. On several ranks, only rank 0 prints and writes.
+        """Run the benchmark, print its table and write its report. On several ranks, only rank 0 prints and writes.
 
-        Returns the exit status: 0, 1 for failures, or 2 for invalid input.
+        Returns the exit status, which is 0 on success, 1 if a case failed, and 2 for invalid input.
         """
         options = self.options.parse(argv)
         try:
@@ -100,7 +104,7 @@ class Benchmark:
 
 
 def print_outcome(outcome: Outcome, columns: Columns) -> None:
-    """Print the table, the reasons of cases that were not measured, and the failures."""
+    """Print the table of a benchmark, the reasons why cases were not measured, and the failures."""
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
     for reason in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
         names = [
@@ -112,9 +116,9 @@ def print_outcome(outcome: Outcome, columns: Columns) -> None:
 
 
 def write_json(path: Path, command: str, results: Sequence[Result], /, **more: Any) -> None:
-    """Write a report to `path`. Numbers that are not finite become null.
+    """Write the JSON report of a benchmark. Numbers that are not finite are written as null.
 
-    more: further keys of the report. Raises TypeError if one of them is a standard key of the report.
+    more: further keys of the report. Raises TypeError if one of them is a standard key.
     """
     machine, versions = describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -133,12 +137,12 @@ def write_json(path: Path, command: str, results: Sequence[Result], /, **more: A
 
 
 def measured(results: Sequence[Result]) -> list[Result]:
-    """Return the results that have figures."""
+    """Return the results of the benchmark cases that could be measured."""
     return [r for r in results if "reason" not in r]
 
 
 def table(results: Sequence[Result], columns: Columns) -> str:
-    """Format the results as lines of text. Values that are None or missing are shown as "-"."""
+    """Format benchmark results as a text table. Values that are None or missing are shown as "-"."""
     lines, forms = [list(columns)], [form for _, form in columns.values()]
     for r in results:
         values = [r.get(get) if isinstance(get, str) else get(r) for get, _ in columns.values()]
@@ -149,9 +153,10 @@ def table(results: Sequence[Result], columns: Columns) -> str:
 
 
 def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
-    """Draw `panels` to the PNG with the stem of `output`.
+    """Plot benchmark results to a PNG file next to the report.
 
-    panels: title -> label -> value. Numbers are drawn as horizontal bars, pairs (x, y) of lists as lines.
+    output: path of the report. panels: maps the title of each panel to its values by label. A number is drawn as a
+    horizontal bar, and a pair (x, y) of lists as a line.
     """
     labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     height = 1 + len(panels) * max(3.0, 0.3 * len(labels))

@@ -1,7 +1,8 @@
-"""Check that a case of bench_model.py computes the same model as transformers in bf16.
+"""Check that a benchmark case computes the same model as transformers in bf16.
 
-Weights must be equal bit for bit. Logits of a short text and the loss of the timed batch may differ by rounding. The
-tolerances detect a wrong model, not a bad recipe. To compare recipes, use compare_convergence.py.
+The weights must be bit-identical. The logits for a short text and the loss of the timed batch may differ by rounding.
+The tolerances detect a wrong model, but they do not detect an FP8 recipe that trains badly. To compare recipes, use
+compare_convergence.py.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from train.data.stream import Batch
 
 PROBE_TOKENS = 64
 MAX_STEPS = 20
-# Allowed relative error of the loss, by precision.compute. Largest measured errors on an H200 (bf16, FP8): 8.4e-5 and
-# 5.7e-4 for hare_0.4b, 1.1b and 2.0b; 6.3e-5 and 2.9e-3 for two layers and 128 tokens, where fewer errors cancel.
+# Allowed relative error of the loss, by precision.compute. The largest errors measured on an H200 in bf16 and FP8 are
+# 8.4e-5 and 5.7e-4 for hare_0.4b, 1.1b and 2.0b, and 6.3e-5 and 2.9e-3 for two layers and 128 tokens, where fewer
+# errors cancel.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
-# Allowed error of the logits, |a - b| / |b| in the Frobenius norm. It is 1.4 for two unrelated models, and was at most
-# 3.1e-2 in bf16. For FP8 it depends on the model, so the limit is this factor times `Reference.fp8_error`. With random
-# weights, fp8_error is 0.103, 0.274 and 0.381 for these three models, and FP8 with delayed scaling had 0.104, 0.273 and
-# 0.372.
+# Allowed error of the logits, |a - b| / |b| in the Frobenius norm. The error is 1.4 for two unrelated models. In bf16,
+# the largest measured error is 3.1e-2. In FP8, the error depends on the model, so the limit is FP8_LOGITS_FACTOR times
+# `Reference.fp8_error`. With random weights, fp8_error is 0.103, 0.274 and 0.381 for hare_0.4b, 1.1b and 2.0b, and FP8
+# with delayed scaling has errors of 0.104, 0.273 and 0.372.
 BF16_LOGITS_TOLERANCE = 4e-2
 FP8_LOGITS_FACTOR = 1.25
 
 
 class DifferentModel(UserError):
-    """A case computes a different model than the reference."""
+    """An error raised if a benchmark case computes another model than transformers."""
 
 
 @dataclass
 class Reference:
-    """The reference of all cases, on the CPU.
+    """The results of the transformers model in bf16, with which all benchmark cases are compared.
 
-    Hugging Face weights; float32 logits [1, PROBE_TOKENS, V] of the first tokens of the batch; the loss of each sample
-    in nats per token; and the error of logits that are computed with GEMM operands rounded to e4m3.
+    All tensors are on the CPU. weights: the weights by their Hugging Face name. logits: float32 logits for the first
+    tokens of the batch, [1, PROBE_TOKENS, vocabulary]. losses: the loss of each sample, in nats per token. fp8_error:
+    the relative error of logits that are computed with GEMM operands rounded to e4m3.
     """
 
     weights: dict[str, Tensor]
@@ -51,9 +54,12 @@ class Reference:
 
     @classmethod
     def compute(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
-        """Compute the reference with transformers' model. input_ids, labels: int64 [B, T], on the model's device."""
+        """Compute the reference results with the transformers model.
+
+        input_ids, labels: int64 tensors [batch, sequence] on the model's device.
+        """
         weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
-        if input_ids.is_cuda:  # pinned, because each case copies them back to the GPU
+        if input_ids.is_cuda:  # pin the weights, because each case copies them back to the GPU
             weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
         with torch.no_grad():
             pairs = zip(input_ids.split(1), labels.split(1), strict=True)
@@ -62,15 +68,16 @@ class Reference:
         return cls(weights, logits, losses, relative_error(logits_in_e4m3(model, input_ids), logits))
 
     def logits_tolerance(self) -> dict[str, float]:
-        """Return the allowed error of the logits by precision.compute."""
+        """Return the largest allowed relative error of the logits for each value of precision.compute."""
         return {"bf16": BF16_LOGITS_TOLERANCE, "fp8": FP8_LOGITS_FACTOR * self.fp8_error}
 
 
 @dataclass
 class Conditions:
-    """Measurement conditions of all cases.
+    """The measurement conditions that are the same for all benchmark cases.
 
-    batch: a micro-batch is its first samples. seconds: duration of the timing. steps: minimum number of timed steps.
+    config: the model configuration. reference: the results of the transformers model. batch: samples, the first of
+    which form a micro-batch. seconds: duration of the timing. steps: minimum number of timed steps.
     """
 
     config: Any
@@ -80,7 +87,7 @@ class Conditions:
     steps: int = 1
 
     def count_steps(self, ms: float) -> int:
-        """Return how many steps of `ms` milliseconds are timed."""
+        """Return the number of steps to time, given the duration of a step in milliseconds."""
         return count_calls(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
 
 
@@ -89,9 +96,9 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return `probe_logits` of transformers' model with inputs and weights rounded to e4m3, with one scale per tensor.
+    """Return the logits of the transformers model with GEMM operands rounded to e4m3, for the tokens of `probe_logits`.
 
-    Applies to every Linear except lm_head.
+    The inputs and weights of every linear layer except lm_head are rounded, with one scale per tensor.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -109,10 +116,13 @@ def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return the logits of the first tokens of `input_ids`. Not compiled, since that takes a minute for this shape."""
+    """Return the logits for the first PROBE_TOKENS tokens of `input_ids`.
+
+    The model is not compiled, because compiling for this shape takes a minute.
+    """
     tokens = input_ids[:1, :PROBE_TOKENS]
     with torch.compiler.set_stance("force_eager"):
-        model(tokens)  # delayed scaling has no scales before its first pass
+        model(tokens)  # delayed scaling has no scales before the first pass
         with torch.no_grad():
             return model(tokens).logits.float().cpu()
 
@@ -120,29 +130,29 @@ def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
 def check_same_model(
     model: nn.Module, weights: Mapping[str, Tensor], compute: str, reference: Reference, input_ids: Tensor
 ) -> float:
-    """Check `model` against the reference and return the relative error of its logits.
+    """Check that a model equals the transformers model, and return the relative error of its logits.
 
-    weights: the weights of `model` with Hugging Face's names.
+    model: the model of a benchmark case. weights: the weights of this model by their Hugging Face name. compute: its
+    value of precision.compute. reference: the results of the transformers model. input_ids: int64 [batch, sequence].
 
-    Raises DifferentModel if the number of parameters differs, if a weight is missing, unknown or not equal bit for bit,
-    or if the error of the logits exceeds the tolerance of `compute`.
+    Raises DifferentModel if the weights differ or the error of the logits exceeds the tolerance.
     """
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
-        raise DifferentModel(f"{parameters:,} parameters, expected {expected:,}")
+        raise DifferentModel(f"the model has {parameters:,} parameters, expected {expected:,}")
     if problems := weight_problems(weights, reference.weights):
         raise DifferentModel(f"{len(problems)} weights differ: {'; '.join(problems[:3])}")
     error = relative_error(probe_logits(model, input_ids), reference.logits)
     allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:
         raise DifferentModel(
-            f"relative error of the logits is {error:.1e}; allowed in {compute}: {allowed:.1e}"
+            f"the relative error of the logits is {error:.1e}; in {compute}, at most {allowed:.1e} is allowed"
         )
     return error
 
 
 def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return how `weights` differ from `expected`, bit for bit."""
+    """Return a description of each weight that is missing, unknown or not bit-identical to the expected weight."""
     problems = [f"{name} is missing or unknown" for name in expected.keys() ^ weights.keys()]
     for name in expected.keys() & weights.keys():
         ours, theirs = weights[name], expected[name]
@@ -154,15 +164,16 @@ def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def loss_error(loss: float, compute: str, reference: Reference, samples: int) -> float:
-    """Return |loss - reference| / reference for the first `samples` samples of the batch.
+    """Return the relative error of a loss compared with the transformers model.
 
-    Raises DifferentModel if it exceeds the tolerance.
+    loss: the mean loss of the first samples of the batch. samples: the number of these samples. Raises DifferentModel
+    if the error exceeds the tolerance.
     """
     expected = sum(reference.losses[:samples]) / samples
     error = abs(loss - expected) / expected
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(
-            f"the loss is {loss:.5f}, but transformers' model in bf16 has {expected:.5f}: the relative difference is "
-            f"{error:.1e}, allowed is {LOSS_TOLERANCE[compute]:.0e} in {compute}"
+            f"the loss is {loss:.5f}, but the transformers model in bf16 has {expected:.5f}; the relative error is "
+            f"{error:.1e}, and at most {LOSS_TOLERANCE[compute]:.0e} is allowed in {compute}"
         )
     return error

@@ -1,4 +1,4 @@
-"""Measure time with CUDA events, or with the host's clock without a GPU, and peaks of GPU memory."""
+"""Measure GPU memory and time, with CUDA events or, without a GPU, with the host's clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
+    """Wait until the GPU has finished all work. Does nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -34,7 +34,7 @@ def record_time() -> Any:
 
 
 def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Return the milliseconds of each call, without waiting for the GPU between calls."""
+    """Return the time of each function call in milliseconds, without waiting for the GPU between calls."""
     marks = [record_time()]
     for call in calls:
         call()
@@ -45,19 +45,21 @@ def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def timed_ms(step: Callable[[], Any]) -> float:
-    """Return the milliseconds of one call, until its last kernel ends.
+    """Return the time of a function call in milliseconds, up to the end of its last GPU kernel.
 
-    The GPU is idle at the start, so launch time that is not hidden is included.
+    The GPU is idle at the start, so the time includes kernel launches that do not overlap with other kernels.
     """
     synchronize()
     return laps_ms([step])[0]
 
 
 def time_alternately(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:
-    """Return the milliseconds of each step in each round.
+    """Time several functions alternately.
 
-    All steps run in every round. Every second round runs in reverse order, so that a drifting GPU clock affects all
-    steps equally.
+    Each round calls all functions once. Every second round runs in reverse order, so that a drifting GPU clock affects
+    all functions equally.
+
+    steps: the functions by name. rounds: the number of rounds. Returns the milliseconds in each round by name.
     """
     times: dict[Key, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
@@ -67,15 +69,16 @@ def time_alternately(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dic
 
 
 def median_ms(step: Callable[[], Any], rounds: int) -> float:
-    """Return the median milliseconds of `rounds` calls, after one warm-up call."""
+    """Return the median time of `rounds` function calls in milliseconds, after one warm-up call."""
     step()
     return statistics.median(time_alternately({"step": step}, rounds)["step"])
 
 
 def enqueue_ms(step: Callable[[], Any]) -> float:
-    """Return the host's milliseconds until `step` returns, starting with an idle GPU.
+    """Return the time that the host needs to enqueue a function's kernels on an idle GPU, in milliseconds.
 
-    If `step` launches more kernels than the GPU's queue holds (about 1,000), the time includes waiting for the queue.
+    If the function launches more kernels than fit into the GPU's queue (about 1,000), the time includes waiting for the
+    queue.
     """
     synchronize()
     start = time.perf_counter()
@@ -84,19 +87,22 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
 
 
 def count_calls(seconds: float, ms: float, min_calls: int, max_calls: int) -> int:
-    """Return how often a call of `ms` milliseconds fits into `seconds`, within limits."""
+    """Return how many calls of `ms` milliseconds fit into `seconds`, from `min_calls` to `max_calls`."""
     return max(min_calls, min(max_calls, round(seconds * 1e3 / ms)))
 
 
 def memory_facts(before_gib: float) -> dict[str, float]:
-    """Return the peaks of GPU memory and the memory allocated before the model was built; 0 without a GPU."""
+    """Return GPU memory figures for the report, in GiB. Without a GPU, they are 0.
+
+    before_gib: the memory that was allocated before the model was built.
+    """
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"allocated_gib": peaks[0] / GIB, "reserved_gib": peaks[1] / GIB, "before_gib": before_gib}
 
 
 def free_memory() -> None:
-    """Free models, compiled code and graphs of earlier measurements, including references in Transformer Engine."""
+    """Free the GPU memory of earlier measurements: models, compiled code and CUDA graphs."""
     te_backend.release_models()
     torch._dynamo.reset()
-    gc.collect()  # the engine's clean-up creates more garbage, which release_memory collects
+    gc.collect()  # this creates more garbage, which release_memory collects
     release_memory()

@@ -1,4 +1,7 @@
-"""test_fp8.py: the shapes of a Linear (shapes) and its measurement in each precision (bench).
+"""Code of test_fp8.py, which measures single linear layers.
 
-May import: model, test_fp8/common. shapes does not import torch.
+- `shapes` defines the shapes of the layers and does not import torch.
+- `bench` measures a layer in each precision.
+
+This package may import model and test_fp8/common.
 """

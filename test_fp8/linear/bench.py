@@ -1,8 +1,9 @@
-"""Measure one Linear in each precision, launched normally and as a CUDA graph.
+"""Measure a linear layer in each precision, with normal kernel launches and with a CUDA graph.
 
-Results are checked against float32, then all cases are timed alternately. "step" is forward and backward with both
-gradients. "forward" is the forward alone, including the tensors it saves for the backward. In FP8, the time includes
-quantizing input, weight and gradient, and updating the scales of delayed scaling.
+All results are first compared with float32, and then all measurements alternate. The part "step" is the forward and
+backward pass with both gradients. The part "forward" is the forward pass alone, which also saves tensors for the
+backward pass. In FP8, the time includes quantizing input, weight and gradient, and updating the scales of delayed
+scaling.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ from test_fp8.linear.shapes import Shape
 
 GEMMS = {"step": 3, "forward": 1}
 LAUNCHES = ("eager", "graph")
-# A result with a larger relative error to float32 is wrong, not just rounded. bf16 rounds to 8 bits: 2e-3 for each of
-# two operands and the result. e4m3 has 4 bits and e5m2 has 3: 0.03 and 0.05 per operand with a suitable scale.
+# A result with a larger relative error compared with float32 is wrong and not only rounded. bf16 has 8 significant
+# bits, so each of the two operands and the result has an error of 2e-3. e4m3 has 4 bits and e5m2 has 3 bits, so each
+# operand has an error of 0.03 or 0.05 with a suitable scale.
 ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
-# fp32 runs at about 50 TFLOP/s, so larger steps would take most of the benchmark's time.
+# fp32 runs at about 50 TFLOP/s, so larger steps would dominate the run time of the benchmark.
 FP32_LIMIT_FLOP = 2e12
-# A timed sample on a GPU repeats a step until it has about this many FLOP, at most MAX_CALLS times.
+# On a GPU, a timed sample repeats a step up to MAX_CALLS times, until it has about this many FLOPs.
 SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
-CEILING_SIZE = 8192  # size of the matrices that measure the GPU's peak speed; a product takes 1.4 ms in bf16
+CEILING_SIZE = 8192  # size of the matrices for measuring the GPU's peak speed; a product takes 1.4 ms in bf16
 
 Tensors = dict[str, Tensor]
-"""Any of "output" [batch, rows, out], "dgrad" [batch, rows, in] and "wgrad" [out, in]."""
+"""Some of the tensors "output" [batch, rows, outputs], "dgrad" [batch, rows, inputs] and "wgrad" [outputs, inputs]."""
 
 
 class Inputs:
-    """The float32 inputs of all precisions of a shape, and the `exact` results.
+    """The float32 inputs for measuring a linear layer, and the `exact` results in float32.
 
-    The values are normally distributed with magnitudes as in training. Zeros would run faster, since they need less
-    power.
+    The values are normally distributed and have magnitudes as in training. Zeros would be faster, because they need
+    less power.
     """
 
     def __init__(self, shape: Shape):
@@ -63,9 +65,10 @@ class Inputs:
 
 
 class Linear:
-    """A Linear in `precision`: torch.nn.Linear for "fp32" and "bf16", te.Linear on bf16 parameters for "fp8-RECIPE".
+    """A linear layer in the precision "fp32", "bf16" or "fp8-RECIPE".
 
-    Raises PrecisionError if FP8 cannot run on this machine or for this shape.
+    fp32 and bf16 use torch.nn.Linear. FP8 uses te.Linear with bf16 parameters. Raises PrecisionError if FP8 cannot run
+    on this host or for this shape.
     """
 
     def __init__(self, shape: Shape, precision: str, inputs: Inputs):
@@ -81,7 +84,7 @@ class Linear:
             self.module = te.Linear(
                 shape.inputs, shape.outputs, bias=False, params_dtype=dtype, device=device
             )
-            # the reference modules do not have this object
+            # the modules of the CPU reference implementation do not have this object
             self._te_state = getattr(sys.modules[te.autocast.__module__], "FP8GlobalStateManager", None)
             self._scales = self._te_state and type(self._te_state.quantization_state)()
         else:
@@ -92,9 +95,9 @@ class Linear:
         self.gradient = inputs.gradient.to(dtype)
 
     def run(self, part: str, calls: int) -> Tensors:
-        """Run a part `calls` times and update only this Linear's scales.
+        """Run the part "step" or "forward" several times. Only the FP8 scales of this layer are updated.
 
-        Transformer Engine would update the scales of all modules of the process.
+        By default, Transformer Engine updates the scales of all modules in the process.
         """
         if self._te_state is None:
             return self._run(part, calls)
@@ -109,13 +112,16 @@ class Linear:
         for _ in range(calls):
             with self.precision.autocast() if self.precision else nullcontext():
                 output = self.module(self.x)
-            if part == "step":  # otherwise, `.grad` would accumulate
+            if part == "step":  # autograd.grad does not accumulate in `.grad`
                 gradients = torch.autograd.grad(output, (self.x, self.module.weight), self.gradient)
         return dict(zip(("output", "dgrad", "wgrad"), (output.detach(), *gradients), strict=False))
 
 
 def capture_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-    """Capture `run`, which must have run before, on the current stream (not the default one)."""
+    """Capture a function in a CUDA graph, and return a function that replays the graph.
+
+    The function must have been called before. The current stream must not be the default stream.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         results = run()
@@ -130,13 +136,16 @@ def capture_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
 def checked(
     linear: Linear, part: str, launch: str, calls: int, inputs: Inputs
 ) -> tuple[Callable[[], Tensors], dict[str, float]]:
-    """Run a part once with this kind of launch. Return a function that runs it, and its errors.
+    """Run a part of a linear layer's step once and check the results.
 
-    Raises ValueError if an error exceeds the limit, and StartupCheckError if the FP8 GEMMs are not the planned ones.
+    part: "step" or "forward". launch: "eager" or "graph". calls: the number of repetitions.
+
+    Returns a function that runs the part, and the relative errors of the results. Raises ValueError if an error exceeds
+    the limit, and StartupCheckError if the expected FP8 GEMMs did not run.
     """
     run: Callable[[], Tensors] = partial(linear.run, part, calls)
     if launch == "graph" and not inputs.x.is_cuda:
-        raise PrecisionError("a CUDA graph needs a GPU")
+        raise PrecisionError("CUDA graphs need a GPU")
     counted = part == "step" and linear.precision
     with verify_fp8(linear.module, counted, calls) if counted else nullcontext():
         run = capture_graph(run) if launch == "graph" else run
@@ -146,14 +155,19 @@ def checked(
     }
     for name, error in errors.items():
         if not error <= ERROR_LIMITS[linear.compute]:
-            raise ValueError(f"wrong result: {name} has a relative error of {error:.1e} to float32")
+            raise ValueError(
+                f"wrong result: {name} has a relative error of {error:.1e} compared with float32"
+            )
     return run, errors
 
 
 def measure_shape(
     shape: Shape, precisions: list[str], ceilings: dict[str, Any], iterations: int
 ) -> list[Result]:
-    """Return one result per precision and kind of launch. A case that cannot run has a "reason"."""
+    """Measure a linear layer in each precision, launched eagerly and as a CUDA graph.
+
+    Returns one result per precision and kind of launch. A measurement that cannot run has a "reason" and no figures.
+    """
     gpu, flop = torch.cuda.is_available(), GEMMS["step"] * shape.gemm_flop
     sizes = {"shape": str(shape), **shape._asdict()}
     results = {(p, way): {**sizes, "precision": p, "launch": way} for p in precisions for way in LAUNCHES}
@@ -166,7 +180,7 @@ def measure_shape(
             try:
                 if gpu and precision == "fp32" and flop > FP32_LIMIT_FLOP:
                     raise PrecisionError(
-                        f"fp32 is only measured up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP per step"
+                        f"fp32 is measured only up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP per step"
                     )
                 linear = Linear(shape, precision, inputs)
                 for _ in range(2):
@@ -185,7 +199,7 @@ def measure_shape(
                         results[precision, launch]["reason"] = one_line(error)
         time_alternately(parts, 1)
         times = time_alternately(parts, iterations)
-    except RuntimeError as error:  # out of memory, which affects all precisions
+    except RuntimeError as error:  # memory ran out, which affects all precisions
         return [{"reason": one_line(error), **result} for result in results.values()]
     ms = {key: statistics.median(each) / calls[key[0]] for key, each in times.items()}
     for (precision, launch, part), median in ms.items():
@@ -201,9 +215,10 @@ def measure_shape(
 
 
 def matrix_product(precision: str) -> Callable[[], Tensor]:
-    """Return a function that multiplies two random matrices.
+    """Return a function that multiplies two random matrices in the given precision.
 
-    FP8: the e4m3 operands are already quantized with one scale per tensor; fast accumulation and a bf16 result.
+    In FP8, the operands are quantized in advance to e4m3 with one scale per tensor. The product uses fast accumulation
+    and has a bf16 result.
     """
     left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE, device="cuda") for _ in range(2))
     if precision != "fp8":
@@ -216,7 +231,7 @@ def matrix_product(precision: str) -> Callable[[], Tensor]:
 
 
 def measure_ceilings(rounds: int) -> dict[str, Result]:
-    """Measure the speed of plain matrix products: precision -> {"tflops", "size"}; {} without a GPU."""
+    """Measure the speed of plain matrix products in each precision, in TFLOP/s. Returns {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
     no_fp8 = fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())

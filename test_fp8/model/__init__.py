@@ -1,8 +1,10 @@
-"""Measurements of whole models.
+"""Measure whole models.
 
-bench_model.py uses cases, bench and megatron; compare_gradients.py gradients; bench_save.py saves; bench_decode.py
-decoding.
+- `cases`, `bench` and `megatron` are used by bench_model.py.
+- `gradients` is used by compare_gradients.py.
+- `saves` is used by bench_save.py.
+- `decoding` is used by bench_decode.py.
 
-May import: model, fp8_inference_demo, test_fp8/common, and of train trainer, engine, data, config, checkpoint. cases
-does not import torch.
+This package may import model, fp8_inference_demo, test_fp8/common, train.trainer, train.engine, train.data,
+train.config and train.checkpoint. cases does not import torch.
 """

@@ -1,7 +1,8 @@
-"""Measurements of bench_model.py: in rounds, build each model, check it, warm up, time it and free it.
+"""Measure the training speed of whole models for bench_model.py.
 
-A pass is forward + backward of one micro-batch; its gradients are dropped. If FP8 weights are cached, the first pass of
-a step fills the cache and is slower. The mean pass of a step is (first + (accumulation - 1) x later) / accumulation.
+Each round builds, checks, warms up, times and frees the model of each benchmark case. A pass is the forward and
+backward pass of one micro-batch, whose gradients are dropped. If FP8 weights are cached, the first pass of a step fills
+the cache and is slower. The mean time of a pass is (first + (accumulation - 1) x later) / accumulation.
 """
 
 from __future__ import annotations
@@ -71,13 +72,16 @@ SDPA_BACKENDS = {
 }
 LIGER = "liger-kernel"
 OUT_OF_MEMORY = "out of memory"
-# Start of the errors of torch and Transformer Engine if no allowed attention supports the inputs.
+# torch and Transformer Engine raise errors that start with these words if no allowed attention supports the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
 CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministic")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error` or one of its causes is an out-of-memory error. A failed graph capture hides it in the causes."""
+    """Return whether an exception or one of its causes is an out-of-memory error.
+
+    The causes are checked because a failed CUDA graph capture raises another error.
+    """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower():
             return True
@@ -87,7 +91,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class Series:
-    """All measurements of `case` by setting. `failed`: why the case is wrong; it is then reported without a speed."""
+    """All measurements of a benchmark case.
+
+    case: the benchmark case. measure: "bare" or "step". settings: the settings to try, with their training arguments.
+    found: the results of each setting. reasons: why a setting could not be measured. failed: why the case is wrong, or
+    "". A wrong case is reported without a speed.
+    """
 
     case: Case
     measure: str
@@ -97,12 +106,12 @@ class Series:
     failed: str = ""
 
     def candidates(self, turn: int) -> list[Setting]:
-        """Return the settings to measure in round `turn`: all in the first round, later only the fastest."""
+        """Return the settings to measure in a round. Round 0 tries all settings, and later rounds use the fastest."""
         best = self.best()
         return list(self.settings) if not turn else [best] if best else []
 
     def refuse(self, setting: Setting, error: BaseException) -> None:
-        """Record why a measurement failed: the machine cannot run it, or the case is wrong."""
+        """Record why a setting could not be measured. Errors other than unsupported settings mark the case as wrong."""
         text, is_fault = " ".join(str(error).split()), False
         if is_out_of_memory(error):
             text = OUT_OF_MEMORY
@@ -118,7 +127,7 @@ class Series:
         return max(self.found, key=self.tokens_per_second, default=None)
 
     def speeds(self, setting: Setting) -> list[float]:
-        """Return the tokens/s of each measurement of a setting."""
+        """Return the measured speeds of a setting in tokens/s, with one value per round."""
         arguments = self.settings[setting]
         tokens = arguments.train_batch_size_tokens or 0
         if self.measure == "bare":
@@ -161,7 +170,10 @@ class Series:
 
 
 def measure(options: argparse.Namespace) -> Outcome:
-    """Measure the cases of `options`. Raises ValueError for a size that the model or FP8 does not support."""
+    """Measure all benchmark cases that the command line selects.
+
+    Raises ValueError for a sequence length that the model or FP8 does not support.
+    """
     config = load_config(options.config)
     longest, parameters = config.max_position_embeddings, num_parameters(config)
     if options.seq_length % FP8_TRAIN_ROW_MULTIPLE or options.seq_length > longest:
@@ -178,9 +190,9 @@ def measure(options: argparse.Namespace) -> Outcome:
     conditions = make_conditions(options, config)
     tolerance = conditions.reference.logits_tolerance()
     print(
-        f"{Path(options.config).name}: {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP a token; ranks: "
-        f"{dist.get_world_size()}\nthe same model: equal weights; relative errors up to {LOSS_TOLERANCE} in the loss, "
-        f"{tolerance} in the logits",
+        f"{Path(options.config).name}: {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP per token; ranks: "
+        f"{dist.get_world_size()}\nAllowed relative errors compared with transformers: {LOSS_TOLERANCE} for the loss, "
+        f"{tolerance} for the logits",
         flush=True,
     )
     for name in MEASURES:
@@ -211,7 +223,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     return Outcome(
         results,
         more,
-        ["* fastest bf16 case of the measure; x bf16: speed relative to it"],
+        ["*: the fastest bf16 case of each measure. x bf16: the speed relative to this case."],
         failures,
         speeds,
         "tokens/s",
@@ -219,7 +231,7 @@ def measure(options: argparse.Namespace) -> Outcome:
 
 
 def make_conditions(options: argparse.Namespace, config: Any) -> Conditions:
-    """Make a random batch, and compute the reference with transformers' model in bf16."""
+    """Create a random batch, and compute the reference results with the transformers model in bf16."""
     generator = torch.Generator().manual_seed(SEED)
     shape = max(options.micro_batch), options.seq_length + 1
     ids = torch.randint(config.vocab_size, shape, generator=generator)
@@ -231,7 +243,7 @@ def make_conditions(options: argparse.Namespace, config: Any) -> Conditions:
 
 
 def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
-    """Measure round `turn` of a case. A failure does not stop the other cases."""
+    """Measure one round of a benchmark case. On a single rank, an error does not stop the other cases."""
     for setting in one.candidates(turn):
         if one.failed:
             return
@@ -254,7 +266,7 @@ def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
 
 
 def add_ratios(results: Sequence[Result]) -> None:
-    """Compare the results of one measure with `BASELINE` and with the fastest bf16 case."""
+    """Add the speed relative to the baseline case and to the fastest bf16 case to each result."""
     base = next((r["tokens_per_second"] for r in results if r["row"] == BASELINE), None)
     bf16 = [r for r in results if r["compute"] == "bf16"]
     best = max(bf16, key=lambda r: r["tokens_per_second"], default=None)
@@ -268,10 +280,10 @@ def add_ratios(results: Sequence[Result]) -> None:
 def measure_case(
     arguments: TrainingArguments, measure: str, setting: Setting, conditions: Conditions
 ) -> Result:
-    """Measure a case once and return its values for the report, including the "ms" of a pass or step.
+    """Measure a benchmark case once, and return the values for the report.
 
-    arguments: the resolved configuration. Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any
-    error of the case.
+    The value "ms" is the time of a pass or step in milliseconds. arguments: the resolved training arguments. Raises
+    Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any error that occurs when the model runs.
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
@@ -295,7 +307,7 @@ def measure_case(
             facts |= memory_facts(before)
     finally:
         if engine is not None:
-            release(engine)  # otherwise, DeepSpeed's global tables keep the engine and its model
+            release(engine)  # DeepSpeed's global tables keep references to the engine and its model
     check_attention(model, precision, facts["attention"])
     if pinned != "auto":
         facts["attention"] += f", {pinned}"
@@ -305,22 +317,23 @@ def measure_case(
 
 @contextmanager
 def pin_sdpa(name: str) -> Iterator[None]:
-    """Run torch's SDPA with the backend `name` in the block ("auto": torch chooses)."""
+    """Select the backend of torch's SDPA for the `with` block. With "auto", torch chooses the backend."""
     if name == "auto":
         yield
         return
-    # the key of torch's disk cache does not include the backend, so code compiled for another backend would run
+    # disable torch's disk cache: its key does not include the backend, so code compiled for another backend would run
     with sdpa_kernel(SDPA_BACKENDS[name]), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 def use_loss(model: Any, name: str) -> None:
-    """Make `model`, built from transformers' modules, compute its loss by `name`, one of cases.LOSSES.
+    """Select the loss implementation of a model that is built from transformers modules.
 
-    "torch": cross entropy of float32 logits. "compiled": the same with torch.compile, which keeps bf16 logits. "liger":
-    Liger's fused kernel of lm_head and loss, which keeps no logits and computes gradients in the forward.
+    - "torch" computes the cross entropy of float32 logits.
+    - "compiled" uses torch.compile, which keeps bf16 logits.
+    - "liger" fuses lm_head and loss in one kernel, which keeps no logits and computes gradients in the forward pass.
 
-    Raises Unavailable if this machine or this case cannot use the loss.
+    Raises Unavailable if this host or this model does not support the loss.
     """
     if name == "torch":
         return
@@ -350,16 +363,14 @@ def _liger(model: Any) -> Callable[..., torch.Tensor]:
     if not is_installed(LIGER) or not torch.cuda.is_available():
         raise Unavailable(f"the loss 'liger' needs a GPU and {LIGER} (requirements-gpu.txt)")
     if type(model.lm_head) is not nn.Linear:
-        raise Unavailable(
-            "the loss 'liger' multiplies by lm_head in bf16, but the lm_head of this case is FP8"
-        )
+        raise Unavailable("the loss 'liger' needs a bf16 lm_head, but this case has an FP8 lm_head")
     return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
 
 
 def check_case(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Check that the model equals the reference and runs the precision and attention of the case.
+    """Check that a model equals the transformers model, and that it uses the configured precision and attention.
 
     Returns the values for the report. Raises DifferentModel or StartupCheckError.
     """
@@ -377,7 +388,7 @@ def check_case(
 def first_loss(
     run: Callable[[], Any], model: nn.Module, precision: Precision, samples: int, reference: Reference
 ) -> Result:
-    """Run the first timed pass, count its FP8 GEMMs, and compare its loss with the reference.
+    """Run the first pass of a model, check its FP8 GEMMs, and compare its loss with the transformers model.
 
     Raises StartupCheckError or DifferentModel.
     """
@@ -392,7 +403,7 @@ def first_loss(
 def time_passes(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Time forward + backward."""
+    """Time the forward and backward passes of a model, without an optimizer."""
     samples = arguments.per_device_train_batch_size
     ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
     accumulation = arguments.gradient_accumulation_steps or 1
@@ -412,7 +423,7 @@ def time_passes(
     facts = first_loss(lambda: one_pass(0), model, precision, samples, conditions.reference)
     one_pass()
     count = count_calls(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
-    launch_ms = enqueue_ms(one_pass)  # its work keeps the GPU busy until the first lap starts
+    launch_ms = enqueue_ms(one_pass)  # this also keeps the GPU busy until the first timed pass starts
     laps = laps_ms([partial(one_pass, number % accumulation) for number in range(count)])
     ms = mean_pass_ms(laps, accumulation) if cache_weights else statistics.median(laps)
     return facts | {"ms": ms, "launch_ms": launch_ms, "prepare_s": capture_s + facts["prepare_s"]}
@@ -421,7 +432,7 @@ def time_passes(
 def time_steps(
     engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Time optimizer steps as in train.py."""
+    """Time whole optimizer steps, which run as in train.py."""
     samples = arguments.per_device_train_batch_size
     batch = Batch(*(t[:samples].contiguous() for t in conditions.batch[:2]))
     micro_step = MicroStep(engine, precision, arguments)
@@ -434,7 +445,7 @@ def time_steps(
     facts = first_loss(one_pass, engine.module, precision, samples, conditions.reference)
     micro_batches(1)
     step_ms = timed_ms(micro_batches)
-    # every rank takes as many steps as rank 0
+    # rank 0 determines the number of steps for all ranks
     count = call_on_rank_0(lambda: conditions.count_steps(step_ms))
     launch_ms = enqueue_ms(one_pass)
     micro_batches(1)
@@ -443,7 +454,10 @@ def time_steps(
 
 
 def mean_pass_ms(laps: Sequence[float], accumulation: int) -> float:
-    """Return the mean pass of a step, from the medians of the first pass, which quantizes weights, and the others."""
+    """Return the mean time of a pass in milliseconds, if the first pass of each step also quantizes the weights.
+
+    laps: the times of consecutive passes. accumulation: the number of passes per step.
+    """
     first = statistics.median(laps[::accumulation])
     later = statistics.median(ms for number, ms in enumerate(laps) if number % accumulation)
     return (first + (accumulation - 1) * later) / accumulation

@@ -1,4 +1,4 @@
-"""The cases of bench_model.py and their training configurations."""
+"""Define the benchmark cases for bench_model.py and their training configurations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 
 MEASURES = ("bare", "step")
-SDPA = ("auto", "cudnn", "flash", "efficient")  # torch's backends, for the cases with transformers' modules
+SDPA = (
+    "auto",
+    "cudnn",
+    "flash",
+    "efficient",
+)  # SDPA backends of torch, for the cases with modules from transformers
 LOSSES = ("torch", "compiled", "liger")
-COMPUTED = ("bf16", "fp8")  # same_model.py has tolerances for these precisions
+COMPUTED = ("bf16", "fp8")  # precisions for which same_model.py has tolerances
 BASELINE = "hf_bf16"
-SEED = 42  # for weights and tokens
-# Keys that a case may override. They change how the model is computed, but not the model.
+SEED = 42  # seed for random weights and tokens
+# Configuration keys that a benchmark case may override. They change how the model is computed, but not the model.
 CASE_KEYS = [
     *("model.variant", "model.compile", "model.attention_backend", "precision", "speed"),
     *("gradient_checkpointing", "optim", "deepspeed"),
@@ -30,7 +35,7 @@ MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
     "_op_fuser": {"use_transformer_engine_op_fuser": True},
     "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
 }
-# The default cases: the most important comparisons. They take minutes.
+# The default cases are the most important comparisons. They take several minutes.
 DEFAULT_ROWS = (
     "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
     "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
@@ -43,7 +48,7 @@ DEFAULT_STEP_ROWS = (
 CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
 
 _DELAYED = {"recipe": "delayed", "fp8_format": "e4m3"}
-# The cases of compare_gradients.py: keys of the section "precision".
+# The cases of compare_gradients.py, with keys of the section "precision".
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
@@ -58,11 +63,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 class Setting(NamedTuple):
-    """Settings that are tried for each case. The fastest is reported."""
+    """A combination of micro-batch size, attention backend and loss that is tried for a benchmark case."""
 
     micro_batch: int
-    attention: str  # as requested
-    loss: str = "own"  # one of LOSSES in the cases hf_* and torchao_*
+    attention: str  # the requested backend
+    loss: str = "own"  # one of LOSSES for the cases hf_* and torchao_*
 
 
 def _fp8(recipe: str, **more: Any) -> dict[str, Any]:
@@ -104,13 +109,16 @@ PRESETS = _presets()
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
-    """Return (measure, case, its settings) for all cases to measure. Raises CaseError or ConfigurationError."""
+    """Return the benchmark cases that the command line selects. Raises CaseError or ConfigurationError.
+
+    Each entry contains "bare" or "step", the case, and the settings to try with their training arguments.
+    """
     added = parse_cases(options.row, PRESETS, CASE_KEYS)
     cases = PRESETS | added
     named = select([*options.rows, *added], cases, "--rows")
     in_steps = select([*options.step_rows, *added], cases, "--step_rows")
     chosen = {
-        # Megatron-Core adds weight gradients to buffers of its optimizer, which bare passes do not have
+        # Megatron-Core adds weight gradients to optimizer buffers, which do not exist in bare passes
         "bare": [case for case in named if case.megatron is None],
         "step": [case for case in named if case in in_steps],
     }
@@ -124,14 +132,17 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
         for measure, case, settings in found:
             if measure == "bare" or case.megatron is not None or len(settings) > 1:
                 raise CaseError(
-                    f"case {case.name}: on several ranks, use --measure step, the te_* cases, and "
-                    "a single --micro_batch, --attention, --sdpa and --loss"
+                    f"case {case.name}: this case cannot run on several ranks; use --measure step without the cases "
+                    "megatron_core_*, and a single --micro_batch, --attention, --sdpa and --loss"
                 )
     return found
 
 
 def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
-    """Return the settings of the first round: every micro-batch, smallest first, with every attention and loss."""
+    """Return all settings to try for a benchmark case, with their training arguments.
+
+    The settings combine every micro-batch size, starting with the smallest, with every attention backend and loss.
+    """
     sizes, ranks = sorted(options.micro_batch), launchers.world_size()
     te = VARIANTS[training_arguments(case, options, "auto", sizes[0], ranks).model.variant].te
     losses, attentions = (["own"], options.attention) if te else (options.loss, options.sdpa)
@@ -146,7 +157,7 @@ def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting,
 def training_arguments(
     case: Case, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
 ) -> TrainingArguments:
-    """Return the resolved training configuration of a case. Raises CaseError or ConfigurationError."""
+    """Return the resolved training arguments for a benchmark case. Raises CaseError or ConfigurationError."""
     base = {
         "model": {"config": options.config, "attention_backend": attention},
         "data": {"sources": {"random tokens": "none"}},
@@ -164,6 +175,6 @@ def training_arguments(
     arguments = resolve_arguments(build_arguments(case.configured(base), f"case {case.name}"), ranks)
     if arguments.precision.compute not in COMPUTED or arguments.precision.auto:
         raise CaseError(
-            f"case {case.name}: precision.compute must be {' or '.join(COMPUTED)}, and precision.auto false"
+            f"case {case.name}: set precision.compute to {' or '.join(COMPUTED)}, and precision.auto to false"
         )
     return arguments

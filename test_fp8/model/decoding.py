@@ -1,4 +1,4 @@
-"""Measurements of bench_decode.py."""
+"""Measure the decoding and prefill speeds for bench_decode.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
 
 
 def random_weights(config: Any, precision: str) -> Weights:
-    """Return random weights, initialized as for training."""
+    """Return random model weights that are initialized as in training, in the given precision."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     tensors: dict[str, Any] = {}
     for name, shape in weight_shapes(config).items():
@@ -58,7 +58,7 @@ def decode(options: argparse.Namespace, weights: dict[str, Weights], prompts: to
     batch, new = len(prompts), options.cache - options.prompt
     engines = {precision: Engine(of, batch, options.cache) for precision, of in weights.items()}
     times: dict[str, list[float]] = defaultdict(list)
-    for turn in range(options.rounds + 1):  # the first round warms up
+    for turn in range(options.rounds + 1):  # the first round is a warm-up
         for precision, engine in engines.items():
             run = engine.generate(prompts.tolist(), GREEDY, [0] * batch, new)
             for _ in run:
@@ -74,7 +74,7 @@ def decode(options: argparse.Namespace, weights: dict[str, Weights], prompts: to
 def prefill(options: argparse.Namespace, config: Any, weights: dict[str, Weights]) -> list[Result]:
     batch, length = options.prefill_batch, options.prefill_length
     ids = torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
-    flops = flops_per_token(config, length) / 3  # forward of one token
+    flops = flops_per_token(config, length) / 3  # FLOPs for the forward pass of one token
     # the engine computes logits only for the last token of each prompt
     of_logits = 2 * config.vocab_size * config.hidden_size
     engine_flops = flops * ids.numel() - of_logits * (ids.numel() - batch)
@@ -115,7 +115,7 @@ def decode_with_transformers(
             out.cpu()
             return time.perf_counter() - start
 
-        for tokens in (new, new, 1):  # warm up, which compiles
+        for tokens in (new, new, 1):  # warm up and compile
             seconds(tokens)
         whole, first = (statistics.median(seconds(n) for _ in range(options.rounds)) for n in (new, 1))
         each = (whole - first) / (new - 1)

@@ -1,4 +1,4 @@
-"""Measurements of compare_gradients.py: gradients of the same samples at the same weights in each precision."""
+"""Compute the gradients of a model in each precision for compare_gradients.py, from the same weights and samples."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from train.data.stream import Batch, open_stream
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
 
 Gradients = list[dict[str, Tensor]]
-"""For each micro-batch, its contribution to the gradient: float32 by parameter name."""
+"""The contribution of each micro-batch to the gradient, as float32 tensors by parameter name."""
 
 
 def gradients(
     how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
 ) -> tuple[float, Gradients]:
-    """Return the mean loss and the gradients of te_layer with the precision `how`.
+    """Return the mean loss and the gradients of a model with the variant te_layer in one precision.
 
-    Raises StartupCheckError if FP8 did not run where `how` requires it."""
+    how: keys of the section "precision". config: the model configuration. init_from: folder with trained weights, or
+    None for random weights. Raises StartupCheckError if a GEMM did not run in FP8 as configured.
+    """
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=SEED, init_from=init_from)
     with torch.no_grad():
-        for parameter in model.parameters():  # float32 uses the same bf16 values as the other cases
+        for parameter in model.parameters():  # all precisions use the same bf16 values
             parameter.copy_(parameter.bfloat16())
     model.train()
     on_device = [batch.to(precision.device) for batch in batches]
@@ -53,7 +55,7 @@ def gradients(
 
 
 def compare(name: str, own: Gradients, exact: Gradients) -> Result:
-    """Return the figures of a case; see compare_gradients.py."""
+    """Compare the gradients in one precision with the float32 gradients, and return the entry for the report."""
     of_batch = [relative_error(g, r) for g, r in zip(own, exact, strict=True)]
     g, r = ({key: sum(batch[key] for batch in batches) for key in batches[0]} for batches in (own, exact))
     by_matrix = {key: relative_error({key: g[key]}, {key: r[key]}) for key in r if r[key].dim() == 2}
@@ -70,7 +72,7 @@ def compare(name: str, own: Gradients, exact: Gradients) -> Result:
 
 
 def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
-    """Return |g - r| / |r| over all tensors."""
+    """Return the relative error |g - r| / |r| of gradients `g` compared with `r`, over all tensors."""
     norms = [
         torch.stack([t.double().norm() for t in ts]).norm() for ts in ([g[k] - r[k] for k in r], r.values())
     ]
@@ -78,7 +80,7 @@ def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
 
 
 def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
-    """Return samples of --data in training order, or random tokens without --data."""
+    """Return micro-batches from the folder --data in training order, or random tokens without --data."""
     size = options.micro_batch
     if options.data is None:
         shape, generator = (

@@ -1,8 +1,8 @@
-"""The cases megatron_core_* of bench_model.py: the same model, built and trained with Megatron-Core.
+"""Measure Megatron-Core with the same model, for the benchmark cases megatron_core_* of bench_model.py.
 
-The model is Megatron-Core's GPTModel of Transformer Engine modules, with all fusions that it supports, trained with
-Megatron-Core's schedule and distributed optimizer. Megatron-Core (license: Apache 2.0) must be installed; none of its
-code is copied here.
+The model is Megatron-Core's GPTModel with Transformer Engine modules and all supported fusions. Megatron-Core's
+schedule and distributed optimizer train the model. Megatron-Core (license: Apache 2.0) must be installed. This file
+contains no code from Megatron-Core.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_fact
 from train.config.arguments import TrainingArguments
 
 PACKAGE, VERSION = "megatron-core", "0.19.2"
-NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # for Transformer Engine's attention; "0": not allowed
-# Megatron imports from apex a GEMM that adds to float32 gradients. Transformer Engine has the same GEMM.
+NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # read by Transformer Engine's attention; "0" forbids
+# Megatron imports a GEMM that accumulates into float32 gradients from apex. Transformer Engine has the same GEMM.
 APEX_GEMM = "fused_weight_gradient_mlp_cuda"
-RECIPES = {"delayed": "delayed", "current": "tensorwise"}  # ours -> Megatron's
-FP8_GEMMS_A_LAYER = 12  # qkv, proj, fc1 and fc2, each for output, input gradient and weight gradient
+RECIPES = {"delayed": "delayed", "current": "tensorwise"}  # this project's names -> Megatron's names
+FP8_GEMMS_A_LAYER = 12  # output, input gradient and weight gradient of qkv, proj, fc1 and fc2
 LAYER = (
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -52,7 +52,7 @@ core = partial(importlib.import_module, package="megatron.core")
 
 
 def require_megatron() -> None:
-    """Raise Unavailable if the supported version of Megatron-Core, or a GPU, is missing."""
+    """Raise Unavailable if there is no GPU, or if the supported version of Megatron-Core is not installed."""
     if (found := te_backend.package_version(PACKAGE)) != VERSION:
         raise Unavailable(
             f"{PACKAGE} {VERSION} is needed (installed: {found}). Run pip install --no-deps {PACKAGE}=={VERSION} with "
@@ -63,9 +63,10 @@ def require_megatron() -> None:
 
 
 def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
-    """Convert Hugging Face's parameters to Megatron's.
+    """Convert weights with Hugging Face names to Megatron-Core's names and layout.
 
-    Megatron groups the rows of the qkv weight: the queries of a key head, the key, the value.
+    Megatron-Core's qkv weight groups its rows by key head. Each group has the rows for the queries, the key and the
+    value.
     """
     K, D = config.num_key_value_heads, head_dim(config)
     named = {
@@ -90,14 +91,14 @@ def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[st
 
 
 class Model(nn.Module):
-    """GPTModel with the forward signature of the other models."""
+    """A wrapper that gives Megatron-Core's GPTModel the forward signature of the other benchmarked models."""
 
     def __init__(self, gpt: Any, config: MistralConfig):
         super().__init__()
         self.gpt, self.config = gpt, config
 
     def inputs(self, input_ids: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the arguments of GPTModel: ids and positions, int64 [B, T], and no mask."""
+        """Return the arguments for GPTModel: token ids and positions, int64 [batch, sequence], and no mask."""
         return (
             input_ids,
             torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape),
@@ -105,7 +106,7 @@ class Model(nn.Module):
         )
 
     def forward(self, input_ids: Tensor) -> CausalLMOutput:
-        """Return the logits [B, T, V]. Quantizes the weights again."""
+        """Return the logits [batch, sequence, vocabulary]. The weights are quantized again in each call."""
         self.gpt.set_is_first_microbatch()
         return CausalLMOutput(logits=self.gpt(*self.inputs(input_ids)))
 
@@ -113,7 +114,7 @@ class Model(nn.Module):
 def transformer_config(
     config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """Return the arguments of Megatron's TransformerConfig."""
+    """Return the arguments for Megatron-Core's TransformerConfig, given the model and training configuration."""
     precision = arguments.precision
     window = reached(window_size(config), arguments.max_seq_length)
     options: dict[str, Any] = {
@@ -158,9 +159,10 @@ def build(
     switches: Mapping[str, bool],
     weights: Mapping[str, Tensor],
 ) -> tuple[Model, Any]:
-    """Return the model with `weights` (with Hugging Face's names) in training mode, and its TransformerConfig.
+    """Build the Megatron-Core model in training mode, and return it with its TransformerConfig.
 
-    Raises DifferentModel if Megatron's parameters differ from the converted ones.
+    weights: the initial weights, with Hugging Face names. Raises DifferentModel if the converted weights do not match
+    Megatron-Core's parameters.
     """
     provide_apex_gemm()
     state: Any = core(".parallel_state")
@@ -190,7 +192,7 @@ def build(
     shapes = [{(name, tuple(t.shape)) for name, t in tensors.items()} for tensors in (parameters, given)]
     if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
         raise DifferentModel(
-            f"Megatron's parameters differ from the converted ones: {', '.join(differing[:4])}"
+            f"the converted weights do not match Megatron-Core's parameters: {', '.join(differing[:4])}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -199,13 +201,16 @@ def build(
 
 
 def provide_apex_gemm() -> None:
-    """If apex is not installed, provide Transformer Engine's GEMM under apex's name.
+    """Provide Transformer Engine's GEMM under the name of apex's GEMM, unless apex is installed.
 
-    Without it, Megatron's output layer refuses to add weight gradients in float32.
+    Without this GEMM, Megatron-Core's output layer refuses to accumulate weight gradients in float32.
     """
 
     def add_weight_gradient(x: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Add gradient.T @ x to `total`, in float32. gradient: [rows, O]. x: [rows, I]. total: [O, I]."""
+        """Add gradient.T @ x to `total` in float32.
+
+        x: [rows, inputs]. gradient: [rows, outputs]. total: [outputs, inputs].
+        """
         general_gemm: Any = core(".extensions.transformer_engine").general_gemm
         general_gemm(x, gradient, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
 
@@ -219,9 +224,11 @@ def provide_apex_gemm() -> None:
 
 @contextmanager
 def free_attention(deterministic: bool) -> Iterator[None]:
-    """Clear the environment variables of the attention in the block, so that Megatron chooses it.
+    """Clear the environment variables that select an attention backend within the `with` block.
 
-    Megatron refuses conflicting variables, and if `deterministic`, variables that allow nondeterministic kernels.
+    Megatron-Core sets these variables and refuses conflicting values.
+
+    deterministic: whether to forbid nondeterministic attention kernels, as Megatron-Core then requires.
     """
     te_backend.choose_attention_backend("auto")
     with mock.patch.dict(os.environ):
@@ -233,7 +240,7 @@ def free_attention(deterministic: bool) -> Iterator[None]:
 
 
 class Training:
-    """Training with Megatron-Core's schedule, float32 gradient buffers and distributed optimizer."""
+    """A training loop with Megatron-Core's schedule, float32 gradient buffers and distributed optimizer."""
 
     def __init__(self, model: Model, settings: Any, arguments: TrainingArguments):
         distributed, optimizer = core(".distributed"), core(".optimizer")
@@ -263,7 +270,7 @@ class Training:
         self.arguments, self.inputs = arguments, model.inputs
 
     def passes(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
-        """Run forward and backward `count` times on this micro-batch. Return the losses, detached."""
+        """Run the forward and backward pass `count` times on the same micro-batch, and return the detached losses."""
         inputs = self.inputs(input_ids)
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -287,32 +294,36 @@ class Training:
         return [one["loss"] for one in found]
 
     def step(self, input_ids: Tensor, labels: Tensor) -> None:
-        """Take a whole step. Raises DifferentModel if the optimizer skips it."""
+        """Run a whole optimizer step. Raises DifferentModel if the optimizer skips the step."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.passes(input_ids, labels, self.arguments.gradient_accumulation_steps or 1)
         updated, *_ = self.optimizer.step()
         if not updated:
-            raise DifferentModel("Megatron's optimizer skipped the step: gradients are not finite")
+            raise DifferentModel(
+                "Megatron-Core's optimizer skipped the step, because gradients are not finite"
+            )
 
 
 def check_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
-    """Check Transformer Engine's attention against SDPA.
+    """Check that Transformer Engine's attention agrees with torch's SDPA.
 
-    Raises StartupCheckError if the results differ, and DifferentModel if another attention runs than the `timed` one.
+    timed: the attention backend that was timed. Raises StartupCheckError if the results differ, and DifferentModel if
+    the check uses another backend.
     """
     verify_attention(config, precision, "auto", tokens, document_mask=False)
     checked = te_backend.attention_backend_in_use(precision.te)
     if checked.split(",")[0] != timed.split(",")[0]:  # the part after the comma is cuDNN's kernel
-        raise DifferentModel(f"attention {timed} was timed, but {checked} ran in the check")
+        raise DifferentModel(f"the attention backend {timed} was timed, but the check used {checked}")
 
 
 def measure_case(
     arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
 ) -> Result:
-    """Measure steps of Megatron-Core once. Returns the same values as bench.measure_case.
+    """Measure training steps with Megatron-Core once. Returns the same values as bench.measure_case.
 
-    Raises Unavailable, or DifferentModel if the model, the GEMMs or the attention differ from the case.
+    Raises Unavailable if Megatron-Core cannot run, and DifferentModel if the model, the GEMMs or the attention are not
+    as configured.
     """
     require_megatron()
     free_memory()
@@ -322,7 +333,7 @@ def measure_case(
     reference, precision = conditions.reference, Precision(arguments.precision)
     with free_attention(arguments.full_determinism):
         model, settings = build(config, arguments, switches, reference.weights)
-        # build() has copied these weights to the parameters, by name and shape
+        # build() has copied these weights to the model's parameters
         logits_error = check_same_model(model, reference.weights, compute, reference, ids)
         training = Training(model, settings, arguments)
         one_pass, step = partial(training.passes, ids, labels, 1), partial(training.step, ids, labels)
@@ -333,11 +344,11 @@ def measure_case(
         prepare_s = time.perf_counter() - start
         planned = FP8_GEMMS_A_LAYER * config.num_hidden_layers if compute == "fp8" else 0
         if len(gemms) != planned:
-            raise DifferentModel(f"{len(gemms)} FP8 GEMMs ran in a pass, expected {planned}")
+            raise DifferentModel(f"expected {planned} FP8 GEMMs in a pass, but {len(gemms)} ran")
         error = loss_error(loss, compute, reference, samples)
         attention = te_backend.attention_backend_in_use(precision.te)
         if attention == "unfused":
-            raise DifferentModel("Transformer Engine chose its unfused attention")
+            raise DifferentModel("Transformer Engine selected the unfused attention backend, which is slow")
         step()
         count = conditions.count_steps(timed_ms(step))
         launch_ms = enqueue_ms(one_pass)
@@ -356,6 +367,6 @@ def measure_case(
                 f"{PACKAGE} {VERSION}",
             ],
         }
-        # last, because this selects the attention again
+        # this check comes last, because it selects the attention backend again
         check_attention(attention, config, precision, arguments.max_seq_length)
     return facts | memory_facts(before)

@@ -1,4 +1,4 @@
-"""Measurements of bench_save.py: training steps in a DeepSpeed engine, with and without a save."""
+"""Measure training steps with and without a checkpoint save, for bench_save.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3
 
 
 class Training:
-    """Training of a model on random tokens."""
+    """A training loop on random tokens in a DeepSpeed engine."""
 
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
@@ -48,7 +48,7 @@ class Training:
         self.state = RunState(0, 0, 0, dist.get_world_size(), stage, self.args.to_dict(), {})
 
     def step(self) -> float:
-        """Take a step and return its seconds."""
+        """Run a training step and return its duration in seconds."""
         start = time.perf_counter()
         for index in range(self.args.gradient_accumulation_steps or 1):
             self.micro_step(Batch(self.ids, self.ids), index)
@@ -58,7 +58,11 @@ class Training:
 
 
 def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> Result:
-    """Take `steps` steps, start a save, and take further steps until it is committed."""
+    """Run training steps, start a checkpoint save, and run further steps until the save is complete.
+
+    background: whether training continues during the save. steps: the number of steps before the save. Returns the
+    measured times.
+    """
     alone, during = [training.step() for _ in range(steps)], []
     start = time.perf_counter()
     saver.begin(training.state, background)
@@ -81,7 +85,10 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
 
 
 def lost_time_share(results: Sequence[Result]) -> float:
-    """Return the median time lost by a background save relative to a blocking save, without the first saves."""
+    """Return the training time lost by a background save, as a fraction of the time lost by a blocking save.
+
+    Medians are used, and the first save of each kind is excluded.
+    """
     lost = [
         statistics.median(r["lost_s"] for r in results if r["background"] == background and not r["first"])
         for background in (True, False)

@@ -78,7 +78,7 @@ def test_option_defaults_and_extra_arguments() -> None:
     options = Options("x.py", "What it does.", [option("--count", 5, "100 %"), *shared(row=[])])
     found = options.parse(["--row", "a", "x=1", "--row", "b", "--", "--seed", "1"])
     assert (found.count, found.row, found.extra_arguments) == (5, [["a", "x=1"], ["b"]], ["--seed", "1"])
-    assert "100 %; default: 5\n" in options.format_help()
+    assert "100 % Default: 5.\n" in options.format_help()
 
 
 def test_parse_cases() -> None:
