@@ -189,7 +189,7 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
     steps = [(r["step"], r["tokens"]) for r in several]
     if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
         return {
-            "why": f"{len(several)} steps on several ranks and {len(one)} steps on one rank, or different tokens"
+            "why": f"steps: {len(several)} steps on several ranks, {len(one)} on one rank, or different tokens"
         }
     result: Result = {}
     apart = {}

@@ -72,7 +72,7 @@ def compare(name: str, own: Gradients, exact: Gradients) -> Result:
 
 
 def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
-    """Return the relative error |g - r| / |r| of gradients `g` compared with `r`, over all tensors."""
+    """Return the relative error |g - r| / |r| of the gradients `g` compared with gradients `r`, over all tensors."""
     norms = [
         torch.stack([t.double().norm() for t in ts]).norm() for ts in ([g[k] - r[k] for k in r], r.values())
     ]

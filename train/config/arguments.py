@@ -341,7 +341,7 @@ class TrainingArguments:
         "Number of checkpoints to keep. Older checkpoints are deleted.", 3, gt=0, resume="free"
     )
     save_async: bool = option(
-        "Save checkpoints in the background: training continues while a copy in host memory is written to "
+        "Save checkpoints in the background. Training continues while a copy in host memory is written to "
         "disk. If false, training waits until the checkpoint is written.",
         True,
         resume="free",

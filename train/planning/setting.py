@@ -201,7 +201,7 @@ class Setting:
         return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
     def describe(self) -> str:
-        """Describe the setting in one line of text."""
+        """Describe the precision, ZeRO stage, batch size and other settings in one line of text."""
         precisions = [
             (f"FP8 {phase.recipe}" if phase.fp8 else phase.compute)
             + f" ({share:.3g} of all steps)" * bool(self.schedule)
