@@ -180,6 +180,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", programs.Popen)
 
 
+@pytest.hookimpl(trylast=True)  # without the deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. The files with
     the most whole runs and programs come first, so that no worker ends long after the other."""
@@ -193,13 +194,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ):
         if item.get_closest_marker(marker) and not have:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
-    long = Counter(
-        item.path
-        for item in items
-        if "settings" in item.fixturenames
-        or {"process", "interpreter"} & {m.name for m in item.iter_markers()}
-    )  # type: ignore[attr-defined]
-    items.sort(key=lambda item: -long[item.path])
+    seconds: Counter[Path] = Counter()  # about what a test takes
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        longer = 15 * ("timeout" in marks) + 2 * bool(marks & {"process", "interpreter"})
+        seconds[item.path] += longer + ("settings" in item.fixturenames)  # type: ignore[attr-defined]
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish() -> None:
