@@ -1,4 +1,4 @@
-"""Complete the prompts of one batch: read tokens from the engine and turn them into text."""
+"""Complete one batch of prompts: read tokens from the engine and decode them to text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8_inference_demo.text import StopStrings, TextStream, eos_tokens
 
 @dataclass(frozen=True)
 class Options:
-    """Options of all completions."""
+    """Generation options that apply to all completions in a batch."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -23,20 +23,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """One row of a batch: one sample of a prompt."""
+    """Request for one completion: the token ids of a prompt and the seed for sampling."""
 
     ids: list[int]
     seed: int
 
 
 class Completion:
-    """The answer to a request, which may still be growing.
+    """Completion of a request, from the first new token to the complete text.
 
-    finish_reason: "stop" at EOS or a stop string; "length" if max_new_tokens, the context or the callback `on_text`
-    ended it; None while it grows.
-    tokens: the number of new tokens, including EOS.
-    text: updated after each token if `updates_text` is set or there are stop strings, otherwise only at the end.
-    Decoding text token by token takes the host longer than the GPU needs for the tokens.
+    finish_reason: "stop" after EOS or a stop string. "length" after max_new_tokens, at the end of the context, or if
+        the callback `on_text` stopped the batch. None while tokens are generated.
+    tokens: number of new tokens, including EOS.
+    text: updated after each token if `updates_text` is True or stop strings are set, otherwise only at the end. On the
+        CPU, decoding each token separately can take longer than the GPU needs to generate the tokens.
     """
 
     def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], updates_text: bool):
@@ -60,7 +60,7 @@ class Completion:
             self.finish_reason = "stop"
 
     def finish(self, reason: str) -> None:
-        """End the completion and append the text that was held back."""
+        """Set finish_reason and append the text that was held back as a possible start of a stop string."""
         self.text += self._stops.push(self._stream.rest())
         if not self._stops.found:
             self.text += self._stops.held
@@ -74,11 +74,11 @@ def complete(
     options: Options,
     on_text: Callable[[Sequence[Completion]], bool] | None = None,
 ) -> tuple[list[Completion], Generation]:
-    """Complete up to `engine.batch_size` requests. Return the completions and the engine's run with its timing.
+    """Complete up to `engine.batch_size` requests as one batch. Return the completions and the Generation.
 
-    `on_text` is called with the completions after each token and at the end. If it returns True, all completions end.
+    on_text: called with the completions after each token and at the end. All completions stop if it returns True.
 
-    Raises EngineError if the logits are not finite or the engine refuses a prompt.
+    Raises EngineError if the logits are not finite, or if a prompt is empty or fills the context.
     """
     eos = set() if options.ignore_eos else eos_tokens(tokenizer, engine.config)
     run = engine.generate(

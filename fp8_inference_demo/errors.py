@@ -1,4 +1,4 @@
-"""The errors of the demo that the user can fix."""
+"""Errors raised by the inference demo that the user can fix."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from model.errors import UserError
 
 
 class InferenceError(UserError, ValueError):
-    """A model, prompt, file or option cannot be used for inference. `key` names it."""
+    """Error raised if a model, prompt, file or option cannot be used for inference. `key` is its name."""
 
     code = "inference"
 
 
 class EngineError(InferenceError):
-    """The engine cannot run the request."""
+    """Error raised if the inference engine cannot run a request."""
 
     code = "engine"

@@ -1,4 +1,4 @@
-"""Read prompts from standard input: as a conversation (--interactive), or one independent prompt per line."""
+"""Read prompts from standard input, either as a conversation (--interactive) or as one independent prompt per line."""
 
 from __future__ import annotations
 
@@ -16,26 +16,31 @@ PROMPT = "> "
 
 
 def read_piped_prompts() -> Iterator[str]:
-    """Yield the non-blank lines of standard input, which is UTF-8. Raises UnicodeDecodeError, a ValueError."""
+    """Yield the non-blank lines of standard input. Raises UnicodeDecodeError if a line is not UTF-8."""
     for line in io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig"):
         if line.strip():
             yield line.rstrip("\n")
 
 
 def read_typed_prompts() -> Iterator[str]:
-    """Yield typed lines, with line editing and history, until Ctrl-D or an empty line. Ctrl-C drops a line.
+    """Yield the lines that the user types in a terminal, until Ctrl-D or an empty line.
 
-    If standard input is not a terminal, yield `read_piped_prompts`.
+    Typed lines can be edited and have a history. Ctrl-C discards the current line. If standard input is not a terminal,
+    yield its non-blank lines.
     """
     if not sys.stdin.isatty():
         yield from read_piped_prompts()
         return
     import readline  # noqa: F401  input() edits lines with it
 
-    print("Ctrl-C stops an answer; an empty line or Ctrl-D ends the session", file=sys.stderr, flush=True)
+    print(
+        "Press Ctrl-C to stop an answer. Enter an empty line or press Ctrl-D to end the session.",
+        file=sys.stderr,
+        flush=True,
+    )
     while True:
         try:
-            line = input(PROMPT if sys.stdout.isatty() else "")  # a file gets the answers only
+            line = input(PROMPT if sys.stdout.isatty() else "")  # a file or pipe receives only the answers
         except EOFError:
             print(file=sys.stderr)
             return
@@ -49,9 +54,10 @@ def read_typed_prompts() -> Iterator[str]:
 
 @contextmanager
 def record_first_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Record the first Ctrl-C in the block, so that an answer ends after a whole token.
+    """Context manager that records the first Ctrl-C instead of raising KeyboardInterrupt.
 
-    Yields a function that returns whether it was pressed. A second Ctrl-C raises KeyboardInterrupt.
+    Yields a function that returns whether Ctrl-C was pressed. The caller can then stop after a complete token. A second
+    Ctrl-C raises KeyboardInterrupt.
     """
     pressed = Event()
 
@@ -67,7 +73,7 @@ def record_first_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def truncate_left(ids: list[int], max_tokens: int, bos: int | None) -> list[int]:
-    """Return the last `max_tokens` ids. If `ids` start with BOS, the result starts with BOS too."""
+    """Return the last `max_tokens` token ids. Keep BOS as the first id if `ids` starts with BOS."""
     if len(ids) <= max_tokens:
         return ids
     head = ids[:1] if ids[0] == bos else []
@@ -75,7 +81,7 @@ def truncate_left(ids: list[int], max_tokens: int, bos: int | None) -> list[int]
 
 
 def answer_lines(session: Session) -> int:
-    """Answer each line of standard input independently. Return how many could not be answered."""
+    """Answer each line of standard input as an independent prompt. Return the number of lines that failed."""
     session.load(None, session.arguments.num_samples)
     failed = 0
     for number, line in enumerate(read_piped_prompts()):
@@ -92,21 +98,24 @@ def answer_lines(session: Session) -> int:
 
 
 def hold_conversation(session: Session) -> None:
-    """Continue a conversation.
+    """Run a conversation between the user and the model until the user ends the input.
 
-    The model continues one text: all prompts and answers so far. Each prompt starts a new line. If the text is too long
-    for the context, its beginning is dropped.
+    The model continues one text that consists of all prompts and answers. Each prompt starts a new line of this text.
+    If the text is too long for the context, its beginning is dropped.
     """
     session.load(None, 1)
     length = session.engine.max_length
-    max_tokens = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
+    max_tokens = max(length - session.options.max_new_tokens, length // 2)  # maximum number of prompt tokens
     text = ""
     for number, line in enumerate(read_typed_prompts()):
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
         ids = truncate_left(whole, max_tokens, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
-            print(f"note: dropped the first {len(whole) - len(ids)} tokens", file=sys.stderr)
+            print(
+                f"note: dropped the first {len(whole) - len(ids)} tokens of the conversation to fit the context",
+                file=sys.stderr,
+            )
         with record_first_ctrl_c() as interrupted:
             answers = session.answer(number, ids, interrupted=interrupted)
         text += answers[0].text

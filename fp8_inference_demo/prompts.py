@@ -1,8 +1,8 @@
-"""Complete a file of prompts (--prompts FILE.jsonl --output FILE.jsonl).
+"""Complete all prompts in a file (--prompts FILE.jsonl --output FILE.jsonl).
 
-Each line of the input is a JSON object with a "prompt"; other fields are kept. Each line of the output is the same
-object with "choices", a list of {"text", "finish_reason", "tokens"}, one per sample. The order is that of the prompts.
-The whole input is checked before the model is loaded.
+Each input line is a JSON object with the key "prompt". Other keys are copied to the output. Each output line is the
+input object plus the key "choices": a list with one {"text", "finish_reason", "tokens"} per sample. The output has the
+same order as the input. The whole input is checked before the model is loaded.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ OUTPUT_KEYS = "choices"
 
 
 def parse_prompt(line: str, name: str) -> dict[str, Any]:
-    """Parse one line. Raises InferenceError if it is not a prompt."""
+    """Parse one line of a prompt file. Raises InferenceError if the line is not a JSON object with a "prompt"."""
     try:
         record = json.loads(line)
-        # refuse NaN, infinity and half of a surrogate pair, which cannot be written again
+        # refuse NaN, infinity and lone surrogates, which cannot be written to the output
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        message = f'{name} is not JSON ({error}); expected {{"prompt": "..."}}'
+        message = f'{name} is not valid JSON: {error}. Expected {{"prompt": "..."}}.'
         raise InferenceError(message, code="not_json", key=name) from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        message = f'{name} has no text "prompt"; expected {{"prompt": "..."}}'
+        message = f'{name} has no key "prompt" with a string. Expected {{"prompt": "..."}}.'
         raise InferenceError(message, code="no_prompt", key=name)
     if OUTPUT_KEYS in record:
-        message = f"{name} has the field {OUTPUT_KEYS!r}, which is reserved for the output; rename it"
+        message = f"{name} has the key {OUTPUT_KEYS!r}, which is reserved for the output. Rename the key."
         raise InferenceError(message, code="reserved_field", key=name)
     return record
 
 
 def complete_file(session: Session, prompts: Path, path: Path) -> None:
-    """Write the completions of the prompts to the new file `path`.
+    """Complete the prompts in the file `prompts` and write the result to the new file `path`.
 
-    If a batch fails, the lines written before it remain in the file.
+    If a batch fails, the file keeps the lines of all earlier batches.
 
     Raises:
-        InferenceError: a prompt is invalid or `path` exists. Raised before the model is loaded.
-        EngineError: the logits are not finite.
+        InferenceError: a prompt is invalid, or `path` exists. Raised before the model is loaded.
+        EngineError: the model computed logits that are not finite.
         torch.OutOfMemoryError: the device has too little memory.
     """
     if path.exists():
-        message = f"--output {path} exists; remove it, or choose another file"
+        message = f"--output {path} already exists. Remove the file, or pass another path."
         raise InferenceError(message, code="exists", key="--output")
     rows: list[tuple[dict[str, Any], Request]] = []
     lines = enumerate(read_text(prompts, f"--prompts {prompts}").split("\n"), 1)
@@ -62,7 +62,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
         session.check_length(ids, name)
         rows += [(record, request) for request in session.requests(index, ids)]
     if not rows:
-        message = f'--prompts {prompts} has no prompts; expected lines like {{"prompt": "..."}}'
+        message = f'--prompts {prompts} has no prompts. Expected lines like {{"prompt": "..."}}.'
         raise InferenceError(message, code="no_prompts", key="--prompts")
     session.load(max(len(request.ids) for _, request in rows), len(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
                         "tokens": completion.tokens,
                     }
                 )
-                if len(choices) == samples:  # a batch may end between the samples of one prompt
+                if len(choices) == samples:  # a batch can end between two samples of one prompt
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     progress.update()
             file.flush()

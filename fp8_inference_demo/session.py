@@ -1,4 +1,4 @@
-"""A session of the command: load the model and its tokenizer, and stream answers to standard output."""
+"""Load a model and its tokenizer, and stream answers to standard output."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from model.hf_folder import find_weights
 from model.terminal import escape_controls
 
 BATCH_SIZE = 16
-CONTEXT_TOKENS = 4096  # default if neither the prompts nor the trained length are known
+CONTEXT_TOKENS = 4096  # default if neither the prompt lengths nor the trained sequence length are known
 
 
 class Session:
-    """The model of a folder with its tokenizer and the options. Raises ValueError for an invalid folder or option."""
+    """State shared by all tasks of the command: model, tokenizer, generation options and timing.
+
+    The constructor raises InferenceError, or another ValueError, if the folder has no valid model or tokenizer.
+    """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path):
         self.arguments = arguments
@@ -31,7 +34,7 @@ class Session:
         self.config = load_config(str(folder))
         self.tokenizer = load_tokenizer(folder)
         find_weights(folder, self.config)
-        self.timing = Timing()  # sum over all batches
+        self.timing = Timing()  # total of all batches
         self.options = Options(
             Sampling(
                 arguments.temperature,
@@ -46,40 +49,43 @@ class Session:
         )
 
     def encode(self, prompt: str, name: str) -> list[int]:
-        """Return the token ids of a prompt. Raises ValueError, with `name`, if it cannot be encoded."""
+        """Return the token ids of a prompt. Raises InferenceError, starting with `name`, if encoding fails."""
         try:
             return encode(self.tokenizer, prompt, self.config.vocab_size)
         except InferenceError as error:
             raise InferenceError(f"{name}: {error}", code=error.code, key=name) from error
 
     def max_length(self, longest: int | None) -> int:
-        """Return the context length in tokens: --max_length, or the length that the longest prompt and its answer need.
+        """Return the context length in tokens: --max_length, or the length of the longest prompt plus --max_new_tokens.
 
-        The default is at most the trained length, or the model's positions if the trained length is not recorded.
-        longest: tokens of the longest prompt, or None if unknown.
+        Without --max_length, the result is limited to the sequence length of the training. If the model folder does not
+        record this length, the limit is max_position_embeddings.
+        longest: number of tokens in the longest prompt, or None if unknown.
         """
         trained = trained_length(self.config)
         needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.options.max_new_tokens
         return self.arguments.max_length or min(needed, trained or self.config.max_position_embeddings)
 
     def check_length(self, ids: Sequence[int], name: str, max_tokens: int | None = None) -> None:
-        """Raise ValueError if the prompt leaves no room for a new token in a context of `max_tokens` tokens.
+        """Raise InferenceError if the prompt leaves no room for a new token in the context.
 
-        `max_tokens` defaults to the longest allowed context.
+        ids: token ids of the prompt. name: name of the prompt in the message. max_tokens: context length in tokens. The
+        default is the longest allowed context.
         """
         max_tokens = max_tokens or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= max_tokens:
             raise InferenceError(
-                f"{name} has {len(ids)} tokens, but the context has {max_tokens} (--max_length, at most "
-                f"max_position_embeddings {self.config.max_position_embeddings}). Use a shorter prompt.",
+                f"{name} has {len(ids)} tokens, but the context length is {max_tokens}, including the new tokens. Use "
+                f"a shorter prompt, or --max_length up to {self.config.max_position_embeddings}.",
                 code="prompt_too_long",
                 key=name,
             )
 
     def load(self, longest: int | None, rows: int) -> None:
-        """Load the engine for prompts of up to `longest` tokens (None: unknown) and at most `rows` samples per batch.
+        """Load the model and allocate the KV cache.
 
-        Raises ValueError or torch.OutOfMemoryError.
+        longest: number of tokens in the longest prompt, or None if unknown. rows: number of samples, which limits the
+        batch size. Raises ValueError or torch.OutOfMemoryError.
         """
         begin, arguments = time.perf_counter(), self.arguments
         batch_size = min(rows, arguments.batch_size or BATCH_SIZE)
@@ -89,7 +95,7 @@ class Session:
         print(f"{what}, loaded in {seconds:.1f} s", file=sys.stderr)
 
     def requests(self, number: int, ids: list[int]) -> list[Request]:
-        """Return one request per sample of a prompt."""
+        """Return one request for each of the --num_samples samples of a prompt. number: index of the prompt."""
         seeds = [row_seed(self.arguments.seed, number, i) for i in range(self.arguments.num_samples)]
         return [Request(ids, seed) for seed in seeds]
 
@@ -98,13 +104,13 @@ class Session:
         requests: Sequence[Request],
         on_text: Callable[[Sequence[Completion]], bool] | None = None,
     ) -> tuple[list[Completion], Generation]:
-        """Complete one batch."""
+        """Complete one batch of requests and add its time to the total."""
         completions, run = complete(self.engine, self.tokenizer, requests, self.options, on_text)
         self.timing.add(run.timing)
         return completions, run
 
     def answer_one(self, name: str, prompt: str) -> None:
-        """Load the engine and answer a single prompt. Raises ValueError for an invalid prompt, or EngineError."""
+        """Load the model and answer a single prompt. Raises InferenceError if the prompt is empty or too long."""
         ids = self.encode(prompt, name)
         self.check_length(ids, name)
         self.load(len(ids), self.arguments.num_samples)
@@ -118,7 +124,11 @@ class Session:
         echo: str = "",
         interrupted: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
-        """Stream every sample of a prompt to standard output, on a terminal after `echo`. Then print the speed."""
+        """Stream all samples of a prompt to standard output and print the speed to standard error.
+
+        number: index of the prompt. echo: text to print first on a terminal. interrupted: function that returns whether
+        the user pressed Ctrl-C.
+        """
         if sys.stdout.isatty():
             print(escape_controls(echo), end="" if self.arguments.num_samples == 1 else "\n", flush=True)
         requests = iter(self.requests(number, ids))
@@ -132,31 +142,34 @@ class Session:
             if run.full:
                 ends, max_tokens = self.engine.max_length, self.config.max_position_embeddings
                 how = (
-                    f"; --max_length can be up to {max_tokens}"
+                    f"; pass --max_length (up to {max_tokens}) for a longer context"
                     if ends < max_tokens
-                    else ", the maximum of the model"
+                    else ", the model's maximum"
                 )
                 print(f"note: the context is full at {ends} tokens{how}", file=sys.stderr)
         print(timing.line(), file=sys.stderr)
         return answers
 
     def log_operations(self) -> None:
-        """Print which operations ran."""
+        """Print which kernels ran and how much memory the weights and the cache use."""
         print(*self.engine.report(), sep="\n", file=sys.stderr)
 
 
 class Printer:
-    """Prints completions to standard output as they grow, one after the other.
+    """Callback that prints completions to standard output while they are generated.
 
-    Each completion ends with a newline. If there are several, each starts with a numbered header line.
+    Completions are printed one after the other. Each ends with a newline. If a prompt has several samples, each
+    completion starts with a numbered header line.
     """
 
     def __init__(self, samples: int, interrupted: Callable[[], bool]):
         self.samples = samples
         self.interrupted = interrupted
-        self.before = 0  # completions of earlier batches
-        self.printed = 0  # complete completions
-        self.shown: int | None = None  # characters printed of the next completion; None: none yet
+        self.before = 0  # number of completions in earlier batches
+        self.printed = 0  # number of completions printed in full
+        self.shown: int | None = (
+            None  # number of printed characters of the current completion; None if it has not started
+        )
 
     def on_text(self, completions: Sequence[Completion]) -> bool:
         for completion in completions[self.printed - self.before :]:
@@ -166,7 +179,7 @@ class Printer:
                 self.shown = 0
             if len(completion.text) > self.shown:
                 text = completion.text[self.shown :]
-                # escaped for a terminal, but not for a file or pipe
+                # escape control characters only on a terminal
                 print(escape_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
                 self.shown = len(completion.text)
             if not completion.finish_reason:

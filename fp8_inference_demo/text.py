@@ -1,5 +1,7 @@
-"""Convert between text and tokens, without torch: load a tokenizer, encode prompts, decode token by token up to a stop
-string."""
+"""Convert between text and tokens without importing torch.
+
+Loads a tokenizer, encodes prompts, and decodes tokens one by one up to a stop string.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,28 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def read_text(path: Path, name: str) -> str:
-    """Read a UTF-8 file, without its byte order mark. Raises InferenceError for invalid UTF-8."""
+    """Read a UTF-8 text file and drop its byte order mark.
+
+    name: the option and the file, for the error message. Raises InferenceError for invalid UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        message = f"{name} is not UTF-8 ({error}); convert it (iconv -t UTF-8)"
+        message = f"{name} is not valid UTF-8: {error}. Convert the file, for example with iconv -t UTF-8."
         raise InferenceError(message, code="not_utf8", key=name) from error
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a Hugging Face folder. Raises ValueError if it is missing or cannot be read."""
+    """Load the tokenizer from a Hugging Face model folder.
+
+    Raises InferenceError if the tokenizer is missing or cannot be read.
+    """
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InferenceError(
-            f"--model {folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's tokenizer into it",
+            f"--model {folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}). "
+            "Copy the model's tokenizer files into this folder.",
             code="no_tokenizer",
             key=str(folder),
         )
@@ -35,51 +44,57 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # tokenizers raises a plain Exception for a broken file
         raise InferenceError(
-            f"--model {folder}: the tokenizer cannot be read: {error}",
+            f"--model {folder}: the tokenizer files cannot be read: {error}",
             code="unreadable_tokenizer",
             key=str(folder),
         ) from error
 
 
 def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Return the token ids of a prompt, starting with BOS like each training document.
+    """Return the token ids of a prompt. They start with BOS, like each training document.
 
-    Raises ValueError if there are no tokens to start with, or if the tokenizer belongs to another model.
+    Raises InferenceError if the prompt has no tokens, or if a token id exceeds the model's vocabulary.
     """
     bos = tokenizer.bos_token_id
-    # as in training: "</s>" in a text is plain text, not EOS
+    # as in training, "</s>" in the prompt is plain text, not EOS
     ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     ids = ([] if bos is None else [bos]) + list(ids)
     if not ids:
         raise InferenceError(
-            "the prompt is empty and the tokenizer has no BOS token; enter some text",
+            "the prompt is empty, and the tokenizer has no BOS token. Enter some text.",
             code="empty_prompt",
         )
     if max(ids) >= vocab_size:
         raise InferenceError(
-            f"the tokenizer returns the id {max(ids)}, but the model has {vocab_size} tokens; "
-            "use the tokenizer of this model",
+            f"the tokenizer returned token id {max(ids)}, but the model's vocabulary has only {vocab_size} tokens. "
+            "Use the tokenizer that belongs to this model.",
             code="wrong_tokenizer",
         )
     return ids
 
 
 def eos_tokens(tokenizer: Any, config: Any) -> set[int]:
-    """Return the token ids that end a text, from the model's configuration and the tokenizer."""
+    """Return the EOS token ids listed in the model's configuration and in the tokenizer."""
     ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
 
 
 class TextStream:
-    """Incremental decoder of token ids. Returns a character only when all tokens with its bytes have been added."""
+    """Incremental decoder from token ids to text.
+
+    A character can span several tokens. The decoder returns a character only after its last token was added.
+    """
 
     CONTEXT_TOKENS = 8
 
     def __init__(self, tokenizer: Any, context: Sequence[int]):
-        """context: the ids before the first piece, because a tokenizer decodes the start of a text differently."""
+        """Start after the token ids `context`, usually the prompt.
+
+        The decoder needs the context because a tokenizer decodes the first token of a text differently.
+        """
         self.tokenizer = tokenizer
         self.ids = list(context[-self.CONTEXT_TOKENS :])
-        # ids[start:done] are already decoded; they are the context of the following ids
+        # ids[start:done] are already decoded and serve as context for the next ids
         self.start, self.done = 0, len(self.ids)
 
     def _new_text(self) -> str:
@@ -93,7 +108,7 @@ class TextStream:
         self.ids.append(token)
 
     def piece(self) -> str:
-        """Return the text that the tokens since the last piece complete, often ''."""
+        """Return the text completed by the tokens added since the last call. Often ''."""
         text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -101,15 +116,16 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Return the remaining text, even if its last character is incomplete."""
+        """Return the text not yet returned, even if its last character is incomplete."""
         return self._new_text()
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string. Holds back text that may be the start of a stop string.
+    """Filter that ends streamed text before the first stop string.
 
-    The first complete stop string counts. If several end at the same place, the longest counts. So the result does not
-    depend on how the text is split into pieces.
+    The filter holds back text that may be the start of a stop string. The text ends at the stop string that is complete
+    first. If several stop strings are complete at the same character, the longest is cut off. The result therefore does
+    not depend on how the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -118,7 +134,10 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Add a piece and return the text that is now certain, often ''. Do not call it after `found` is set."""
+        """Add a piece of text and return the text that cannot be part of a stop string. Often ''.
+
+        Do not call this method after `found` is set.
+        """
         text = self.held + piece
         places = [(text.find(stop), len(stop)) for stop in self.stop]
         if ends := [(start + length, start) for start, length in places if start >= 0]:
@@ -130,6 +149,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the start of `stop`."""
+    """Return the length of the longest prefix of `stop`, except `stop` itself, that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
