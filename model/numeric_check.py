@@ -26,7 +26,7 @@ from model.config import head_dim, rope_frequencies, softmax_scale, window_size
 from model.conversion import init_weights, to_hf, to_hf_state_dict
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
-from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from model.fp8.recipes import fp8_multiple
 from model.startup_check import StartupCheckError
 from model.variants import SpeedConfig
 
@@ -120,7 +120,8 @@ class _Probe:
         self.limits = LIMITS[compute]
         self.loss_scale = FP16_LOSS_SCALE if compute == "fp16" else 1.0
         T = min(seq_length, EMULATED_TOKENS if precision.emulated else MAX_TOKENS)
-        T = max(1, T // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
+        multiple = fp8_multiple(precision.config.recipe)
+        T = max(1, T // multiple) * multiple
         V = config.vocab_size
         B = 1 if precision.emulated else max(1, min(batch_size, MAX_LOGITS // (T * V)))
         generator = torch.Generator().manual_seed(seed)
