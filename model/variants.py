@@ -65,13 +65,11 @@ class SpeedConfig:
     """The "speed" section of the training configuration. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
-        "Apply rotary embeddings in fused kernels. te_layer uses one kernel that also splits q, k and v. "
-        "te_linear uses one kernel each for q and k.",
+        "Apply rotary embeddings in fused kernels (te_linear and te_layer).",
         True,
     )
     fused_swiglu: bool = option(
-        "Compute SwiGLU and its gradient in fused kernels. For te_layer, these kernels need delayed scaling and "
-        "also cast to FP8.",
+        "Compute SwiGLU and its gradient in fused kernels (te_linear, and te_layer with delayed scaling).",
         True,
     )
     fused_embedding: bool = option(
@@ -84,8 +82,8 @@ class SpeedConfig:
         True,
     )
     main_grad: bool = option(
-        "Let weight-gradient GEMMs add directly into the float32 accumulation buffer (te_linear and te_layer). "
-        "This has an effect only for ZeRO 1 with data_types.grad_accum_dtype fp32.",
+        "Let weight-gradient GEMMs add directly into the float32 accumulation buffer (te_linear and "
+        "te_layer at ZeRO 1 with data_types.grad_accum_dtype fp32).",
         True,
     )
     cuda_graphs: bool = option(

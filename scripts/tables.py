@@ -63,7 +63,7 @@ def configuration() -> str:
         title = PARTS.get(key.partition(".")[0], title)
         parts.setdefault(title, []).append(_described(key, node))
     sections = [title for title in parts if title.startswith("`")]
-    titles = ("key", "values", "default", "resume", "description")
+    titles = ("key", "description")
     return "\n".join(
         f"### {title}\n\n{table(titles, parts[title])}"
         for title in (*sections, *(t for t in parts if t not in sections))
@@ -76,13 +76,8 @@ def _described(key: str, node: Node) -> list[str]:
 
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
     resume = RESUME_LABELS[node["resume"]]
-    return [
-        f"`{key}`",
-        plain(describe(node).removesuffix(" or null")),
-        default,
-        resume,
-        plain(node["description"]),
-    ]
+    values = plain(describe(node).removesuffix(" or null"))
+    return [f"`{key}`<br>{values}; {default}; {resume}", plain(node["description"])]
 
 
 def hardware() -> str:

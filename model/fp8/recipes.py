@@ -119,19 +119,17 @@ class PrecisionSettings:
 
     compute: Compute = option("Precision of matrix multiplications.", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
-        "FP8 scaling recipe. The variant torchao supports tensorwise and rowwise. te_linear and te_layer support "
-        "the other recipes.",
+        "FP8 scaling recipe. The variant torchao supports tensorwise and rowwise. te_linear and te_layer "
+        "support the other recipes.",
         "delayed",
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
-        "FP8 number format. hybrid uses e4m3, except for gradients, which use e5m2 with more range and half the "
-        "precision.",
+        "FP8 number format. hybrid stores gradients in e5m2 and all other values in e4m3.",
         "e4m3",
     )
     margin: int = option("Divide each scale by 2^margin (recipe delayed only).", 0, ge=0)
     amax_history_len: int = option(
-        "Length of the amax history (recipe delayed only). Activations and gradients add one entry per "
-        "micro-batch. Weights add one entry each time they are quantized.",
+        "Number of previous amax values from which a scale is computed (recipe delayed only).",
         16,
         ge=1,
     )
@@ -153,8 +151,8 @@ class PrecisionSettings:
     )
     amax_epsilon: float = option("Lower bound for amax (recipes current and block only).", 0.0, ge=0)
     fast_accumulation_wgrad: bool = option(
-        "Compute weight gradients with the tensor cores' fast but less exact accumulation (recipes delayed and "
-        "current only).",
+        "Compute weight gradients with faster but less exact accumulation (recipes delayed and current "
+        "only).",
         False,
     )
     bf16_modules: list[str] = option(
@@ -162,22 +160,20 @@ class PrecisionSettings:
         ["lm_head"],
     )
     fp8_head_gradients: bool | None = option(
-        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer). If null "
-        "(the default), they are in FP8 on GPUs that support block scaling.",
+        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer). "
+        "If null, they are in FP8 on GPUs that support block scaling.",
         None,
         before=False,
     )
     health_steps: int = option(
-        "Number of steps between FP8 health checks, which record statistics of GEMM operands (te_linear and "
-        "te_layer). 0 disables the checks.",
+        "Number of steps between FP8 health checks (te_linear and te_layer). 0 disables the checks.",
         100,
         ge=0,
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "What to do when FP8 health checks find a problem. warn only logs the problem. escalate permanently "
-        "switches a module that fails two of four checks to a safer recipe (current, block, block with bf16 "
-        "gradients, bf16).",
+        "Action if FP8 health checks find a problem. warn only logs the problem. escalate permanently "
+        "switches a module that fails two of four checks to a safer recipe.",
         "warn",
         resume="free",
     )
@@ -238,34 +234,33 @@ class PrecisionConfig(PrecisionSettings):
     """
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "FP8 implementation. auto uses Transformer Engine if there is a GPU, and otherwise the CPU reference "
+        "FP8 implementation. auto uses Transformer Engine on a GPU, and otherwise the CPU reference "
         "implementation.",
         "auto",
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "Storage format for AdamW states. fp32 stores a float32 master weight and float32 moments. The other "
-        "values store only the 16 bits that the bf16 weight lacks, and moments in the type optimizer_moments "
-        "(bf16_remainder) or in torchao's 8-bit formats (int8, fp8). They need ZeRO 1 with "
-        "data_types.grad_accum_dtype fp32.",
+        "Storage format for AdamW states. fp32 stores float32 master weights and moments. The other formats"
+        " take fewer bytes and need ZeRO 1 with data_types.grad_accum_dtype fp32.",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option(
         "Type of AdamW's two moments if optimizer_states is bf16_remainder.", "bf16"
     )
     gradient_communication: Literal["fp32", "bf16"] | None = option(
-        "Type in which ranks reduce gradients. null uses the type of the weights, even with float32 accumulation.",
+        "Data type in which ranks reduce gradients. If null, it is the type of the weights.",
         None,
     )
     schedule: list[PrecisionPhase] | None = option(
-        "List of phases with different precisions. Each phase contains the keys of this section that it changes. "
-        "Each phase except the last also contains its end: until_step, until_tokens or until_share.",
+        "List of phases with different precisions. Each phase contains the keys of this section that it "
+        "changes. Each phase except the last also contains its end: until_step, until_tokens or "
+        "until_share.",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
-        "At startup, measure FP8 and bf16, CUDA graphs and attention backends for about a minute, and use the "
+        "At startup, measure FP8, bf16, CUDA graphs and attention backends for about a minute, and use the "
         "fastest combination (te_linear and te_layer with compute fp8). A resumed run keeps the choice.",
         False,
         resume="free",

@@ -76,37 +76,35 @@ class ModelArguments:
     # config and init_from are free: a resume compares the content of the model configuration, and loads the weights
     # from the checkpoint
     config: str = option(
-        "Model configuration: the name of a file in model/configs, the path of a Mistral or Llama config.json, "
-        "or a repository ORG/NAME on the Hugging Face Hub.",
+        "Model: the name of a file in model/configs, the path of a Mistral or Llama config.json, or a "
+        "Hugging Face repository ORG/NAME.",
         resume="free",
         example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
-        "Model implementation. te_layer and te_linear are built from Transformer Engine modules. hf is "
-        "the model from transformers and serves as a baseline. torchao is the same model with FP8 from "
-        "torchao.",
+        "Model implementation. te_layer and te_linear use Transformer Engine modules, hf is the model from "
+        "transformers, and torchao is hf with FP8 from torchao.",
         "te_layer",
         resume="structural",
         why="a checkpoint stores weights under the module names of its variant; start a new run from an export "
         "(model.init_from)",
     )
     compile: bool | None = option(
-        "Whether to compile each decoder layer with torch.compile. Only the variants hf and torchao "
-        "support this. If null (the default), torchao is compiled on a GPU and hf is not compiled.",
+        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, torchao "
+        "is compiled on a GPU and hf is not compiled.",
         None,
     )
     init_from: str | None = option(
-        "Initial weights: a Hugging Face model folder, or a repository ORG/NAME on the Hugging Face Hub. "
-        "If null (the default), the weights are initialized randomly.",
+        "Initial weights: a Hugging Face model folder or repository ORG/NAME. If null, the weights are "
+        "initialized randomly.",
         None,
         resume="free",
         min_length=1,
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
-        "Attention backend of te_layer and te_linear. flash is FlashAttention, fused is cuDNN, and "
-        "unfused is Transformer Engine's fallback without a fused kernel. auto selects flash on Hopper "
-        "GPUs with FlashAttention-4 if the head dimension is 64, 128 or 256. Otherwise, auto lets "
-        "Transformer Engine choose.",
+        "Attention backend of te_layer and te_linear: flash (FlashAttention), fused (cuDNN) or unfused "
+        "(slow). auto selects flash on Hopper GPUs with FlashAttention-4 if the head dimension is 64, 128 "
+        "or 256. Otherwise, Transformer Engine chooses.",
         "auto",
     )
 
@@ -116,22 +114,21 @@ class DataArguments:
     """The "data" section of the configuration."""
 
     sources: dict[str, str] = option(
-        "Training data: an object that maps a name of your choice to a folder written by prepare_data.py. "
-        "A relative path is looked up in the current folder, then in the repository.",
+        "Training data: an object that maps names of your choice to folders written by prepare_data.py. A "
+        "relative path is looked up in the current folder, then in the repository.",
         min_length=1,
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixturePhase] | None = option(
-        "Mixture weights: an object that maps each source name to its share of the samples. To change the "
-        'weights during the run, pass a list of phases: [{"until_tokens": N, "weights": {...}}, ..., '
-        '{"weights": {...}}]. If null (the default), each share is proportional to the number of tokens '
-        "in the source.",
+        "Mixture weights: an object that maps each source name to its share of the samples, or a list of "
+        'phases: [{"until_tokens": N, "weights": {...}}, ..., {"weights": {...}}]. If null, shares are '
+        "proportional to the number of tokens.",
         None,
         example={"NAME": 0.7, "OTHER": 0.3},
     )
     eval_sources: dict[str, str] | None = option(
-        "Additional evaluation data: an object that maps a name of your choice to a data folder. The eval "
-        "split of each folder is evaluated separately, and its loss is logged as eval_loss/NAME.",
+        "Additional evaluation data: an object that maps names of your choice to data folders. The loss on "
+        "each eval split is logged as eval_loss/NAME.",
         None,
         resume="free",
         example={"NAME": "data/held_out"},
@@ -140,9 +137,8 @@ class DataArguments:
         "Verify the hashes and token ids of all data shards before the first step.", False, resume="free"
     )
     document_mask: bool = option(
-        "Restrict attention to tokens of the same document. Positions restart at the first token of each "
-        "document, and the last token of a document has no label. Only te_layer and te_linear support "
-        "this.",
+        "Restrict attention to tokens of the same document, and restart positions in each document "
+        "(te_linear and te_layer). The last token of a document has no label.",
         False,
     )
 
@@ -160,7 +156,7 @@ class TrainingArguments:
     max_seq_length: int = option("Length of each training sample, in tokens.", 2048, gt=0)
     per_device_train_batch_size: int = option("Number of samples per micro-batch on each rank.", 8, gt=0)
     per_device_eval_batch_size: int | None = option(
-        "Number of samples per evaluation batch on each rank. If null (the default), it equals "
+        "Number of samples per evaluation batch on each rank. If null, it equals "
         "per_device_train_batch_size.",
         None,
         gt=0,
@@ -168,42 +164,39 @@ class TrainingArguments:
     )
     # free: train_batch_size_tokens, which is not free, and the number of ranks determine this value
     gradient_accumulation_steps: int | None = option(
-        "Number of micro-batches per optimizer step. If null (the default), it is computed from "
-        "train_batch_size_tokens. If both keys are null, it is 1.",
+        "Number of micro-batches per optimizer step. If null, it is computed from train_batch_size_tokens. "
+        "If both keys are null, it is 1.",
         None,
         gt=0,
         resume="free",
     )
     train_batch_size_tokens: int | None = option(
-        "Number of tokens per optimizer step, summed over all ranks. If null (the default), it is "
-        "computed from gradient_accumulation_steps.",
+        "Number of tokens per optimizer step, summed over all ranks. If null, it is computed from "
+        "gradient_accumulation_steps.",
         None,
         gt=0,
     )
 
     optim: Literal["adamw", "muon"] = option(
-        "Optimizer. adamw uses AdamW for all parameters. muon uses Muon for the weight matrices of the "
-        "decoder layers and AdamW for all other parameters, with the same learning rate and weight decay. "
-        "muon needs ZeRO stage 0 or 1.",
+        "Optimizer. muon uses Muon for the weight matrices of the decoder layers and AdamW for all other "
+        "parameters. It needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
         why="the two optimizers have different states; start a new run from an export (model.init_from)",
     )
     # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
-    learning_rate: float = option(
-        "Peak learning rate, which is reached at the end of the warmup.", 3e-4, gt=0, le=100
-    )
+    learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        "Learning rate schedule after the warmup. cosine and linear decay until the last step, and "
-        "constant does not decay. warmup_stable_decay decays linearly in the last decay_steps steps.",
+        "Learning rate schedule after the warmup. cosine and linear decay until the last step. "
+        "warmup_stable_decay decays linearly in the last decay_steps steps.",
         "cosine",
     )
     warmup_steps: int = option(
-        "Number of warmup steps, in which the learning rate increases linearly to its peak.", 0, ge=0
+        "Number of steps in which the learning rate increases linearly to its peak.", 0, ge=0
     )
     decay_steps: int | None = option(
-        "Number of steps in the final decay of the schedule warmup_stable_decay. The other schedules do "
-        "not accept this key.",
+        "Number of steps in the final decay of the schedule warmup_stable_decay. Other schedules do not "
+        "accept this key.",
         None,
         gt=0,
     )
@@ -216,12 +209,10 @@ class TrainingArguments:
     muon_momentum: float = option("Momentum coefficient of the Muon optimizer.", 0.95, ge=0, lt=1)
     adam_beta1: float = option("Decay rate of the first moment in AdamW.", 0.9, ge=0, lt=1)
     adam_beta2: float = option("Decay rate of the second moment in AdamW.", 0.95, ge=0, lt=1)
-    adam_epsilon: float = option(
-        "Constant that AdamW adds to the denominator of its update for numerical stability.", 1e-8, gt=0
-    )
+    adam_epsilon: float = option("Constant that AdamW adds to the denominator of its update.", 1e-8, gt=0)
     max_grad_norm: float = option(
-        "Maximum global gradient norm. Gradients with a larger norm are scaled down to it. If 0, "
-        "gradients are not clipped.",
+        "Maximum global gradient norm. Larger gradients are scaled down to it. If 0, gradients are not "
+        "clipped.",
         1.0,
         ge=0,
     )
@@ -230,7 +221,7 @@ class TrainingArguments:
         "Random seed for the initial weights and the order of the samples.", 42, ge=0, le=2**32 - 1
     )
     full_determinism: bool = option(
-        "Use deterministic GPU kernels, so that repeated and resumed runs produce bit-identical results.",
+        "Use deterministic GPU kernels, so that repeated and resumed runs are bit-identical.",
         True,
     )
 
@@ -255,24 +246,24 @@ class TrainingArguments:
         resume="free",
     )
     spike_window: int = option(
-        "Number of previous steps from which spike detection computes the median and the spread.",
+        "Number of previous steps from which spike detection computes the median and spread.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
         resume="free",
     )
     replica_check_steps: int = option(
-        "Number of steps between two checks that all ranks have identical weights. If 0, the weights are "
-        "not compared.",
+        "Number of steps between checks that all ranks have identical weights. If 0, weights are not "
+        "compared.",
         100,
         ge=0,
         resume="free",
     )
 
     hang_timeout_s: float = option(
-        "Timeout in seconds. If no step, evaluation batch or save finishes within this time, the run "
-        "stops and reports the rank that hangs. The first step and each phase of startup and shutdown "
-        "have a timeout of at least 1800 seconds. If 0, there is no timeout.",
+        "Time limit in seconds for a step, an evaluation batch or a save. If it is exceeded, the run stops "
+        "and reports the rank that hangs. The first step and each phase of startup and shutdown have at "
+        "least 1800 seconds. If 0, there is no limit.",
         1800.0,
         ge=0,
         le=1e8,  # three years; system timers overflow at slightly larger values
@@ -280,28 +271,25 @@ class TrainingArguments:
     )
 
     output_dir: str | None = option(
-        "Output folder of the run. If null (the default), it is output/NAME for a configuration file "
-        "NAME.json.",
+        "Output folder of the run. If null, it is output/NAME for a configuration file NAME.json.",
         None,
         resume="free",
         min_length=1,
     )
     dry_run: bool = option(
-        "Prepare the run up to its first step, then exit with status 0. The dry run does not change "
-        "output_dir.",
+        "Prepare the run up to its first step, then exit with status 0 without changing output_dir.",
         False,
         resume="free",
     )
     preflight: bool | None = option(
-        "Whether to run the preflight checks before the first step. They compare software and files "
-        "across ranks, measure the speed of GPUs and links, and verify the reduced gradients. If null "
-        "(the default), they run only if the ranks are on several nodes.",
+        "Whether to run preflight checks before the first step. They compare software and files across "
+        "ranks, measure the speed of GPUs and links, and verify the reduced gradients. If null, they run "
+        "only on several nodes.",
         None,
         resume="free",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "Minimum level of messages on the console. The files train.log and logs/ contain the messages of "
-        "all levels.",
+        "Minimum level of messages on the console. The log files contain messages of all levels.",
         "info",
         resume="free",
     )
@@ -313,8 +301,8 @@ class TrainingArguments:
         resume="free",
     )
     max_eval_samples: int = option(
-        "Maximum number of samples in an evaluation, per evaluation set and summed over all ranks. The "
-        "samples are evenly spaced over the set.",
+        "Maximum number of samples per evaluation set, summed over all ranks. The samples are evenly spaced"
+        " over the set.",
         256,
         gt=0,
         resume="free",
@@ -332,8 +320,8 @@ class TrainingArguments:
         resume="free",
     )
     save_strategy: Literal["steps", "no"] = option(
-        "steps saves a checkpoint at the intervals save_steps and save_minutes and at the end of the run. "
-        "no writes neither checkpoints nor the exported model in hf/, which is useful for benchmarks.",
+        "Whether to save. steps saves checkpoints at the intervals save_steps and save_minutes and at the "
+        "end of the run. no saves neither checkpoints nor the exported model in hf/.",
         "steps",
         resume="free",
     )
@@ -341,8 +329,8 @@ class TrainingArguments:
         "Number of checkpoints to keep. Older checkpoints are deleted.", 3, gt=0, resume="free"
     )
     save_async: bool = option(
-        "Save checkpoints in the background. Training continues while a copy in host memory is written to "
-        "disk. If false, training waits until the checkpoint is written.",
+        "Save checkpoints in the background from a copy in host memory. If false, training waits until the "
+        "checkpoint is written.",
         True,
         resume="free",
     )
@@ -361,7 +349,7 @@ class TrainingArguments:
     )
     allow_changes_on_resume: bool | list[str] = option(
         "Keys that may differ from the checkpoint although they affect the computation. true allows all "
-        "keys that can change. Each change is recorded in metrics.jsonl and in later checkpoints.",
+        "keys that can change. Changes are recorded in metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -372,20 +360,20 @@ class TrainingArguments:
         resume="free",
     )
     run_name: str | None = option(
-        "Name of the run in Weights & Biases. If null (the default), Weights & Biases generates a name.",
+        "Name of the run in Weights & Biases. If null, Weights & Biases generates a name.",
         None,
         resume="free",
     )
     wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool = option(
         "Recompute activations in the backward pass instead of storing them. This saves memory but makes "
-        "each step slower.",
+        "steps slower.",
         False,
         resume="free",
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(
         "DeepSpeed configuration: the path of a JSON file, the name of a file in train_args, or a JSON "
-        f"object. If null (the default), {DEFAULT_DEEPSPEED} is used.",
+        f"object. If null, {DEFAULT_DEEPSPEED} is used.",
         None,
         example={"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     )
