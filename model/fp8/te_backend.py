@@ -194,6 +194,8 @@ def _head_products() -> dict[str, Any]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
 
+    power_2_scales = emulates_block_scaling(torch.cuda.get_device_capability())
+
     def quantizer(block_dimensions: int) -> Any:
         return tensors.Float8BlockQuantizer(
             kernels.DType.kFloat8E4M3, rowwise=False, columnwise=True, block_scaling_dim=block_dimensions
@@ -203,7 +205,7 @@ def _head_products() -> dict[str, Any]:
         made = quantizer(1)
         made.set_usage(rowwise=True)
         # te_reference/gemm.py explains why not; as MXFP8, other scales would lose their mantissa
-        made.force_pow_2_scales = emulates_block_scaling(torch.cuda.get_device_capability())
+        made.force_pow_2_scales = power_2_scales
         return made
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
