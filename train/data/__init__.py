@@ -1,9 +1,12 @@
-"""Prepared data: format, sample order, and batches.
+"""Prepared data: file format, tokenizer, sample order and batches.
 
-File format and manifest (`format`), shards of a folder as windows (`source`), sample order (`order`), batches of a rank
-(`stream`), tokenizer (`encoder`) and `inspection`.
+    format        file format and manifest
+    source        read the shards of a folder as windows
+    order         order of the samples
+    stream        batches for each rank
+    encoder       tokenizer
+    inspection    the output of inspect_data.py
 
 May import: train.files. Training uses open_stream, MicroBatches and NO_LABEL from stream, and DataError and the
-manifest from format. The preparation writes with format, and inspect_data prints with inspection. Only stream imports
-torch.
+manifest from format. The data preparation writes files with format. Only stream imports torch.
 """

@@ -1,4 +1,4 @@
-"""Encode and decode text with the tokenizer of prepared data, without special ids: sentencepiece or tokenizers."""
+"""Encode and decode text with the sentencepiece or tokenizers package, without producing special ids from text."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import numpy as np
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.files import data_folder, sha256_file
 
-# The files of a tokenizer. The first one that exists in a folder defines the ids.
+# Tokenizer files. The first file in this list that exists in a folder defines the ids.
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
@@ -22,21 +22,21 @@ TOKENIZER_FILES = (
 )
 
 
-# Advice if transformers gives other ids than sentencepiece or tokenizers.
+# Advice for error messages when transformers gives different ids than sentencepiece or tokenizers.
 AGREE = (
-    "In a copy of the folder, remove tokenizer.model or tokenizer.json, whichever is wrong, or correct "
+    "In a copy of the folder, remove the wrong one of tokenizer.model and tokenizer.json, or correct "
     "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
 )
-SPACE = "\u2581"  # stands for a space in sentencepiece
+SPACE = "\u2581"  # sentencepiece's symbol for a space
 
 
 class Markers(NamedTuple):
-    """Pieces that are not learned.
+    """The special and user-defined pieces of a tokenizer, which are not learned from text.
 
     Attributes:
-        special: piece -> id. Text must never yield these ids.
+        special: {piece: id} of the special pieces. Text must never be encoded to these ids.
         user_defined: pieces that are never split.
-        unk_id: id of unknown text, or -1.
+        unk_id: id for unknown text, or -1 if the tokenizer has none.
     """
 
     special: dict[str, int]
@@ -45,19 +45,22 @@ class Markers(NamedTuple):
 
 
 class TextEncoder:
-    """The tokenizer of a folder: sentencepiece if there is a tokenizer.model, else tokenizers with tokenizer.json.
+    """A tokenizer loaded from a folder.
+
+    The sentencepiece package is used if the folder has a tokenizer.model, and otherwise the tokenizers package with
+    tokenizer.json.
 
     Attributes:
-        vocab_size: one more than the largest id.
-        bos_id, eos_id: the ids that begin and end a document.
-        files: the tokenizer's files; the first one defines the ids.
-        loaded_sha256: the hash of the defining file as it was loaded.
-        encode_batch: texts -> ids, without BOS and EOS.
-        decode: ids without BOS and EOS -> text.
-        markers: () -> Markers.
+        vocab_size: the largest id plus one.
+        bos_id, eos_id: the ids at the beginning and at the end of a document.
+        files: names of the tokenizer files. The first file defines the ids.
+        loaded_sha256: hash of the first file when it was loaded.
+        encode_batch: function that encodes texts to ids, without BOS and EOS.
+        decode: function that decodes ids without BOS and EOS to text.
+        markers: function that returns the Markers.
 
     Raises:
-        DataError: the folder has no tokenizer, an unreadable one, or one without BOS and EOS.
+        DataError: the folder contains no tokenizer, or the tokenizer is not readable or has no BOS or EOS.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -68,8 +71,8 @@ class TextEncoder:
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
-                f"--tokenizer {folder}: the folder has no tokenizer.model or tokenizer.json; pass a folder that has "
-                "one, or train a tokenizer with train/train_tokenizer.py",
+                f"--tokenizer {folder}: the folder contains no tokenizer.model or tokenizer.json; pass a folder with "
+                "one of these files, or train a tokenizer with train/train_tokenizer.py",
                 code="no_tokenizer",
                 key=str(folder),
             )
@@ -83,14 +86,14 @@ class TextEncoder:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
-                f"{path} cannot be read: {error}. Copy it again (for a Git LFS pointer, run `git lfs pull`), or remove "
-                "it if the folder has another tokenizer file",
+                f"{path} cannot be read: {error}. Copy the file again (for a Git LFS pointer, run `git lfs pull`). "
+                "If the folder has another tokenizer file, you can also remove this file",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
 
     def sha256(self) -> str:
-        """Return the hash of the current content of the defining file."""
+        """Return the current SHA-256 of the file that defines the ids."""
         return sha256_file(self.folder / self.files[0])
 
     def _load_sentencepiece(self, path: Path, data: bytes) -> None:
@@ -100,8 +103,8 @@ class TextEncoder:
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
-                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: none), but documents need both. Train "
-                "a tokenizer with both, or pass a folder with only a tokenizer.json",
+                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1 means none), but BOS and EOS are both "
+                "required. Train a tokenizer with BOS and EOS, or pass a folder with only a tokenizer.json",
                 code="tokenizer_without_ends",
                 key=str(path),
             )
@@ -109,7 +112,7 @@ class TextEncoder:
 
         def markers() -> Markers:
             special = {i for i in range(self.vocab_size) if model.is_control(i)} | {self.bos_id, self.eos_id}
-            # sentencepiece does not expose the type; user-defined pieces, and one learned piece, have a score of 0
+            # sentencepiece does not expose the type of a piece. User-defined pieces, and one learned piece, score 0.
             others = {i for i in range(self.vocab_size) if model.get_score(i) == 0 and not model.is_byte(i)}
             user_defined = [
                 model.id_to_piece(i).replace(SPACE, " ") for i in others - special - {model.unk_id()}
@@ -124,7 +127,7 @@ class TextEncoder:
         import tokenizers
 
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        tokenizer.encode_special_tokens = True  # a literal "</s>" in text is text
+        tokenizer.encode_special_tokens = True  # encode a literal "</s>" as text
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -149,9 +152,13 @@ class TextEncoder:
         ]
 
     def text_bytes(self, inputs: np.ndarray, labels: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of the text of `labels`, each of which follows its token in `inputs`.
+        """Return the number of UTF-8 bytes in the decoded text of the labels.
 
-        Both are int64 [n], of one or several documents. A character that the first label cuts is counted as a whole.
+        If the first label is only a part of a character, the whole character is counted.
+
+        Args:
+            inputs: the token before each label, int64 [n].
+            labels: tokens from one or more documents, int64 [n].
         """
         runs = np.split(labels, np.flatnonzero(inputs == self.bos_id))
         runs[0] = np.concatenate([inputs[:1], runs[0]])  # some decoders drop a space at the start of a text
@@ -172,9 +179,9 @@ class TextEncoder:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
         raise DataError(
-            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but it must be a token of the tokenizer. "
-            f"Add {example} to tokenizer_config.json in a copy of the folder; BOS and EOS may be the same token. "
-            f"The tokenizer's special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but must be a token of the tokenizer. "
+            f"Add {example} to tokenizer_config.json in a copy of the folder. BOS and EOS may be the same token. "
+            f"The special tokens are: {', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
         )
@@ -184,14 +191,15 @@ class TextEncoder:
 
 
 def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
-    """Load the tokenizer of an export with transformers.
+    """Load the tokenizer of an exported model with transformers, and compare its special ids with `encoder`.
 
     Args:
-        folder: the export, with a config.json and the files of `encoder`.
+        folder: folder with a config.json and the tokenizer files of `encoder`.
+        vocab_size: number of ids in the vocabulary.
 
     Raises:
-        DataError: the tokenizer cannot be read, has an id of `vocab_size` or more, or its BOS or EOS differs from
-            `encoder`.
+        DataError: transformers cannot load the tokenizer, an id is `vocab_size` or larger, or the BOS or EOS id differs
+            from `encoder`.
     """
     from transformers import AutoTokenizer
 
@@ -199,7 +207,8 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise DataError(
-            f"transformers cannot read the tokenizer in {encoder.folder}: {error}",
+            f"transformers cannot load the tokenizer in {encoder.folder}: {error}. Repair its files or pass another "
+            "tokenizer",
             code="tokenizer_unreadable",
             key=str(encoder.folder),
         ) from error
@@ -223,19 +232,24 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:
-    """Check that both tokenizers give the same ids for `texts` and markers, and that markers never yield special ids.
+    """Check that two tokenizers give the same ids for texts, and that text is never encoded to special ids.
+
+    Args:
+        encoder: the tokenizer of this project.
+        exported: the same tokenizer loaded with transformers.
+        texts: texts to encode, in addition to the special and user-defined pieces.
 
     Raises:
-        DataError: ids differ (the message names the first text), or a text yields a special id.
+        DataError: the ids of a text differ, or a text is encoded to a special id.
     """
     special, user_defined, _ = encoder.markers()
     around = [text for piece in (*special, *user_defined) for text in (piece, f"a {piece} b{piece}c")]
     for text in around[: 2 * len(special)]:
         if found := {*special.values()}.intersection(*encoder.encode_batch([text])):
             raise DataError(
-                f"{encoder.folder}: the text {text!r} yields the special id {min(found)}, so text could end a "
-                "document. Use a BPE tokenizer whose special tokens are marked as special (in sentencepiece: control "
-                "symbols, not user-defined symbols), such as one from train/train_tokenizer.py",
+                f"{encoder.folder}: the text {text!r} is encoded to the special id {min(found)}, so a document could "
+                "end in the middle of its text. Use a BPE tokenizer whose special tokens are marked as special (in "
+                "sentencepiece, control symbols), such as a tokenizer from train/train_tokenizer.py",
                 code="special_id_from_text",
                 key=str(encoder.folder),
             )
@@ -246,26 +260,26 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
         if own != other:
             at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
             raise DataError(
-                f"{encoder.folder}: {encoder.files[0]} and transformers give different ids for {text[:80]!r}, from "
-                f"token {at}: {own[:20]} and {other[:20]}. {AGREE}",
+                f"{encoder.folder}: {encoder.files[0]} and transformers give different ids for {text[:80]!r}, starting "
+                f"at token {at}: {own[:20]} and {other[:20]}. {AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether the tokenizer in `folder` has a chat template, in its own file or in its configuration."""
+    """Return whether the tokenizer in `folder` has a chat template, in chat_template.jinja or tokenizer_config.json."""
     return (folder / "chat_template.jinja").is_file() or "chat_template" in _tokenizer_config(folder)
 
 
 def chat_template_problem(folder: Path) -> str:
-    """Return why the chat template in `folder` does not work, or ""."""
+    """Return a warning if the chat template in `folder` does not work, or "" otherwise."""
     if not (has_chat_template(folder) and _tokenizer_config(folder).get("split_special_tokens")):
         return ""
     return (
-        "warning: the tokenizer has a chat template, but with split_special_tokens: true in tokenizer_config.json the "
-        "special tokens of a chat are encoded as text. Set it to false; special tokens in a user's text are then also "
-        "encoded as special tokens"
+        "warning: the tokenizer has a chat template, but split_special_tokens is true in tokenizer_config.json. The "
+        "special tokens in a chat are therefore encoded as text. Set split_special_tokens to false. Special tokens in "
+        "a user's text are then also encoded as special tokens"
     )
 
 
@@ -275,10 +289,14 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Path:
-    """Return the folder of a run's tokenizer: in the data folders `sources`, or else in the run's export `export`.
+    """Return the folder that contains the tokenizer of a training run.
+
+    Args:
+        sources: {name: folder} of the training data, whose tokenizer is preferred.
+        export: folder of the exported model, or None.
 
     Raises:
-        DataError: there is no tokenizer in any of them.
+        DataError: none of the folders contains a tokenizer.
     """
     folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
     folders += [export] if export else []
@@ -286,7 +304,7 @@ def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Pa
         if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
             return folder
     raise DataError(
-        f"there is no tokenizer in {' or '.join(map(str, folders))}; pass one as --tokenizer DIR",
+        f"there is no tokenizer in {' or '.join(map(str, folders))}; pass its folder as --tokenizer",
         code="no_tokenizer",
         key=str(folders[0]),
     )

@@ -1,8 +1,8 @@
-"""The format of prepared data: token shards and the manifest that commits them.
+"""Define the format of prepared data: token shards and a manifest that lists them.
 
     DATA/
       train_00000.ds          token ids, little-endian uint16 (vocabulary <= 65536) or uint32
-      train_00000.ds.index    uint64 little-endian: end of each document, in tokens from the start of the shard
+      train_00000.ds.index    end of each document, in tokens from the start of the shard, little-endian uint64
       eval_00000.ds ...
       tokenizer/              the tokenizer that produced the ids
       manifest.json           written last; a folder without it is not prepared data
@@ -35,19 +35,24 @@ COPY_ADVICE = "prepare or copy the data again"
 
 
 class DataError(UserError, ValueError):
-    """An error in the inputs or in prepared data; the message names the file and what to do."""
+    """Error raised for invalid inputs or prepared data."""
 
     code = "data"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype on disk of token ids below `vocab_size`."""
+    """Return the data type in which token ids below `vocab_size` are stored in shards."""
     return np.dtype("<u2") if vocab_size <= UINT16_MAX_VOCABULARY else np.dtype("<u4")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard: `bytes` and `sha256` describe its `*.ds` file, `index_sha256` its `*.ds.index`."""
+    """Manifest entry for a token shard.
+
+    Attributes:
+        bytes, sha256: size and hash of the `*.ds` file with the token ids.
+        index_sha256: hash of the `*.ds.index` file with the document ends.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -62,18 +67,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`.
+    """The content of the `manifest.json` of prepared data.
 
     Attributes:
         tokenizer_sha256: hash of `tokenizer_files[0]`, the file that defines the ids (tokenizer.model or
             tokenizer.json).
-        documents: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}, and possibly more counts.
-            "damaged_files" maps each path to the number of rows lost, 0 if unknown.
-        text_key: the key of the text in the inputs; null if token ids were imported.
+        documents: document counts: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}, and possibly
+            more. "damaged_files" maps each path to the number of lost rows, or to 0 if the number is unknown.
+        text_key: key of the text in the inputs; null if token ids were imported.
         text_bytes: UTF-8 size of the kept documents; null if token ids were imported.
         unigram_loss: cross entropy of the eval tokens under the add-one-smoothed unigram distribution of the train
             tokens, in nats per token; null if a split is empty.
-        steps: the settings of the optional preparation steps, and other options.
+        steps: options of the optional preparation steps, and other options.
     """
 
     __pydantic_config__ = STRICT
@@ -95,15 +100,15 @@ class Manifest:
     steps: dict[str, Any] = field(default_factory=dict)
 
     def split_shards(self, split: str) -> list[Shard]:
-        """Return the shards of one split, in order."""
+        """Return the shards of the train or eval split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
     def split_tokens(self, split: str) -> int:
-        """Return the number of tokens in one split."""
+        """Return the number of tokens in the train or eval split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
     def summary(self) -> str:
-        """Return lines with the documents and tokens of each split, for the log."""
+        """Return a summary for the log, with the number of documents and tokens in each split."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
         if isinstance(damaged := self.documents.get("damaged_files"), dict):
             counts["damaged_files"] = len(damaged)
@@ -120,22 +125,22 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit the folder by writing its manifest durably. Call this after all other files are written."""
+    """Write the manifest of a folder with prepared data and flush it to the disk. Call this after all other writes."""
     write_durably(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and check `folder/manifest.json`.
+    """Read and check the manifest in a folder with prepared data.
 
     Raises:
-        DataError: the folder or its manifest is missing, or the manifest does not have this schema. In the latter case
-            `key` is the first wrong field.
+        DataError: the folder or its manifest is missing, or the manifest is invalid. `key` is then its first invalid
+            field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise DataError(
-            f"data folder {folder} has no manifest.json: it does not exist, or its preparation is unfinished; name a "
-            "folder that train/prepare_data.py wrote (--output)",
+            f"data folder {folder} has no manifest.json: it does not exist, or its preparation is unfinished. Pass the "
+            "--output of a completed train/prepare_data.py",
             code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
         )
@@ -144,16 +149,17 @@ def read_manifest(folder: str | Path) -> Manifest:
     except ValidationError as error:
         (problem, *_), key = error.errors(), ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"{path} is corrupt, or of another program: {key} {problem['msg']}; {COPY_ADVICE}",
+            f"{path} is corrupt, or not a manifest of prepared data: {key} {problem['msg']}; {COPY_ADVICE}",
             code="manifest_corrupt",
             key=key or None,
         ) from error
 
 
 def is_foreign_manifest(path: Path) -> bool:
-    """Return whether another program or a newer version wrote the manifest.json `path`, which must not be replaced.
+    """Return whether the manifest.json `path` must not be replaced.
 
-    A checkpoint also has a file with this name.
+    This is the case if the file was written by a newer version of this code or does not describe prepared data. For
+    example, checkpoints also contain a manifest.json.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -163,10 +169,10 @@ def is_foreign_manifest(path: Path) -> bool:
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:
-    """Check that a shard and its index have the sizes in the manifest.
+    """Check that the files of a shard have the sizes listed in the manifest.
 
     Raises:
-        DataError: a file is missing or has another size.
+        DataError: a file is missing or has a different size.
     """
     index_bytes = shard.documents * INDEX_DTYPE.itemsize
     for name, size in ((shard.name, shard.bytes), (f"{shard.name}.index", index_bytes)):
@@ -174,44 +180,49 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise DataError(
-                f"{path} has {found} bytes (None: it is missing), but the manifest says {size}; {COPY_ADVICE}",
+                f"{path} has {found} bytes (None if missing), but the manifest lists {size}; {COPY_ADVICE}",
                 code="file_missing" if found is None else "wrong_size",
                 key=str(path),
             )
 
 
 def open_index(folder: str | Path, shard: Shard) -> np.ndarray:
-    """Return the document ends of a shard: uint64 [documents], memory-mapped, in tokens from the shard's start."""
+    """Memory-map the index of a shard.
+
+    Returns:
+        End of each document, in tokens from the start of the shard, uint64 [number of documents].
+    """
     return np.asarray(np.memmap(Path(folder) / f"{shard.name}.index", dtype=INDEX_DTYPE, mode="r"))
 
 
 def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
-    """Check that the tokenizer in the data folder is the one that produced the ids.
+    """Check that the tokenizer in a data folder is the tokenizer that produced the token ids.
 
     Raises:
-        DataError: its file is missing, or its hash differs from the manifest.
+        DataError: the tokenizer file is missing, or its hash differs from the manifest.
     """
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
         raise DataError(
-            f"{path}, the tokenizer of the data, is missing; {COPY_ADVICE}",
+            f"the tokenizer file {path} is missing; {COPY_ADVICE}",
             code="file_missing",
             key=str(path),
         )
     if (found := sha256_file(path)) != manifest.tokenizer_sha256:
         raise DataError(
-            f"{path} is not the tokenizer of the data: its sha256 is {found}, but {Path(folder) / MANIFEST_NAME} says "
-            f"{manifest.tokenizer_sha256}. Restore the tokenizer, or prepare the data again with the new one",
+            f"{path} is not the tokenizer that produced the data: its sha256 is {found}, but "
+            f"{Path(folder) / MANIFEST_NAME} lists {manifest.tokenizer_sha256}. Restore the original tokenizer, or "
+            "prepare the data again",
             code="tokenizer_replaced",
             key=str(path),
         )
 
 
 def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
-    """Check the hashes of a shard and its index, and every token id.
+    """Check the hashes of a shard and of its index, and that all token ids are in the vocabulary.
 
     Raises:
-        DataError: a hash differs, or an id is beyond the vocabulary.
+        DataError: a hash differs from the manifest, or an id is not in the vocabulary.
     """
     path = Path(folder) / shard.name
     index_path = path.with_name(path.name + ".index")
@@ -233,14 +244,14 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
 
 
 def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
-    """Return the cross entropy of a unigram model, in nats per token.
+    """Return the cross entropy of an add-one-smoothed unigram model, in nats per token.
 
     Args:
-        train_counts: [V], counts of the train tokens; the model adds one to each (smoothing).
-        eval_counts: [V], counts of the tokens to predict.
+        train_counts: how often each token id occurs in the training data, [vocab_size].
+        eval_counts: how often each token id occurs in the data to predict, [vocab_size].
 
     Returns:
-        The loss, or None if either has no tokens.
+        The cross entropy, or None if there are no training tokens or no tokens to predict.
     """
     if not train_counts.sum() or not eval_counts.sum():
         return None

@@ -1,4 +1,4 @@
-"""Print prepared data: the manifest, damaged files, document lengths, and samples as text."""
+"""Inspect a folder with prepared data: print the manifest, damaged files, document lengths, and samples as text."""
 
 import argparse
 import itertools
@@ -26,31 +26,34 @@ from train.data.format import (
 )
 from train.data.source import TokenSource
 
-BINS = 64  # bin k counts lengths of 2^k to 2^(k+1) - 1 tokens
+BINS = 64  # bin k counts documents with 2^k to 2^(k+1) - 1 tokens
 
 
 def count_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Return the number of documents and of their tokens in each bin, int64 [2, BINS].
+    """Compute a histogram of document lengths. Bin k has the documents with 2^k to 2^(k+1) - 1 tokens.
 
     Args:
-        lengths: [n], in tokens, each at least 1.
+        lengths: number of tokens in each document, at least 1, [number of documents].
+
+    Returns:
+        The number of documents in each bin, and the total number of their tokens, int64 [2, BINS].
     """
-    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact: float64 holds such integers
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), which is exact for float64
     counts = (np.bincount(bins, weights=weights, minlength=BINS) for weights in (None, lengths))
     return np.stack([count.astype(np.int64) for count in counts])
 
 
 def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
-    """Return `count_lengths` of a shard's documents.
+    """Return the histogram of document lengths (`count_lengths`) for one shard.
 
     Raises:
-        DataError: the document ends do not increase, or the last one is not the end of the shard.
+        DataError: the document ends do not increase, or the last document does not end at the end of the shard.
     """
     lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
     if lengths.min() < 1 or lengths.sum() != shard.tokens:
         raise DataError(
-            f"{folder / shard.name}.index does not increase up to the {shard.tokens} tokens of the shard, so it "
-            f"changed; {COPY_ADVICE}",
+            f"{folder / shard.name}.index is damaged: the document ends must increase up to {shard.tokens}, the number "
+            f"of tokens in the shard; {COPY_ADVICE}",
             code="index_not_increasing",
             key=f"{folder / shard.name}.index",
         )
@@ -60,11 +63,15 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
 def examine(
     folder: Path, manifest: Manifest, verify: bool, workers: int
 ) -> tuple[np.ndarray, list[Exception]]:
-    """Check the size and index of every shard, and with `verify` also its hashes and token ids.
+    """Check all shards of a folder.
+
+    Args:
+        verify: check hashes and token ids in addition to the sizes and indices.
+        workers: number of threads.
 
     Returns:
-        The histogram of the document lengths in the undamaged shards, int64 [2, BINS], and the errors of the damaged
-        shards, in the manifest's order.
+        The histogram of document lengths in the undamaged shards, int64 [2, BINS], and an error for each damaged shard,
+        in the order of the manifest.
     """
 
     def check(shard: Shard) -> np.ndarray | Exception:
@@ -77,14 +84,20 @@ def examine(
             return error
         return lengths
 
-    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the interpreter lock
+    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the GIL
         found = list(pool.map(check, manifest.shards))
     total = sum((each for each in found if isinstance(each, np.ndarray)), np.zeros((2, BINS), dtype=np.int64))
     return total, [each for each in found if isinstance(each, Exception)]
 
 
 def histogram_table(lengths: np.ndarray) -> str:
-    """Return the histogram [2, BINS] as text: documents per bin, and their shares of documents and tokens."""
+    """Return a histogram of document lengths as a text table.
+
+    Each line has the number of documents in a bin, and the bin's share of all documents and of all tokens.
+
+    Args:
+        lengths: the histogram, int64 [2, BINS].
+    """
     documents, tokens = lengths.sum(axis=1).tolist()
     lines = [f"{'tokens long':>30}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
     for k in np.flatnonzero(lengths[0]).tolist():
@@ -95,10 +108,10 @@ def histogram_table(lengths: np.ndarray) -> str:
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
-    """Return one sample as text, with a line before each document.
+    """Return one training sample as text, with a separator line before each document.
 
     Raises:
-        DataError: a token id is beyond the vocabulary.
+        DataError: a token id is not in the vocabulary.
     """
     input_ids = np.empty(source.seq_length, dtype=np.int64)
     source.read(window, input_ids, np.empty_like(input_ids))
@@ -110,7 +123,7 @@ def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
 
 
 def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
-    """Return ids as lines of text: decoded text after "| ", BOS and EOS on separate lines."""
+    """Decode token ids to lines of text. Decoded lines begin with "| ", and BOS and EOS have lines of their own."""
     special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
     lines: list[str] = []
     for is_special, run in itertools.groupby(ids, special.__contains__):
@@ -125,15 +138,19 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
 def print_samples(
     folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
 ) -> None:
-    """Print up to `number` distinct random windows of a split. A split shorter than a window is printed as one.
+    """Print random samples from a split as text.
+
+    Args:
+        number: maximum number of different samples to print.
+        seq_length: tokens per sample. A shorter split is printed as a single sample.
 
     Raises:
-        DataError: the tokenizer in the folder is not the tokenizer of the data.
+        DataError: the tokenizer in the folder is not the tokenizer that produced the data.
     """
     tokens = manifest.split_tokens(split)
-    seq_length = min(seq_length, tokens - 1)  # a window's labels are one token ahead
+    seq_length = min(seq_length, tokens - 1)  # the labels are one token ahead of the inputs
     if seq_length < 1:
-        print(f"\nno samples: the {split} split has only {tokens} tokens (choose another --split)")
+        print(f"\nno samples: the {split} split has only {tokens} tokens; pass another --split")
         return
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)
@@ -148,13 +165,13 @@ def print_samples(
 
 
 def inspect_folder(args: argparse.Namespace) -> list[Exception]:
-    """Print the information about `args.folder`, and return an error for each damaged file.
+    """Print information about a folder with prepared data, and return an error for each damaged file.
 
     Args:
-        args: the options of inspect_data.py.
+        args: the parsed command line of inspect_data.py.
 
     Raises:
-        DataError: there is nothing to inspect, or the tokenizer is damaged.
+        DataError: the folder contains no prepared data, or the tokenizer is damaged.
         OSError: the folder cannot be read.
     """
     folder, verify = Path(args.folder), args.verify
@@ -162,14 +179,14 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
     print(f"{folder}\n{json.dumps(values, indent=2, ensure_ascii=False)}\n\n{manifest.summary()}", flush=True)
     lengths, problems = examine(folder, manifest, verify, args.workers)
-    print(f"\ndocument lengths in all undamaged shards, BOS and EOS included\n{histogram_table(lengths)}")
+    print(f"\ndocument lengths in all undamaged shards, including BOS and EOS\n{histogram_table(lengths)}")
     if verify:
         try:
             check_tokenizer(folder, manifest)
         except (DataError, OSError) as error:
             problems.append(error)
     if verify and not problems:
-        print(f"\nverified: {len(manifest.shards):,} shards and the tokenizer", flush=True)
+        print(f"\nverified the tokenizer and {len(manifest.shards):,} shards", flush=True)
     if args.samples and not problems:
         print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems

@@ -1,14 +1,14 @@
-"""The order of samples: which sample of which source is at each position of the stream.
+"""Compute the order of training samples: the source and the sample at each position of the data stream.
 
-Everything here is a pure function of the position, without state and without tables of the size of the corpus, so a
-resume costs nothing. `mix` builds a `Mixture` from the configured weights: it gives the source of sample n, and the
-number of samples of that source before it. `permute` shuffles the samples of a source in an epoch. `next_position`
-finds the start of a step in a run that skips samples after a rollback. The key data.weights is one of
+The order is a pure function of the position. It needs no state and no table of the size of the corpus, so resuming is
+fast. `mix` builds a `Mixture` from the configured weights. The mixture gives the source of each sample, and the number
+of earlier samples from that source. `permute` shuffles the samples of a source in each epoch. `next_position` finds the
+start of a step in a run that skips samples after a rollback. The configuration key data.weights is one of
 
-    null                                          weights in proportion to the tokens of the sources
+    null                                          weights in proportion to the number of tokens in the sources
     {"web": 0.7, "code": 0.3}                     constant weights
-    [{"until_tokens": 10^10, "weights": {...}},   phases; the last one has no end. A source that a phase does not name
-     {"weights": {...}}]                          has weight 0, but can still deliver what it owes (class Mixture).
+    [{"until_tokens": 10^10, "weights": {...}},   weights in phases; the last phase has no end. A source without a
+     {"weights": {...}}]                          weight has weight 0, but may still reach its quota (see Mixture).
 """
 
 import bisect
@@ -23,17 +23,19 @@ import numpy as np
 
 from train.data.format import DataError
 
-# Weights without a common denominator up to this value are rounded to multiples of its inverse (a drift of at most one
-# sample in two million). It bounds the tables of a mixture to 6 bytes times this value per phase.
+# Largest common denominator of the weights in a mixture. Other weights are rounded to multiples of 1 / MAX_PERIOD,
+# which shifts at most one sample in two million. The tables of a mixture need up to 6 bytes * MAX_PERIOD per phase.
 MAX_PERIOD = 1_000_000
 FEISTEL_ROUNDS = 6
 
 
 def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
-    """Return the first position from `position` on where a step of `count` samples overlaps no `skipped` range.
+    """Return the position of the first sample of the next step, after any skipped samples.
 
     Args:
-        skipped: ranges [first, end) of positions that rollbacks removed (`skipped_samples` of a checkpoint).
+        position: number of samples consumed so far.
+        count: number of samples in the step. The step does not overlap a skipped range.
+        skipped: position ranges [first, end) that rollbacks skip (`skipped_samples` in a checkpoint).
     """
     for first, end in sorted(skipped):
         if position < end and first < position + count:
@@ -46,10 +48,12 @@ def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePhase:
-    """One phase of data.weights.
+    """One phase of a data mixture, configured in data.weights.
 
-    A phase begins with the first sample at or after the `until_tokens` of the previous phase. `until_tokens` counts the
-    tokens of the run (samples * sequence length). It is None only in the last phase.
+    Attributes:
+        weights: weight of each source, by name.
+        until_tokens: number of training tokens (samples * sequence length) after which the next phase begins. None only
+            in the last phase.
     """
 
     weights: dict[str, float]
@@ -60,30 +64,38 @@ Weights = Mapping[str, float] | Sequence[MixturePhase]
 
 
 def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
-    """Return the problems of these weights for the sources `names`: one line each, with the phase and the source."""
+    """Check the configured weights, and return a list of error messages.
+
+    Args:
+        names: names of the configured sources.
+    """
     if not (phases := _phases(weights)):
-        return ["data.weights has no phase; give at least one, or null for weights in proportion to size"]
+        return [
+            "data.weights is empty; set weights, or null to weight the sources in proportion to their size"
+        ]
     problems, begin = list[str](), 0
     for index, phase in enumerate(phases):
         what = "data.weights" if isinstance(weights, Mapping) else f"data.weights[{index}]"
         for name, weight in phase.weights.items():
             if name not in names:
                 problems.append(
-                    f"{what}: there is no source {name!r}; data.sources has {', '.join(sorted(names))}"
+                    f"{what}: there is no source named {name!r}; data.sources has {', '.join(sorted(names))}"
                 )
             if not (math.isfinite(weight) and weight >= 0):
-                problems.append(f"{what}: the weight of {name!r} is {weight}; it must be 0 or positive")
+                problems.append(
+                    f"{what}: the weight of {name!r} is {weight}, but must be finite and at least 0"
+                )
         if not any(weight > 0 for weight in phase.weights.values()):
-            problems.append(f"{what}: no source has a weight above 0")
+            problems.append(f"{what}: no source has a weight above 0; set at least one")
         is_last, end = index == len(phases) - 1, phase.until_tokens
         if is_last != (end is None) or (end is not None and end <= begin):
             problems.append(
-                f"{what}: until_tokens is {end}; it must be missing in the last phase, and above {begin}, where the "
-                "phase begins, in others"
+                f"{what}: until_tokens is {end}; it must be above {begin}, where the phase begins, but missing in the "
+                "last phase"
             )
         begin = end or begin
     problems += [
-        f"data.weights: the source {name!r} has no weight above 0; set one, or remove the source"
+        f"data.weights: the source {name!r} has no weight above 0; set its weight, or remove the source"
         for name in names
         if not any(phase.weights.get(name, 0) > 0 for phase in phases)
     ]
@@ -95,22 +107,23 @@ def _phases(weights: Weights) -> list[MixturePhase]:
 
 
 def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
-    """Return the mixture of the sources `names`, in this order.
+    """Build the mixture of data sources from the configured weights.
 
     Args:
-        weights: weights that passed `weight_problems`, or the number of windows of each source.
+        weights: weights that passed `weight_problems`, or the number of windows in each source.
+        names: names of the sources, in the order of their indices in the mixture.
         seq_length: tokens per sample.
 
     Raises:
-        DataError: a weight is too small, or a phase has no sample.
+        DataError: a weight is too small, or a phase has no samples.
     """
     phases = _phases(weights)
     starts = [0] + [-(-(phase.until_tokens or 0) // seq_length) for phase in phases[:-1]]
     for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
         if start == stop:
             raise DataError(
-                f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens begins "
-                f"between its start and until_tokens {phases[index].until_tokens}; extend or remove the phase",
+                f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens "
+                f"begins before until_tokens {phases[index].until_tokens}; raise until_tokens or remove the phase",
                 code="stage_without_sample",
                 key=f"data.weights[{index}]",
             )
@@ -129,31 +142,32 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
 
 
 class Mixture:
-    """The interleaving of K sources with exact quotas.
+    """The order in which K sources are interleaved, with exact quotas.
 
-    After any n samples, the number of samples of each source is within 1 - 1/(2K - 2) of its target. The target is
-    n * weight; with phases, it is the sum of samples * weight over the phases.
+    After any number of samples n, the number of samples from each source differs from its target by at most
+    1 - 1/(2K - 2). The target is n * weight. With several phases, it is the sum of samples * weight over the phases.
 
-    The next sample comes from the source with the earliest deadline. With d = 1/(2K - 2), the j-th sample of a source
-    is released when its target reaches j - 1 + d, and due before its target exceeds j - d. No sample is late, even if
-    weights change (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). A deadline after a
-    change follows from the later weights.
+    The next sample is taken from the source with the earliest deadline. With d = 1/(2K - 2), sample j of a source is
+    released when the target of the source reaches j - 1 + d, and is due before the target exceeds j - d. No sample is
+    late, even if the weights change (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). A
+    deadline in a later phase is computed with the weights of that phase.
 
-    With rational weights, the order within a phase repeats after their common denominator. Exceptions are the end of
-    the phase, where deadlines of the next phase count, and its first period, which may make up for the previous phase.
-    Only these parts and one period are stored.
+    With rational weights, the order within a phase repeats, with the common denominator of the weights as its period.
+    There are two exceptions. The first period may compensate for the previous phase, and the end of the phase depends
+    on deadlines in the next phase. Only these two parts and one period are stored.
 
     Args:
-        weights: weights of the first phase, one per source; 0 is allowed if another phase has more.
-        max_period: limit of the common denominator.
-        later: the other phases: first sample (increasing, above 0) and weights.
+        weights: weights of the first phase, one per source. A weight of 0 is allowed if the source has a higher weight
+            in another phase.
+        max_period: maximum of the common denominator.
+        later: the first sample (increasing, above 0) and the weights of each later phase.
 
     Attributes:
         starts: first sample of each phase.
         weights: weights in each phase, normalized to a sum of 1.
 
     Raises:
-        ValueError: a weight is so small that no period up to `max_period` has a sample of its source.
+        ValueError: a weight is so small that no period up to `max_period` contains a sample from its source.
     """
 
     def __init__(
@@ -171,7 +185,11 @@ class Mixture:
             given = self._add_phase(targets, phase, given)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sources of samples start..start+count-1, and their ordinals within the source: [count] each."""
+        """Locate samples start..start+count-1 in their sources.
+
+        Returns:
+            The index of the source of each sample, and the number of earlier samples from that source, [count] each.
+        """
         parts, stop = [], start + count
         index = bisect.bisect_right(self._segments, start, key=lambda segment: segment.start) - 1
         while start < stop:
@@ -182,17 +200,17 @@ class Mixture:
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def _add_phase(self, targets: "_Targets", phase: int, given: list[int]) -> list[int]:
-        """Append the segments of a phase.
+        """Compute the segments of one phase and append them to the stored order.
 
         Args:
-            given: number of samples of each source before the phase.
+            given: number of samples from each source before this phase.
 
         Returns:
-            The number of samples of each source before the next phase.
+            The number of samples from each source before the next phase.
         """
         start, stop = self.starts[phase], self.starts[phase + 1] if phase + 1 < len(self.starts) else None
         smallest = min(quota for quota in targets.quotas[phase] if quota)
-        # from this sample, a released sample can have its deadline in the next phase
+        # From sample `settled`, a released sample can have its deadline in the next phase.
         settled = None if stop is None else max(start, stop - sum(targets.quotas[phase]) // smallest - 2)
         for part in targets.periods(phase, list(given), settled):
             if part:
@@ -211,14 +229,14 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of the order in which a sequence of sources repeats until the next segment begins.
+    """A part of the sample order in which a sequence of K sources repeats until the next segment begins.
 
     Attributes:
         start: first sample of the segment.
-        source: [length], the repeated sequence of sources.
-        rank: [length], number of earlier samples of the same source within a repetition.
-        quotas: [K], number of samples of each source in a repetition.
-        before: [K], number of samples of each source before the segment.
+        source: the repeated sequence of source indices, [length].
+        rank: number of earlier samples from the same source within a repetition, [length].
+        quotas: number of samples from each source in a repetition, [K].
+        before: number of samples from each source before the segment, [K].
     """
 
     start: int
@@ -241,16 +259,16 @@ class _Segment:
         return source, self.before[source] + cycle * self.quotas[source] + self.rank[place]
 
     def given(self, position: int) -> list[int]:
-        """Return the number of samples of each source before sample `position` of the run."""
+        """Return the number of samples from each source before position `position` in the order."""
         cycles, place = divmod(position - self.start, len(self.source))
         rest = np.bincount(self.source[:place], minlength=len(self.quotas))
         return [int(n) for n in self.before + cycles * self.quotas + rest]
 
 
 class _Targets:
-    """The exact target number of samples of each source after n samples of the run, which is linear within a phase.
+    """Exact target for the number of samples from each source after n samples. The target is linear within a phase.
 
-    In phase s, the target of source k is (offset[s][k] + slope[s][k] * n) / unit[s]; all of these are integers.
+    In phase s, the target for source k is (offset[s][k] + slope[s][k] * n) / unit[s], where all values are integers.
     """
 
     def __init__(self, starts: list[int], quotas: list[list[int]]) -> None:
@@ -270,15 +288,15 @@ class _Targets:
                 reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
 
     def release(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the first sample (from 1) that can be the ordinal-th one of a source, as computed in `phase`."""
-        scale = 2 * self.sources - 2  # 1/d
+        """Return the earliest position (from 1) for sample `ordinal` of a source, using the weights of `phase`."""
+        scale = 2 * self.sources - 2  # 1/d, see Mixture
         level = self.unit[phase] * (scale * (ordinal - 1) + 1) - self.offset[phase][source] * scale
         if slope := self.slope[phase][source]:
             return -(-level // (scale * slope))
         return 0 if level <= 0 else math.inf
 
     def due(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the last sample (from 1) that can be the ordinal-th one of a source."""
+        """Return the latest position (from 1) for sample `ordinal` of a source."""
         scale = 2 * self.sources - 2
         for s in range(phase, len(self.starts)):
             if slope := self.slope[s][source]:
@@ -289,13 +307,19 @@ class _Targets:
         return math.inf
 
     def periods(self, phase: int, given: list[int], stop: int | None) -> tuple[list[int], list[int]]:
-        """Return the order of a phase from its start, as (part before the repetition, repetition).
+        """Compute the order of sources in a phase, up to the first repetition.
 
-        The repetition is empty if the order reaches `stop` before it repeats. Updates `given` in place.
+        Args:
+            given: number of samples from each source before the phase, updated in place.
+            stop: position at which to stop, or None.
+
+        Returns:
+            The source of each sample before the repeated part, and of each sample in the repeated part. The repeated
+            part is empty if `stop` is reached first.
         """
         start, quotas = self.starts[phase], self.quotas[phase]
         period, order = sum(quotas), list[int]()
-        # lead of each source over its quotas at the end of a period -> position in the order
+        # Maps the lead of each source over its quotas at the end of a period to the position in the order.
         seen: dict[tuple[int, ...], int] = {}
         ahead = tuple(given)
         while ahead not in seen:
@@ -310,7 +334,11 @@ class _Targets:
         return order[: seen[ahead]], order[seen[ahead] :]
 
     def order(self, phase: int, given: list[int], start: int, stop: int) -> list[int]:
-        """Return the sources of samples start..stop-1, all in `phase`. Updates `given` in place."""
+        """Return the sources of samples start..stop-1, which are all in `phase`.
+
+        Args:
+            given: number of samples from each source before `start`, updated in place.
+        """
         if self.sources == 1:
             given[0] += stop - start
             return [0] * (stop - start)
@@ -330,8 +358,8 @@ class _Targets:
 
 
 def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
-    """Return the number of samples of each source in one period: integers in proportion to the weights."""
-    # 0.1 means one tenth, not its nearest binary fraction
+    """Convert weights to the number of samples from each source in one period of the order."""
+    # Convert through str, so that a weight of 0.1 is exactly one tenth.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
@@ -344,8 +372,8 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
     for weight, quota in zip(weights, quotas, strict=True):
         if weight and not quota:
             raise ValueError(
-                f"weight {weight} is less than one in {max_period} of the sum of the weights; raise it or remove the "
-                "source"
+                f"weight {weight} is less than 1/{max_period} of the sum of the weights; raise the weight or remove "
+                "the source"
             )
     common = math.gcd(*quotas)
     return [quota // common for quota in quotas]
@@ -355,21 +383,28 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
 
 
 def spread(count: int, total: int) -> np.ndarray:
-    """Return `count` evenly spaced numbers of range(total), int64 [count]; all of them if `count` is `total`."""
+    """Return `count` evenly spaced numbers from range(total), int64 [count]."""
     return (2 * np.arange(count, dtype=np.int64) + 1) * total // (2 * max(count, 1))
 
 
 def permutation_key(seed: int, source: str, epoch: int) -> np.ndarray:
-    """Return the round keys of one source and epoch, uint64 [FEISTEL_ROUNDS]."""
+    """Return the keys with which `permute` shuffles a source in one epoch, uint64 [FEISTEL_ROUNDS]."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Apply a keyed permutation of range(size) to `index`, int64 [n] with values in that range.
+    """Apply a keyed random permutation of range(size) to indices.
 
-    A Feistel network permutes the smallest power of two that covers the range. A value outside the range is permuted
+    A Feistel network permutes a range whose size is the next power of two. A result outside range(size) is permuted
     again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+    Args:
+        index: values in range(size), int64 [n].
+        key: keys from `permutation_key`.
+
+    Returns:
+        The permuted values, int64 [n].
     """
     bits = max(2, (size - 1).bit_length())
     value = _feistel(index.astype(np.uint64), bits, key)
@@ -391,7 +426,9 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Apply the finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
+    """Hash 64-bit values with the finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014).
+    """
     value = value + key
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Read the token shards of a prepared folder as windows: `TokenSource`."""
+"""Read the token shards in a folder with prepared data as windows, the training samples of a fixed length."""
 
 import io
 import itertools
@@ -13,34 +13,35 @@ import numpy as np
 
 from train.data.format import COPY_ADVICE, DataError, check_sizes, check_tokenizer, open_index, read_manifest
 
-# Token frequencies are counted in a sample of about COUNTED_TOKENS, in pieces spread evenly over the split.
+# Token frequencies are counted in about COUNTED_TOKENS tokens, in pieces spread evenly over the split.
 COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
-# Limit of open shards per source, and of open indexes. A login shell often allows 1024 open files.
+# Maximum number of open shards, and of open indexes, per source. A login shell often allows 1024 open files.
 OPEN_SHARDS = 256
 
 
 class _ShardFile(io.FileIO):
-    """A file that closes itself when it is no longer referenced.
+    """A file for random reads, which is closed when the object is deleted.
 
-    Samples are read with pread instead of a memory map. A page fault of a map reads as much as the device reads ahead,
-    which is megabytes for a sample of kilobytes, and truncating a mapped file kills the process.
+    Samples are read with pread instead of a memory map for two reasons. A page fault in a memory map triggers
+    read-ahead, which reads megabytes for a sample of a few kilobytes. If a mapped file is truncated, the process is
+    killed.
     """
 
     __del__ = io.FileIO.close
 
 
 class TokenSource:
-    """The windows of one split of one prepared folder.
+    """One split of a folder with prepared data, read as windows of a fixed length.
 
     Attributes:
-        folder: the prepared folder.
-        manifest: its manifest.
+        folder: the folder with prepared data.
+        manifest: the manifest of the folder.
         num_tokens: number of tokens in the split.
         num_windows: number of windows in the split.
 
     Raises:
         DataError: the folder or its manifest is missing or corrupt, a shard is missing or truncated, the tokenizer was
-            replaced, or the split has less than one window.
+            replaced, or the split has too few tokens for one window.
     """
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
@@ -55,8 +56,8 @@ class TokenSource:
         if self.num_windows == 0:
             remedy = "a larger --eval_fraction" if split == "eval" else "more text"
             raise DataError(
-                f"{self.folder}: the {split} split has {self.num_tokens} tokens, one sample needs {seq_length + 1}; "
-                f"prepare it with {remedy}, or lower the sequence length",
+                f"{self.folder}: the {split} split has {self.num_tokens} tokens, but one sample needs "
+                f"{seq_length + 1}. Prepare the data with {remedy}, or lower the sequence length",
                 code="too_few_tokens",
                 key=str(self.folder),
             )
@@ -66,10 +67,10 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Return up to `count` tokens of a shard, starting at `offset`; fewer at its end.
+        """Read up to `count` tokens from a shard, starting at token `offset`. At the end of the shard, return fewer.
 
         Raises:
-            DataError: the file was truncated while it was open, or an id is beyond the vocabulary.
+            DataError: the file was truncated while it was open, or a token id is not in the vocabulary.
         """
         size = self._dtype.itemsize
         expected = min(count, self.shards[index].tokens - offset) * size
@@ -93,23 +94,23 @@ class TokenSource:
         return ids
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Fill in one sample: input_ids [T], and labels [T], which are one token ahead.
+        """Read one window into two arrays of `seq_length` tokens. The labels are the inputs shifted by one token.
 
         Raises:
-            DataError: as `_tokens`.
+            DataError: a shard is truncated, or a token id is not in the vocabulary.
         """
         tokens = self._span(window * self.seq_length, self.seq_length + 1)
         input_ids[:] = tokens[:-1]
         labels[:] = tokens[1:]
 
     def token_counts(self) -> np.ndarray:
-        """Count each token in a sample of about COUNTED_TOKENS of the split.
+        """Count how often each token id occurs in a sample of about COUNTED_TOKENS tokens from the split.
 
         Returns:
-            int64 [V].
+            int64 [vocab_size].
 
         Raises:
-            DataError: as `_tokens`.
+            DataError: a shard is truncated, or a token id is not in the vocabulary.
         """
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
         stride = PIECE_TOKENS * math.ceil(self.num_tokens / COUNTED_TOKENS)
@@ -119,10 +120,10 @@ class TokenSource:
         return counts
 
     def _span(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start..start+count-1 of the split, from one or more shards.
+        """Read tokens start..start+count-1 of the split, from one or more shards.
 
         Raises:
-            DataError: as `_tokens`.
+            DataError: a shard is truncated, or a token id is not in the vocabulary.
         """
         shard = bisect_right(self._starts, start) - 1
         parts = [self._tokens(shard, start - self._starts[shard], count)]
@@ -132,15 +133,15 @@ class TokenSource:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document_ends(self, window: int) -> np.ndarray:
-        """Return the ends of the documents that end in the window's first T tokens, relative to the window's start.
+        """Return the positions in a window at which documents end.
 
-        This costs two bisections of a memory-mapped index.
+        The cost is two binary searches in a memory-mapped index.
 
         Returns:
-            int64, increasing, each 1 to T.
+            The position after each document end, from 1 to `seq_length`, increasing, int64.
 
         Raises:
-            DataError: the document ends do not increase.
+            DataError: the document ends in the index do not increase.
         """
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
@@ -148,7 +149,7 @@ class TokenSource:
         while shard < len(self.shards) and self._starts[shard] < stop:
             begin = self._starts[shard]
             ends = self._ends(shard)
-            # uint64: compared with a signed number, numpy would convert the whole index to float64
+            # Search with uint64 values. With a signed value, numpy would convert the whole index to float64.
             bounds = np.array([max(start - begin, 0), stop - begin], dtype=np.uint64)
             first, last = ends.searchsorted(bounds, side="right").tolist()
             found.append(ends[first:last].astype(np.int64) + (begin - start))
@@ -156,8 +157,8 @@ class TokenSource:
         relative = np.concatenate(found)
         if (np.diff(relative, prepend=0, append=self.seq_length + 1) < 1).any():
             raise DataError(
-                f"{self.folder}: the document ends in sample {window} of the {self.split} split do not increase, so an "
-                f"index file changed; {COPY_ADVICE}",
+                f"{self.folder}: an index file is damaged, because the document ends in sample {window} of the "
+                f"{self.split} split do not increase; {COPY_ADVICE}",
                 code="index_not_increasing",
                 key=str(self.folder),
             )
@@ -165,11 +166,17 @@ class TokenSource:
 
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
-    """Open one split of the prepared folders ({name: folder}), sorted by name.
+    """Open one split of several folders with prepared data.
+
+    Args:
+        folders: {name of the source: folder}.
+
+    Returns:
+        The sources, sorted by name.
 
     Raises:
-        DataError: as TokenSource; or the folders were prepared with different tokenizers or, for
-            the train split, with different eval fractions.
+        DataError: a folder cannot be opened (see TokenSource), or the folders were prepared with different tokenizers
+            or, for the train split, with different eval fractions.
     """
     sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
     for source in sources[1:]:
@@ -180,14 +187,14 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
 
 
 def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None:
-    """Check that no document of `held_out` can have a copy in the train split of `train`.
+    """Check that no document used for evaluation can have a copy in the training data.
 
-    A document is in the eval split if its hash is below the folder's eval fraction. So a document whose hash lies
-    between the fractions of two folders is in the train split of one and in the eval split of the other. A folder that
-    is only for evaluation (1), or that cuts each document (eval_by position), has no hash split.
+    A document is in the eval split if its hash is below the eval fraction of the folder. If two folders have different
+    fractions, copies of a document can be in the train split of one folder and in the eval split of the other. Folders
+    are not checked if they are only for evaluation (fraction 1) or if each document was cut (eval_by position).
 
     Raises:
-        DataError: a held-out folder has a larger fraction than a training folder.
+        DataError: a folder in `held_out` has a larger eval fraction than a folder in `train`.
     """
     for one, other in itertools.product(train, held_out):
         fractions = one.manifest.eval_fraction, other.manifest.eval_fraction
@@ -197,19 +204,18 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
         )
         if by_hash and fractions[0] < fractions[1]:
             raise DataError(
-                f"data sources {one.name!r} and {other.name!r} were split with different --eval_fraction, "
-                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}). A document in both could be used "
-                "for training in the first and for evaluation in the second. Prepare both with the same "
-                "--eval_fraction",
+                f"data sources {one.name!r} and {other.name!r} were prepared with different values of --eval_fraction, "
+                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}). A document in both sources could "
+                "be used for training and for evaluation. Prepare both with the same --eval_fraction",
                 code="different_eval_fractions",
             )
 
 
 def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
-    """Check that both sources have the same tokenizer.
+    """Check that two data sources were prepared with the same tokenizer.
 
     Raises:
-        DataError: they differ.
+        DataError: the tokenizers differ.
     """
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
@@ -223,14 +229,14 @@ def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -
     """Check that a model's vocabulary and maximum sequence length are large enough for the data.
 
     Raises:
-        DataError: one of them is too small.
+        DataError: the vocabulary or the maximum sequence length is too small.
     """
     first = sources[0]
     if first.manifest.vocab_size > vocab_size:
         raise DataError(
-            f"the tokenizer of the data does not fit the model: {first.folder} has a vocabulary of "
-            f"{first.manifest.vocab_size}, the model one of {vocab_size}. Increase vocab_size in the model's JSON "
-            "(model.config), or prepare the data with the model's tokenizer",
+            f"the tokenizer does not fit the model: {first.folder} has {first.manifest.vocab_size} token ids, but the "
+            f"model's vocab_size is {vocab_size}. Increase vocab_size in the model's JSON file (model.config), or "
+            "prepare the data with the model's tokenizer",
             code="vocabulary_too_large",
             key="model.config",
         )

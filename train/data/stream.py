@@ -1,10 +1,10 @@
-"""Read packed training samples from token shards: `open_stream` and `MicroBatches`.
+"""Read batches of packed training samples from token shards.
 
-    manifest -> TokenSource (tokens of one folder) -> SampleStream (global order) -> MicroBatches (batches of a rank)
+    TokenSource (tokens of one folder) -> SampleStream (global order of samples) -> MicroBatches (batches of one rank)
 
-A sample is a window of seq_length + 1 tokens of the split's concatenated documents. Windows have a stride of
+A sample is a window of seq_length + 1 tokens from the concatenated documents of a split. The stride of the windows is
 seq_length, so each token is predicted once and there is no padding. The order of samples (order.py) is a pure function
-of (seed, manifests, seq_length, weights, position). The only state of a run is the number of consumed samples.
+of (seed, manifests, seq_length, weights, position). A run only has to store the number of consumed samples.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from train.data.format import DataError, unigram_loss, verify_shard
 from train.data.order import Mixture, Weights, mix, permutation_key, permute, spread
 from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
-NO_LABEL = -100  # ignored by the loss
+NO_LABEL = -100  # label of tokens that the loss ignores
 
 VERIFY_THREADS = 8
-PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
+PLAN_SAMPLES = 1024  # number of samples for which the order is computed at a time
 
 
 class Batch(NamedTuple):
-    """A batch of samples.
+    """A batch of training samples.
 
     Attributes:
-        input_ids: int64 [B, T].
-        labels: int64 [B, T]; NO_LABEL marks a token without a label.
-        documents: the documents to which attention is limited; None without a document mask.
+        input_ids: token ids, int64 [batch size, sequence length].
+        labels: next tokens, int64 [batch size, sequence length]. NO_LABEL marks tokens that the loss ignores.
+        documents: the document boundaries that limit attention, or None without a document mask.
     """
 
     input_ids: torch.Tensor
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     documents: Documents | None = None
 
     def to(self, device: Any) -> "Batch":
-        """Return the batch on `device`; the copies are asynchronous."""
+        """Copy the batch to `device` asynchronously."""
         documents = None if self.documents is None else self.documents.to(device)
         return Batch(
             self.input_ids.to(device, non_blocking=True),
@@ -54,16 +54,16 @@ class Batch(NamedTuple):
         )
 
     def labelled(self) -> torch.Tensor:
-        """Return the share of tokens that have a label: a float32 scalar, without a synchronization."""
+        """Return the fraction of tokens that have a label, as a float32 scalar tensor. Does not synchronize a GPU."""
         return (self.labels != NO_LABEL).float().mean()
 
 
 def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
-    """Remove the labels of the documents' last tokens in place, and return the documents of the rows.
+    """Remove the label of the last token of each document in place, and return the document boundaries.
 
     Args:
-        labels: int64 [B, T].
-        after: int64, the index after each document that ends in a row, in the flattened B * T tokens.
+        labels: int64 [batch size, sequence length].
+        after: int64, the index after each document end, in the flattened labels.
     """
     labels.reshape(-1)[after - 1] = NO_LABEL
     begins = np.zeros(labels.size + 1, dtype=bool)
@@ -81,23 +81,23 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
 
 
 class SampleStream:
-    """All samples of one split of one or several sources, in one global order.
+    """The samples from one split of one or more data sources, in a global order.
 
-    The train split mixes the sources with exact quotas and reshuffles each source in every epoch; its order is endless.
-    The eval split has every window of every source once, in natural order.
+    In the train split, the sources are mixed with exact quotas, each source is reshuffled in every epoch, and the
+    stream has no end. In the eval split, every window of every source occurs once, in its original order.
 
     Args:
-        weights: weights of the sources in the train split; None for weights in proportion to their size.
+        weights: weights of the sources in the train split, or None for weights in proportion to their size.
         document_mask: add `documents` to the batches, and remove the label of the last token of each document, because
-            an unrelated document follows. The number of labels then differs between batches, and the loss is weighted
-            by it (train/engine/step.py).
-        max_samples: in the eval split, use only this many windows, evenly spaced and in proportion to the size of each
-            source.
+            the next token belongs to an unrelated document. The number of labels then differs between batches, so
+            train/engine/step.py weights the loss with this number.
+        max_samples: maximum number of samples in the eval split, or None. The windows are evenly spaced, and the number
+            of windows from each source is in proportion to its size.
 
     Attributes:
-        vocab_size: vocabulary size of the sources' tokenizer.
-        num_tokens: tokens in the split, over all sources.
-        num_samples: train: number of windows in the split; eval: number of samples in the stream.
+        vocab_size: vocabulary size of the tokenizer.
+        num_tokens: number of tokens in the split, over all sources.
+        num_samples: for train, number of windows in the split; for eval, number of samples in the stream.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SampleStream:
         self._plan = lru_cache(4)(self._make_plan)
 
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """Return (source, window) of each sample in a block of PLAN_SAMPLES; an eval stream can end before."""
+        """Return the pair (source index, window) for each sample in a block of up to PLAN_SAMPLES samples."""
         first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
         if self.split == "eval":
             count = min(count, self.num_samples - first)
@@ -145,7 +145,7 @@ class SampleStream:
         return list(zip(which.tolist(), windows.tolist(), strict=True))
 
     def sample_ids(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Return (source index in name order, window) of samples start..start+count-1."""
+        """Return the pairs (source index, window) for samples start..start+count-1. Sources are sorted by name."""
         ids: list[tuple[int, int]] = []
         for block in range(start // PLAN_SAMPLES, -(-(start + count) // PLAN_SAMPLES)):
             first = block * PLAN_SAMPLES
@@ -153,19 +153,20 @@ class SampleStream:
         return ids
 
     def batch(self, start: int, count: int, rows: int = 0) -> Batch:
-        """Return samples start..start+count-1 of the global order, as rows of seq_length tokens.
+        """Read samples start..start+count-1 in the global order as a batch with one sample per row.
 
         With a document mask, the positions in `documents` are 0 at the first token of each document and each sample.
 
         Args:
-            rows: if above `count`, repeat the first sample to fill so many rows.
+            rows: minimum number of rows. Missing rows are filled with copies of the first sample.
 
         Raises:
-            DataError: the eval split has fewer samples, or the data are corrupt.
+            DataError: the eval split has too few samples, or the data are corrupt.
         """
         if self.split == "eval" and start + count > self.num_samples:
             raise DataError(
-                f"samples {start} to {start + count} of {self.num_samples} eval samples were requested",
+                f"samples {start} to {start + count} were requested, but the eval split has only {self.num_samples}; "
+                "request fewer samples",
                 code="samples_beyond_end",
             )
         samples = self.sample_ids(start, count)
@@ -184,29 +185,32 @@ class SampleStream:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the split's shards, in bytes."""
+        """Total size of the shards in this split, in bytes."""
         return sum(shard.bytes for source in self.sources for shard in source.shards)
 
     def verify(self, part: int = 0, parts: int = 1) -> int:
-        """Check the hashes and every token id of a part of the shards.
+        """Check the hashes and token ids of the shards, or of one part of the shards.
 
         Args:
-            part: the first shard to check.
-            parts: check every `parts`-th shard from there.
+            part: index of the part to check.
+            parts: number of parts. Part p consists of the shards p, p + parts, p + 2 * parts, and so on.
 
         Returns:
             The number of checked shards.
 
         Raises:
-            DataError: as verify_shard.
+            DataError: a hash differs from the manifest, or a token id is not in the vocabulary.
         """
         shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
-        with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the interpreter lock
+        with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the GIL
             list(pool.map(lambda item: verify_shard(item[0].folder, item[0].manifest, item[1]), shards))
         return len(shards)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the order depends on, as JSON values. It must not change when a run is resumed."""
+        """Return all values that determine the order of samples, as JSON values.
+
+        A resumed run compares the fingerprint with the one in its checkpoint.
+        """
         sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
@@ -219,7 +223,7 @@ class SampleStream:
         }
         values = {"split": self.split, "seq_length": self.seq_length, "seed": self.seed, "sources": sources}
         for index, name in enumerate(sources):
-            # constant weights keep the format of checkpoints written before phases existed
+            # For constant weights, use the format of checkpoints written before phases were added.
             if len(self._mixture.starts) == 1:
                 sources[name]["weight"] = self._mixture.weights[0][index]
             else:
@@ -230,22 +234,22 @@ class SampleStream:
         return json.loads(json.dumps(values))
 
     def describe(self) -> str:
-        """Return a line for the log per source, with its weight in every phase."""
+        """Return a description for the log, with one line per source."""
         lines = []
         for index, source in enumerate(self.sources):
             phases = zip(self._mixture.weights, self._mixture.starts, strict=True)
             weights = ", ".join(
-                f"{each[index]:.2%} from token {start * self.seq_length:,} on" for each, start in phases
+                f"{each[index]:.2%} starting at token {start * self.seq_length:,}" for each, start in phases
             )
             share = f", share of the mixture: {weights}" if len(self.sources) > 1 else ""
             lines.append(
                 f"{source.name}: {source.num_tokens:,} tokens, {source.num_windows:,} samples of {self.seq_length} "
-                f"({source.folder}){share}"
+                f"tokens ({source.folder}){share}"
             )
         return "\n".join(lines)
 
     def weights_at(self, sample: int) -> dict[str, float]:
-        """Return the nonzero weights of the sources at a position of the global order."""
+        """Return the nonzero weights of the sources, by name, at position `sample` in the global order."""
         weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
@@ -259,10 +263,13 @@ def open_stream(
     document_mask: bool = False,
     max_samples: int | None = None,
 ) -> SampleStream:
-    """Open prepared folders ({name: folder}) as one stream. For the other arguments see SampleStream.
+    """Open folders with prepared data as one stream of samples.
+
+    Args:
+        sources: {name of the source: folder}. For the other arguments, see SampleStream.
 
     Raises:
-        DataError: as open_sources and SampleStream.
+        DataError: a folder cannot be opened, the folders do not fit together, or the weights are invalid.
     """
     return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
 
@@ -273,20 +280,20 @@ def open_held_out(
     sets: Mapping[str, str | Path],
     max_samples: int | None = None,
 ) -> dict[str, SampleStream]:
-    """Open the evaluation data of a run.
+    """Open the evaluation data of a training run.
 
     Args:
         train: the training stream of `sources`.
-        sources: name -> folder. Their eval split gives "eval_loss".
-        sets: name -> folder. The eval split of each gives "eval_loss/NAME".
-        max_samples: limit of the samples of each stream (see SampleStream).
+        sources: {name: folder} of the training data. The loss on their eval splits is named "eval_loss".
+        sets: {name: folder} of additional evaluation sets. The loss on the eval split of each is "eval_loss/NAME".
+        max_samples: maximum number of samples in each stream (see SampleStream).
 
     Returns:
-        The streams by the name of their loss.
+        {name of the loss: stream}.
 
     Raises:
-        DataError: as open_stream; or a set was prepared with another tokenizer than the sources or with a larger eval
-            fraction.
+        DataError: a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
+            training data or with a larger eval fraction.
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
     opened = {
@@ -302,14 +309,16 @@ def open_held_out(
 
 
 def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
-    """Return the loss of a unigram model of each source on the evaluation samples of that source, in nats per token.
+    """Compute the loss of a unigram model on the evaluation samples, in nats per token.
+
+    Each source has its own unigram model, which predicts the evaluation samples from that source.
 
     Args:
-        train: the stream whose tokens define the unigram models.
-        held_out: the evaluation stream of the same sources, whose labels are predicted.
+        train: the training stream whose token frequencies define the unigram models.
+        held_out: the evaluation stream with the same sources.
 
     Raises:
-        DataError: the tokens are corrupt.
+        DataError: a shard is corrupt.
     """
     counts = np.zeros((len(held_out.sources), held_out.vocab_size), dtype=np.int64)
     for start in range(0, held_out.num_samples, PLAN_SAMPLES):
@@ -327,12 +336,13 @@ def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
 def held_out_batches(
     stream: SampleStream, size: int, rank: int, world: int
 ) -> Iterator[tuple[int, int, Batch]]:
-    """Yield the samples of an eval stream as the batches of one rank.
+    """Yield the batches of one rank for an evaluation.
 
-    Every rank gets the same number of batches; otherwise the collectives of ZeRO 3 would hang.
+    Every rank gets the same number of batches. Otherwise, the collectives of ZeRO 3 would hang.
 
     Yields:
-        (first sample, number of rows with samples, batch of `size` rows). The remaining rows have no labels.
+        (index of the first sample, number of rows with samples, batch with `size` rows). The remaining rows have no
+        labels.
     """
     samples = stream.num_samples
     for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
@@ -343,10 +353,11 @@ def held_out_batches(
 
 
 class MicroBatches:
-    """The micro-batches of one rank. A thread prefetches the next one.
+    """Loads the micro-batches of one rank. A thread prefetches the next micro-batch.
 
-    A micro-step consumes the next batch_size * world_size samples of the stream, of which rank r gets the r-th
-    batch_size. So for a given global batch, an optimizer step has the same samples with any number of ranks.
+    Each micro-step consumes the next batch_size * world_size samples of the stream. Rank r reads block r of batch_size
+    samples. With the same global batch size, each optimizer step therefore has the same samples for any number of
+    ranks.
     """
 
     def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:
@@ -355,7 +366,12 @@ class MicroBatches:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def get(self, consumed: int, micro_step: int) -> Batch:
-        """Return this rank's batch of micro-step `micro_step` of the step that begins after `consumed` samples."""
+        """Return the micro-batch of this rank.
+
+        Args:
+            consumed: number of samples consumed before the optimizer step.
+            micro_step: index of the micro-step in the optimizer step.
+        """
         stride = self.batch_size * self.world_size
         start = consumed + micro_step * stride + self.rank * self.batch_size
         if self._ahead is not None and self._ahead[0] == start:
@@ -369,5 +385,5 @@ class MicroBatches:
         return batch
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the prefetch thread."""
         self._reader.shutdown(cancel_futures=True)

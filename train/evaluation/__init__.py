@@ -1,7 +1,10 @@
-"""Evaluation outside of training.
+"""Evaluate a checkpoint or Hugging Face model on prepared data or text, for train/evaluate.py.
 
-The model (`models`), data (`texts`), losses (`scores`) and report (`evaluation`).
+    models        find and build the model
+    texts         read the evaluation data
+    scores        compute the losses
+    evaluation    run the evaluation and build the report
 
-May import model, train.checkpoint and its imports, and train.prepare.corpus, which reads text. Used only by
-train/evaluate.py. Evaluation during training is in train/trainer.py.
+May import model, train.checkpoint and its imports, and train.prepare.corpus, which reads text. Evaluation during
+training is in train/trainer.py.
 """

@@ -1,4 +1,4 @@
-"""Open the model and the data according to the options of train/evaluate.py, evaluate, and return the report."""
+"""Run train/evaluate.py: open the model and the data, compute the losses, and build the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_ranks() -> tuple[int, int]:
-    """Join the other ranks. Return the rank of this process and the number of ranks."""
+    """Initialize the process group if there are several ranks. Return the rank and the number of ranks."""
     launchers.export_torch_variables()
     if launchers.world_size() == 1:
         return 0, 1
@@ -33,42 +33,49 @@ def join_ranks() -> tuple[int, int]:
 
 
 def plan_evaluation(args: argparse.Namespace) -> Plan:
-    """Return the evaluation plan.
+    """Plan the evaluation from the parsed command line of evaluate.py.
 
     Raises:
-        ValueError, UserError: The options do not fit the model.
+        ValueError, UserError: There is no model, or the options do not fit the model.
     """
     plan = plan_model(find_model(args.model), args.precision)
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     plan.document_mask = plan.document_mask and args.by == "packed"
-    # tokens between the starts of two rows of a long document
+    # A long document is split into overlapping rows. The stride is the distance between their starts, in tokens.
     args.stride = (
         min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
     )
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
         raise ValueError(
-            f"--max_seq_length {plan.max_seq_length}: at most {most} are allowed (max_position_embeddings of the model)"
+            f"--max_seq_length {plan.max_seq_length} exceeds {most}, the model's max_position_embeddings; lower "
+            "--max_seq_length"
         )
     rows = plan.batch_size * plan.max_seq_length
     multiple = fp8_multiple(plan.precision.recipe)
     if plan.precision.compute == "fp8" and args.by == "packed" and rows % multiple:
         raise ValueError(
-            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}; FP8 needs a multiple "
-            f"of {multiple}"
+            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}, but FP8 needs a "
+            f"multiple of {multiple}; change --batch_size or --max_seq_length"
         )
     return plan
 
 
 def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
-    """Open DATA. Returns one `Packed` for all prepared folders (--by packed) and one `Documents` for all other data.
+    """Open the evaluation data.
+
+    Args:
+        args: the parsed command line of evaluate.py.
+
+    Returns:
+        One `Packed` for all prepared folders (with --by packed), and one `Documents` for all other data.
 
     Raises:
-        DataError, ValueError, UserError: Data cannot be read, or were prepared with another tokenizer.
+        DataError, ValueError, UserError: The data cannot be read, or were prepared with a different tokenizer.
     """
     folders = {name: name for name in args.data} or plan.sources()
     if not folders:
-        raise ValueError(f"{plan.path} does not record its training data; pass DATA")
+        raise ValueError(f"{plan.path} does not list its training data; pass evaluation data as DATA")
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     plan.check_data(prepared.values(), args.tokenizer)
     length, size = plan.max_seq_length, plan.batch_size
@@ -87,10 +94,15 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
 
 
 def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
-    """Run the evaluation and return the report, which is complete only on rank 0. Collective.
+    """Run the evaluation and return the report, which is complete only on rank 0. Collective: all ranks must call it.
+
+    Args:
+        args: the parsed command line of evaluate.py.
+        rank: rank of this process.
+        world: number of ranks.
 
     Raises:
-        ValueError, OSError, UserError: The evaluation is not possible.
+        ValueError, OSError, UserError: The model or the data cannot be read, or do not fit each other.
     """
     plan = plan_evaluation(args)
     logger.info(plan.describe())
@@ -101,7 +113,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     begin = time.perf_counter()
     sums, gemms = [], list[str]()
     tokens = sum(part.tokens for part in data) // world
-    # without a terminal, show no progress
+    # `disable=None` hides the progress bar if stderr is not a terminal
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=None if rank == 0 else True) as progress:
         for part in data:
             batches = part.batches(rank, world)

@@ -1,4 +1,4 @@
-"""Find the model to evaluate, plan its precision and variant (`plan_model`), and build it (`Plan.build`)."""
+"""Find the model to evaluate, choose its precision and variant, and build it."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 
 
 class EvaluationError(UserError, ValueError):
-    """The evaluation is not possible. `key` names the option, path or source."""
+    """Error raised if a model cannot be evaluated. `key` is the option, path or data source that caused the error."""
 
     code = "evaluation"
 
 
 logger = logging.getLogger(__name__)
-MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # maximum length in tokens and batch size for a Hugging Face folder
+# Default values for a Hugging Face folder: the upper limit of the sequence length in tokens, and the batch size.
+MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8
 
 
 def find_model(given: Path) -> Path:
-    """Return a checkpoint or Hugging Face folder.
+    """Return the folder of the model to evaluate: a checkpoint or a Hugging Face folder.
 
     Args:
-        given: A checkpoint, a Hugging Face folder, or an output_dir. For an output_dir, the newest undamaged checkpoint
-            is returned, or the export if there is no checkpoint.
+        given: A checkpoint, a Hugging Face folder, or the output_dir of a run. For an output_dir, the result is the
+            newest undamaged checkpoint, or the exported model if there is no checkpoint.
 
     Raises:
-        EvaluationError, CheckpointError: There is no model, or no checkpoint is undamaged.
+        EvaluationError, CheckpointError: There is no model, or all checkpoints are damaged.
     """
     if (given / "config.json").is_file():
         return given
@@ -60,8 +61,8 @@ def find_model(given: Path) -> Path:
     if ((export := RunFolder(given).hf) / "config.json").is_file():
         return export
     raise EvaluationError(
-        f"MODEL {given} has no checkpoint and no config.json; pass the output_dir of a run, a checkpoint, or a Hugging "
-        "Face folder, followed by DATA",
+        f"MODEL {given} contains no checkpoint and no config.json; pass the output_dir of a run, a checkpoint, or a "
+        "Hugging Face folder as MODEL, followed by DATA",
         code="not_a_model",
         key=str(given),
     )
@@ -69,10 +70,10 @@ def find_model(given: Path) -> Path:
 
 @dataclass
 class Plan:
-    """The model to evaluate, and its precision, variant and sizes."""
+    """The model to evaluate, with its precision, variant and batch shape."""
 
     path: Path
-    state: RunState | None  # None: a Hugging Face folder
+    state: RunState | None  # None for a Hugging Face folder
     config: MistralConfig
     variant: str
     precision: PrecisionConfig
@@ -81,49 +82,55 @@ class Plan:
     document_mask: bool = False
     attention_backend: str = "auto"
     speed: SpeedConfig | None = None
-    fallbacks: dict[str, str] = field(default_factory=dict)  # fallbacks: module -> recipe, see Precision
+    fallbacks: dict[str, str] = field(default_factory=dict)  # {module: fallback recipe}, see Precision
 
     def describe(self) -> str:
-        """Return a description in one line."""
+        """Return a description of the model and its precision in one line."""
         fp8 = self.precision.compute == "fp8"
         how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
         if self.fallbacks:
-            how += f", {len(self.fallbacks)} modules with a fallback (precision.on_trouble)"
+            how += f", {len(self.fallbacks)} modules with a fallback recipe (precision.on_trouble)"
         trained = (
             "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
         )
         return f"{self.path}{trained}: {self.variant} in {how}"
 
     def sources(self) -> dict[str, str]:
-        """Return the training data of a checkpoint, name -> folder. {} for a Hugging Face folder."""
+        """Return {name: folder} of the training data for a checkpoint, and {} for a Hugging Face folder."""
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
 
     def check_data(self, folders: Iterable[str], tokenizer: Path | None) -> None:
-        """Check that prepared data use the tokenizer of the model.
+        """Check that data were prepared with the model's tokenizer.
+
+        Args:
+            folders: Folders with prepared data.
+            tokenizer: Folder of the model's tokenizer, or None to find the tokenizer.
 
         Raises:
-            DataError, EvaluationError: Data cannot be read, or were prepared with another tokenizer.
+            DataError, EvaluationError: The data cannot be read, or were prepared with a different tokenizer.
         """
         known = self.tokenizers(tokenizer)
         for folder in folders:
             if known and read_manifest(folder).tokenizer_sha256 not in known:
                 raise EvaluationError(
-                    f"{folder} was prepared with another tokenizer; prepare it with the tokenizer of the model, or if "
-                    f"both are equal, pass --tokenizer {Path(folder) / 'tokenizer'}",
+                    f"{folder} was prepared with a different tokenizer than the model's; prepare the data with the "
+                    "model's tokenizer, or if both tokenizers give the same ids, pass --tokenizer "
+                    f"{Path(folder) / 'tokenizer'}",
                     code="another_tokenizer",
                     key=str(folder),
                 )
             if not known:
                 logger.info(
-                    f"note: {self.path} has no tokenizer, so the tokenizer of {folder} was not checked"
+                    f"note: {self.path} has no tokenizer, so the tokenizer in {folder} could not be compared with it"
                 )
 
     def tokenizer_folder(self, given: Path | None) -> Path:
-        """Return the folder of the tokenizer.
+        """Return the folder that contains the model's tokenizer.
 
-        This is `given`, or else the Hugging Face folder, the tokenizer of the training data, or that of the run's
-        export.
+        Args:
+            given: Folder passed as --tokenizer, or None to use the Hugging Face folder, the training data or the
+                exported model.
 
         Raises:
             DataError: There is no tokenizer.
@@ -135,34 +142,45 @@ class Plan:
         return find_tokenizer(self.sources(), self.path.absolute().parent.parent / "hf")
 
     def tokenizers(self, given: Path | None) -> set[str]:
-        """Return SHA-256 hashes of the model's tokenizer files; matching data have one of them. Empty if unknown."""
+        """Return the SHA-256 hashes of the model's tokenizer files, or an empty set if there is no tokenizer.
+
+        Data that were prepared with this tokenizer have one of these hashes in their manifest.
+
+        Args:
+            given: Folder passed as --tokenizer, or None.
+        """
         if self.state is not None and given is None:
             return {s["tokenizer_sha256"] for s in self.state.data_fingerprint["sources"].values()}
         files = [self.tokenizer_folder(given) / name for name in TOKENIZER_FILES[:2]]
         return {sha256_file(file) for file in files if file.is_file()}
 
     def encoder(self, given: Path | None) -> TextEncoder:
-        """Return the tokenizer of the model.
+        """Load the model's tokenizer.
+
+        Args:
+            given: Folder passed as --tokenizer, or None.
 
         Raises:
-            EvaluationError: The tokenizer of the training data has changed.
+            EvaluationError: The tokenizer in the data folder was replaced after training.
         """
         encoder = TextEncoder(self.tokenizer_folder(given))
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer that the model was trained with, because the data were "
-                "prepared again; pass the original tokenizer with --tokenizer DIR",
+                f"{encoder.folder} is not the tokenizer with which the model was trained, because the data were "
+                "prepared again; pass the folder of the original tokenizer as --tokenizer",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )
         return encoder
 
     def build(self) -> tuple[nn.Module, Precision]:
-        """Build the model in evaluation mode with its weights. Delayed scaling uses the scales of training (rank 0).
+        """Build the model in evaluation mode and load its weights.
+
+        With delayed scaling, the scales are those that rank 0 used in training.
 
         Raises:
-            ValueError, CheckpointError: Weights are missing, damaged, or of another model.
-            PrecisionError, BackendError: This machine does not support the precision.
+            ValueError, CheckpointError: Weights are missing or damaged, or belong to a different model.
+            PrecisionError, BackendError: This host does not support the precision.
         """
         from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
@@ -194,18 +212,19 @@ class Plan:
 
 
 def plan_model(path: Path, compute: Any) -> Plan:
-    """Plan the evaluation of a checkpoint or Hugging Face folder.
+    """Choose the precision and the model variant for evaluating a checkpoint or Hugging Face folder.
 
-    By default, a checkpoint is evaluated in its training precision, and a Hugging Face folder as the transformers model
-    in the dtype of its weights. In FP8, a model that was not trained in FP8 uses current scaling, which needs no
-    history; a Hugging Face folder, and a checkpoint of a variant without Transformer Engine, then uses te_layer.
+    By default, a checkpoint is evaluated in its training precision, and a Hugging Face folder in the dtype of its
+    weights with the transformers model. A model that was not trained in FP8 is evaluated in FP8 with current scaling,
+    which needs no amax history. If its variant does not use Transformer Engine, the variant te_layer (Transformer
+    Engine's fused transformer layer) is used instead.
 
     Args:
         path: The checkpoint or Hugging Face folder.
         compute: The value of --precision, or None for the default.
 
     Raises:
-        CheckpointError, ValueError: The configuration, or the weights of a Hugging Face folder, cannot be read.
+        CheckpointError, ValueError: The configuration, or the weights in a Hugging Face folder, cannot be read.
     """
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
@@ -217,7 +236,7 @@ def plan_model(path: Path, compute: Any) -> Plan:
     state = read_state(path)
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
-    precision.backend = "auto"  # select the backend of this machine
+    precision.backend = "auto"  # select the backend for this host
     fallbacks = state.fallbacks if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
         precision = PrecisionConfig(compute=compute, recipe="current")

@@ -1,4 +1,4 @@
-"""Compute the losses of a model on batches, and from them loss, perplexity and bits per byte by source."""
+"""Compute the loss, perplexity and bits per byte of a model for each data source."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError
 from train.evaluation.texts import Rows, Source
 
-# Columns of the sums of a source: losses in nats; losses of text tokens (without BOS and EOS); predicted tokens; bytes
-# of their text; documents whose end was read.
+# Columns of the table of sums, which has one row per source: loss in nats; loss on text tokens (without BOS and EOS);
+# number of predicted tokens; bytes of their text; number of documents whose last token was predicted.
 LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
 
 
@@ -31,21 +31,21 @@ def score(
     sources: Sequence[Source],
     scored: Callable[[int], Any] = lambda tokens: None,
 ) -> tuple[torch.Tensor, list[str]]:
-    """Evaluate batches.
+    """Compute the loss of a model on batches.
 
     Args:
-        model: The model.
+        model: The model to evaluate.
         precision: The precision of the model.
-        batches: The batches.
-        sources: The sources that the batches refer to by index.
-        scored: Called after each batch with its number of predicted tokens.
+        batches: The batches to predict.
+        sources: The data sources. Batches refer to them by index.
+        scored: Function called after each batch with the number of predicted tokens.
 
     Returns:
-        Sums by source, float64 [sources, 5], and log lines about the GEMMs that ran.
+        The sums for each source, float64 [number of sources, 5], and log lines about the GEMMs that ran.
 
     Raises:
-        EvaluationError: A loss is not finite, or a token id is outside the vocabulary.
-        StartupCheckError: Modules did not run in the configured precision.
+        EvaluationError: A loss is not finite, or a token id is not in the vocabulary.
+        StartupCheckError: A module did not run in the configured precision.
     """
     sums = np.zeros((len(sources), 5))
     vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
@@ -54,13 +54,13 @@ def score(
             passes += 1
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
-                    f"{_names(sources, places)}: token id {largest} is outside the model's vocabulary of {vocabulary}; "
-                    "the data are damaged or belong to another model",
+                    f"{_names(sources, places)}: the token id {largest} is outside the model's vocabulary of "
+                    f"{vocabulary} ids; the data are damaged, or were prepared for a different model",
                     code="unknown_token",
                     key=_names(sources, places),
                 )
             input_ids, labels, documents = batch.to(precision.device)
-            # row by row, because the float32 logits of a batch may not fit into memory
+            # Compute the loss row by row, because the float32 logits of a batch may not fit into memory.
             rows = [
                 F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
                 for row, label in zip(model(input_ids, documents=documents).logits, labels, strict=True)
@@ -68,8 +68,8 @@ def score(
             losses = torch.stack(rows).double().cpu().numpy()
             if not np.isfinite(losses).all():
                 raise EvaluationError(
-                    f"{_names(sources, places)}: a loss is NaN or infinite. Weights are not finite, or activations "
-                    "overflowed. Try --precision bf16 or fp32, or an earlier checkpoint",
+                    f"{_names(sources, places)}: the loss is NaN or infinite, because weights are not finite or "
+                    "activations overflowed. Pass --precision bf16 or fp32, or an earlier checkpoint",
                     code="loss_not_finite",
                     key=_names(sources, places),
                 )
@@ -92,13 +92,13 @@ def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
 
 
 def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source) -> np.ndarray:
-    """Return the sums of a row.
+    """Return the sums of losses, tokens and bytes for one row of a batch.
 
     Args:
-        losses: Losses of the predicted tokens in nats, [n].
+        losses: Loss of each predicted token in nats, [n].
         inputs: The token before each predicted token, [n].
         labels: The predicted tokens, [n].
-        source: The source of the row.
+        source: The data source of the row.
     """
     text = (labels != source.encoder.bos_id) & (labels != source.encoder.eos_id)
     size = source.encoder.text_bytes(inputs, labels) if source.text_bytes is None else 0
@@ -106,14 +106,15 @@ def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source
 
 
 def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Return the results by source and in total.
+    """Compute the results for each data source and in total from the sums of `score`.
 
-    A result has loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. A source
-    without a predicted token, for example with a small --max_samples, has no result. Bytes are counted in the text that
-    was read, or else in the decoded tokens; None if there are none. Bits per byte exclude BOS and EOS.
+    A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
+    are counted in the input text if it is known, or else in the decoded tokens. Without any bytes, the value is None.
+    Bits per byte exclude BOS and EOS. Sources without predicted tokens are omitted, for example with a small
+    --max_samples.
 
     Raises:
-        EvaluationError: No source has a predicted token.
+        EvaluationError: No source has predicted tokens.
     """
     table, by_source = sums.numpy().copy(), {}
     for row, source in zip(table, sources, strict=True):
@@ -124,7 +125,7 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     if not by_source:
         names = ", ".join(source.name for source in sources)
         raise EvaluationError(
-            f"DATA {names}: there is no token to predict; pass more data or a larger --max_samples",
+            f"DATA {names} contains no tokens to predict; pass more data or a larger --max_samples",
             code="nothing_to_predict",
             key=names,
         )
@@ -135,7 +136,7 @@ def _result(row: np.ndarray) -> dict[str, Any]:
     loss = float(row[LOSS] / row[TOKENS])
     return {
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else None,  # larger values overflow
+        "perplexity": math.exp(loss) if loss < 700 else None,  # exp overflows for larger values
         "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if row[BYTES] else None,
         "tokens": int(row[TOKENS]),
         "documents": int(row[DOCUMENTS]),
@@ -144,7 +145,7 @@ def _result(row: np.ndarray) -> dict[str, Any]:
 
 
 def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
-    """Return the results as lines of a text table."""
+    """Return the evaluation results as the lines of a text table."""
     rows = by_source if len(by_source) == 1 else by_source | {"all": everything}
     width = max(map(len, rows))
     lines = [

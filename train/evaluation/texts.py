@@ -1,8 +1,8 @@
-"""Read evaluation data as batches of one rank.
+"""Read evaluation data as batches for each rank.
 
-`Packed` reads prepared data as in training. `Documents` reads the documents of prepared data or text, packed or one per
-row. A row has the tokens x_0 .. x_n; each token but x_0 is predicted from the tokens before it.
-Shapes: B rows, T tokens.
+`Packed` reads prepared data as in training. `Documents` reads single documents from prepared data or text, and puts one
+document or several packed documents into a row. A row of a batch has the tokens x_0 .. x_n. Each token except x_0 is
+predicted from the tokens before it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,19 @@ from train.prepare.corpus import WORK_NAME, list_sources, read_share
 from train.prepare.readers import Damaged, Dropped
 
 logger = logging.getLogger(__name__)
-ENCODE_BATCH = 256  # documents
-SORT_BATCH = 64  # batches; rows of similar length are batched together to reduce padding
-MAX_EXAMPLES = 5  # number of unreadable documents to log
+ENCODE_BATCH = 256  # number of documents encoded at a time
+SORT_BATCH = 64  # number of batches whose rows are sorted by length, to reduce padding
+MAX_EXAMPLES = 5  # maximum number of unreadable documents to log
 
 
 class Rows(NamedTuple):
-    """A batch of rows. Row b belongs to source `sources[b]` and contains the ends of `ended[b]` documents."""
+    """A batch with the data source of each row.
+
+    Attributes:
+        batch: The token ids and labels.
+        sources: Index of the data source of each row.
+        ended: Number of documents that end in each row.
+    """
 
     batch: Batch
     sources: list[int]
@@ -50,12 +56,12 @@ class Rows(NamedTuple):
 
 @dataclass
 class Source:
-    """A source with its own result.
+    """A data source for which the evaluation reports a result.
 
     Attributes:
-        name: The name of the source.
-        encoder: Its tokenizer.
-        text_bytes: UTF-8 bytes of its text. None: only its tokens are known.
+        name: The name in the report.
+        encoder: The tokenizer of the data.
+        text_bytes: Size of the text in UTF-8 bytes, or None if only the tokens are known.
     """
 
     name: str
@@ -64,22 +70,22 @@ class Source:
 
 
 def is_prepared(data: str) -> bool:
-    """Return whether `data` are prepared, even incompletely; a missing manifest is reported when they are opened."""
+    """Return whether the path `data` contains prepared data, including data whose preparation is unfinished."""
     return any(any(Path(data).glob(part)) for part in (MANIFEST_NAME, WORK_NAME, "*.ds"))
 
 
 class Packed:
-    """The eval splits of prepared folders as in training: windows of a stream of documents.
+    """Reads the eval splits of prepared data as in training, with several documents packed into each sample.
 
     Args:
-        folders: Name -> prepared folder.
-        length: Tokens per sample.
-        size: Samples per batch.
-        samples: The maximum number of samples in total, evenly spread over the sources. None: all.
+        folders: {name: folder with prepared data}.
+        length: Number of tokens per sample.
+        size: Number of samples per batch.
+        samples: Maximum total number of samples, evenly spread over the sources, or None for all samples.
         document_mask: Restrict attention to documents, as in training.
 
     Raises:
-        DataError: See `open_stream`.
+        DataError: A folder cannot be opened, or the folders do not fit together.
     """
 
     def __init__(
@@ -100,14 +106,14 @@ class Packed:
 
 
 class Row(NamedTuple):
-    """A row of tokens x_0 .. x_n.
+    """One row of an evaluation batch before padding.
 
     Attributes:
-        tokens: The tokens.
-        source: Index of the source.
+        tokens: The tokens x_0 .. x_n of the row.
+        source: Index of the data source.
         ended: Number of documents that end in the row.
         context: Number of leading predicted tokens that are not counted, because another row counts them.
-        begins: Positions at which documents begin, except the first.
+        begins: Positions in the row at which documents begin, except the first document.
     """
 
     tokens: np.ndarray
@@ -119,19 +125,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Documents:
-    """The documents of sources, in rows of up to `length` predicted tokens and batches of up to `size` such rows.
+    """Reads documents from data sources and arranges them in rows and batches for the evaluation.
 
     Attributes:
         length: Maximum number of predicted tokens per row.
-        size: Maximum number of rows of this length per batch.
-        stride: None: pack the documents of a source into rows of `length`. Otherwise each row has one document. A
-            longer document has a row every `stride` tokens; each row counts only the tokens that earlier rows have not
-            predicted.
-        samples: Maximum number of documents per source. None: all.
-        document_mask: As in training, restrict attention to documents; their last token has no label.
+        size: Maximum number of rows with `length` tokens per batch.
+        stride: None to pack the documents of a source into rows of `length` tokens. With a number, each row has tokens
+            from one document. A longer document has a row every `stride` tokens, and each token is counted once.
+        samples: Maximum number of documents per source, or None for all documents.
+        document_mask: Restrict attention to documents, and remove the label of the last token of each document, as in
+            training.
         multiple: Rows are padded to a multiple of this number of tokens.
-        sources: The sources.
-        documents: Tokens with BOS and EOS, by source.
+        sources: The data sources added so far.
+        documents: For each source, the tokens of each document, with BOS and EOS.
         notes: Notes for the report.
     """
 
@@ -146,10 +152,10 @@ class Documents:
     notes: list[str] = field(default_factory=list)
 
     def add_prepared(self, name: str, folder: str) -> None:
-        """Add the eval split of a prepared folder.
+        """Add the eval split of a folder with prepared data as a source.
 
         Raises:
-            DataError: Its files are damaged or inconsistent.
+            DataError: A file in the folder is damaged or missing.
         """
         manifest = read_manifest(folder)
         check_tokenizer(folder, manifest)
@@ -159,7 +165,7 @@ class Documents:
             ends = open_index(folder, shard)
             if np.any(ends[1:] <= ends[:-1]) or int(ends[-1]) != shard.tokens:
                 raise DataError(
-                    f"{Path(folder) / shard.name}.index is damaged: the document ends are not increasing; "
+                    f"{Path(folder) / shard.name}.index is damaged, because the document ends do not increase; "
                     "prepare or copy the data again"
                 )
             dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -171,11 +177,16 @@ class Documents:
     def add_text(
         self, name: str, encoder: TextEncoder, text_key: str, split_on: str | None, max_dropped: int
     ) -> None:
-        """Add text that train/prepare can read, such as a file or a folder.
+        """Add a text file, a folder or a dataset as a source. All inputs of prepare_data.py are accepted.
+
+        Args:
+            text_key: Key of the text in records.
+            split_on: Separator between documents in .txt files, or None.
+            max_dropped: Maximum number of unreadable documents.
 
         Raises:
-            DataError: See `list_sources`.
-            EvaluationError: More than `max_dropped` documents cannot be read, there is no document, or a file is
+            DataError: The input does not exist or is not accepted.
+            EvaluationError: More than `max_dropped` documents cannot be read, there are no documents, or a file is
                 damaged.
         """
         dropped: list[Dropped] = []
@@ -187,12 +198,14 @@ class Documents:
             encoded = encoder.encode_batch(some)
             documents += [np.array([encoder.bos_id, *ids, encoder.eos_id], np.int32) for ids in encoded]
         for item in dropped[:MAX_EXAMPLES]:
-            logger.warning(f"dropped: {item}")
+            logger.warning(f"dropped an unreadable document: {item}")
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
-            remedy = f"repair them, set the key of the text with --text_key, or pass --max_dropped {count}"
+            remedy = (
+                f"Repair the documents, pass the key of the text as --text_key, or pass --max_dropped {count}"
+            )
             raise EvaluationError(
-                f"DATA {name}: {count:,} documents cannot be read, {len(documents):,} can be read; {remedy}",
+                f"DATA {name}: {count:,} documents cannot be read, and {len(documents):,} can be read. {remedy}",
                 code="unreadable_documents" if documents else "no_text",
                 key=name,
             )
@@ -201,14 +214,14 @@ class Documents:
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:
-        """Add documents of a source, at most `samples`, evenly spaced.
+        """Add a source with its documents. If there are more than `samples` documents, use evenly spaced ones.
 
         Raises:
-            DataError: There is no document.
+            DataError: There are no documents.
         """
         if not documents:
             raise DataError(
-                f"DATA {source.name}: the eval split has no document; prepare the data with a larger eval split"
+                f"DATA {source.name}: the eval split is empty; prepare the data with a larger --eval_fraction"
             )
         if self.samples is not None and len(documents) > self.samples:
             documents = [documents[number] for number in spread(self.samples, len(documents))]
@@ -217,7 +230,7 @@ class Documents:
 
     @property
     def tokens(self) -> int:
-        """The approximate number of predicted tokens."""
+        """Approximate number of predicted tokens in all sources."""
         return sum(len(document) for documents in self.documents for document in documents)
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
@@ -251,7 +264,7 @@ class Documents:
         tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
         for start in range(0, len(tokens) - 1, self.length):
             stop = min(start + self.length, len(tokens) - 1)
-            # documents whose last token is predicted, that is one of the tokens start + 1 to stop
+            # Find the documents whose last token is predicted in this row, at one of the positions start + 1 to stop.
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
             begins = ends[(start < ends) & (ends <= stop)] - start
             yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
@@ -262,7 +275,7 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
         if isinstance(item, Dropped):
             dropped.append(item)
         elif isinstance(item, Damaged):
-            raise EvaluationError(f"DATA {item}; repair or remove the file", code="damaged_text")
+            raise EvaluationError(f"DATA is damaged: {item}. Repair or remove the file", code="damaged_text")
         else:
             yield item.text
 
@@ -272,9 +285,10 @@ def _padded_length(tokens: int, multiple: int) -> int:
 
 
 def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:
-    """Build a batch of rows, padded to `length`.
+    """Build a batch from rows, padded to `length` tokens.
 
-    Padding repeats the last token of a row without labels. Attention is causal, so it does not change the losses.
+    The padding repeats the last token of the row and has no labels. It does not change the losses, because attention is
+    causal.
     """
     input_ids = np.empty((len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, NO_LABEL)

@@ -1,4 +1,4 @@
-"""The first and the last block of the datatrove pipelines: read documents from files, and write token shards."""
+"""The datatrove blocks at both ends of a pipeline: read documents from files, and write token shards."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from train.prepare.tally import Tally
 if TYPE_CHECKING:
     from train.prepare.preparation import Preparation
 
-BATCH_DOCUMENTS = 16  # number encoded at a time; books of several MB fit into memory
+BATCH_DOCUMENTS = 16  # number of documents encoded at a time; even books of several MB then fit into memory
 
-load_encoder = lru_cache(1)(TextEncoder)  # loaded once per process, for all its tasks
+load_encoder = lru_cache(1)(TextEncoder)  # loads the tokenizer once per process
 
 
 class ReadDocuments(PipelineStep):
-    """Reader of a task's share of the sources, as datatrove documents whose `id` is their origin.
+    """Pipeline block that reads the input documents of one task. The `id` of a document is its file and line.
 
-    With eval_by "position", each document becomes two, with the split in their metadata.
+    With --eval_by position, each document is cut into one document per split, with the split in its metadata.
     """
 
     type, name = "READER", "strict"
@@ -62,11 +62,11 @@ class ReadDocuments(PipelineStep):
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
-    """Cut a text into a beginning and an end for the eval split, preferably at a line end, else between words.
+    """Cut off the end of a text for the eval split, at a line end if possible, or else between words.
 
     Returns:
-        The beginning and the end. The end has `eval_fraction` of the characters, or up to twice as much. It is empty if
-        the text is too short for two parts.
+        The beginning and the end. The end has between `eval_fraction` and twice `eval_fraction` of the characters. The
+        end is empty if the text is too short to be cut.
     """
     length = len(text.rstrip())
     most = min(round(length * (1 - eval_fraction)), length - 1)
@@ -78,10 +78,10 @@ def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
 
 
 class WriteShards(PipelineStep):
-    """Writer of a task's token shards, and of its counts to the results folder: RANK.json and RANK.npz.
+    """Pipeline block that tokenizes the documents of one task and writes them to shards.
 
-    The shards keep the order of the documents, or with a seed they are shuffled by a seed of the task. A task that
-    runs again overwrites its files with the same bytes.
+    The counts of the task are written to RANK.json and RANK.npz in the results folder. With --shuffle_seed, the
+    documents in each shard are shuffled. A task that runs again overwrites its files with the same bytes.
     """
 
     type, name = "TOKENIZER", "shards"
@@ -92,7 +92,7 @@ class WriteShards(PipelineStep):
         self.results = preparation.work("results")
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks share the cores
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks already use all cores
         self.results.mkdir(parents=True, exist_ok=True)
         what = self.preparation
         encoder = what.encoder()
@@ -118,10 +118,11 @@ class WriteShards(PipelineStep):
 def read_results(
     results: Path, tasks: int, vocab_size: int
 ) -> tuple[Tally, list[Shard], dict[str, np.ndarray]]:
-    """Read the results of all tasks.
+    """Read and add up the results that `WriteShards` wrote for each task.
 
     Returns:
-        The document counts; the shards, ordered by split and then by task; the number of each token by split, [V] each.
+        The document counts; the shards, ordered by split and then by task; for each split, how often each token id
+        occurs, [vocab_size].
 
     Raises:
         OSError: the results of a task are missing.
@@ -135,5 +136,5 @@ def read_results(
         with np.load(results / f"{rank:05d}.npz") as found:
             for split in SPLITS:
                 counts[split] += found[split]
-    shards.sort(key=lambda shard: SPLITS.index(shard.split))  # a stable sort keeps the tasks' order
+    shards.sort(key=lambda shard: SPLITS.index(shard.split))  # the sort is stable and keeps the task order
     return tally, shards, counts

@@ -1,11 +1,11 @@
-"""Find the input files and read their documents: all of them, or the share of one task.
+"""Find input files and read their documents: all documents, or the share of one task.
 
-A document is one line of a .jsonl, one object of a .json, one row of a .csv, .parquet or saved Hugging Face dataset, or
-one file of plain text or source code. With a separator, a .txt holds several documents. All formats but .parquet and
-.arrow can be compressed as .gz or .zst.
+A document is one line in a .jsonl file, one object in a .json file, one row in a .csv file, .parquet file or saved
+Hugging Face dataset, or one whole file of plain text or source code. With a separator, a .txt file contains several
+documents. All formats except .parquet and .arrow can be compressed as .gz or .zst.
 
-The input `python-stdlib` stands for the standard library sources of the running Python, which exist on every machine.
-`hf:NAME[:CONFIG[:SPLIT]]` is a dataset on the Hugging Face Hub.
+The input `python-stdlib` selects the standard library sources of the running Python, which exist on every host.
+`hf:NAME[:CONFIG[:SPLIT]]` selects a dataset on the Hugging Face Hub.
 """
 
 import argparse
@@ -37,57 +37,59 @@ HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .sql .html .css".split()
 )
-# Folders of text or source code often contain these as settings and tables. They are read only if named explicitly.
+# Formats that are read only if the file itself is an input. In folders, such files are often settings or tables.
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
-WORK_NAME = "prepare_data.unfinished"  # folder of an unfinished preparation in --output, never read as input
-SAVED_DATASET = "state.json"  # written by datasets' save_to_disk
+WORK_NAME = "prepare_data.unfinished"  # folder in --output with the unfinished work; never read as input
+SAVED_DATASET = "state.json"  # file that the save_to_disk method of the datasets package writes
 ALLOWED = (
-    f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
-    f"{' and '.join(NAMED_ONLY)} files must be named, and are skipped in folders), "
-    f"a folder that datasets' save_to_disk wrote for one split, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
+    f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all except .parquet also as .gz or .zst; "
+    f"{' and '.join(NAMED_ONLY)} files are skipped in folders and must be passed themselves), "
+    f"a folder that save_to_disk of the datasets package wrote for one split, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
 )
-# Tests and tools are repetitive and contain deliberately broken files. _sysconfigdata is also skipped, because it names
-# the build machine.
+# Tests and tools are skipped because they are repetitive and contain deliberately broken files. _sysconfigdata is
+# skipped because its content depends on the host that built Python.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
 SPLIT_ON = (
-    f"separator between the documents of a .txt: a text such as '<|endoftext|>', or {BLANK_LINE} for blank lines "
+    f"separator between the documents in a .txt file: a text such as '<|endoftext|>', or {BLANK_LINE} for blank lines "
     "(default: each file is one document)"
 )
 
 
 def add_loss_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that limit how many documents and files a program may lose."""
+    """Add the options --max_dropped and --max_damaged_files to a command line."""
     add = partial(parser.add_argument, type=between(0), default=0)
-    add("--max_dropped", help="number of unreadable documents to tolerate (default: 0)")
-    add("--max_damaged_files", help="number of damaged files to tolerate (default: 0)")
+    add("--max_dropped", help="maximum number of unreadable documents to skip without an error (default: 0)")
+    add("--max_damaged_files", help="maximum number of damaged files to accept without an error (default: 0)")
 
 
 def separator(text: str) -> str:
-    """Check the value of --split_on (an argparse type)."""
+    """Check and return the value of --split_on. Used as an argparse type."""
     if not unicode(text) or "\n" in text or "\\n" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty or contains a line end; give the {SPLIT_ON}")
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or contains a line end; pass the {SPLIT_ON}")
     return text
 
 
 def eval_fraction(text: str) -> float:
-    """Check the value of --eval_fraction (an argparse type): a share that leaves text to train on, or 1."""
+    """Parse --eval_fraction for argparse: a number from 1e-6 to 0.5, or 1 to use all text for evaluation."""
     if 1e-6 <= (value := float(text)) <= 0.5 or value == 1:
         return value
-    raise argparse.ArgumentTypeError(f"{text}: it must be 1e-06 to 0.5, or 1 to use all text for evaluation")
+    raise argparse.ArgumentTypeError(
+        f"{text} must be between 1e-06 and 0.5, or 1 to use all text for evaluation"
+    )
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file to read.
+    """An input file.
 
     Attributes:
         path: absolute path.
-        kind: how to read it: the suffixes, such as ".jsonl.gz".
-        bytes: size.
-        mtime_ns: time of the last modification.
+        kind: format of the file, given by its suffixes, such as ".jsonl.gz".
+        bytes: size in bytes.
+        mtime_ns: time of the last modification, in ns since the epoch.
     """
 
     path: str
@@ -102,19 +104,23 @@ class Source:
 
     @property
     def is_text(self) -> bool:
-        """Whether the file is plain text rather than records."""
+        """Whether the file is plain text or source code, as opposed to records with a text key."""
         return _uncompressed_name(self.kind) in TEXT_SUFFIXES
 
 
 def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
-    """Return the files of `inputs` in reading order: inputs as given, the files of a folder sorted by path.
+    """Return all input files in reading order. The files in a folder are sorted by path.
 
-    Files of unknown kinds in a folder are skipped and logged; hidden files are skipped silently. A file named
-    explicitly must be of a known kind.
+    In a folder, files with an unknown format are skipped and logged, and hidden files are skipped without a message. An
+    input that is itself a file must have a known format.
+
+    Args:
+        inputs: files, folders and datasets, as accepted by --input.
+        split_on: separator between documents in .txt files, or None.
 
     Raises:
-        DataError: a path does not exist, cannot be read, is of an unknown kind or is given twice; a folder has nothing
-            to read; a dataset cannot be loaded; there is no .txt for `split_on`.
+        DataError: a path does not exist, cannot be read, has an unknown format or is given twice; a folder contains no
+            readable file; a dataset cannot be loaded; or `split_on` is given but there is no .txt file.
         SystemExit: a package is not installed.
     """
     files: list[tuple[Path, str]] = []
@@ -124,11 +130,11 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         try:
             found, skipped = _input_files(name)
             for file, _ in found:
-                os.close(os.open(file, os.O_RDONLY))  # fail now, not when a task reads it
+                os.close(os.open(file, os.O_RDONLY))  # fail now rather than in a task
         except OSError as error:
             raise DataError(
-                f"input {name}: {error.filename or name} cannot be read ({error.strerror}); change its permissions or "
-                "remove it from the inputs",
+                f"input {name}: {error.filename or name} cannot be read ({error.strerror}); change the permissions of "
+                "the file, or remove the file from the inputs",
                 code="unreadable",
                 key=str(error.filename or name),
             ) from error
@@ -136,28 +142,28 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes)
         if not found:
             raise DataError(
-                f"input {name} contains no readable file{f', only {kinds}' * bool(kinds)}. Allowed: {ALLOWED}",
+                f"input {name} contains no readable file{f', only {kinds}' * bool(kinds)}. Allowed inputs: {ALLOWED}",
                 code="nothing_to_read",
                 key=name,
             )
         if skipped:
             logger.warning(
-                f"input {name}: {len(skipped):,} files skipped by suffix: {kinds} (to read "
-                f"{' and '.join(NAMED_ONLY)} files, name them as inputs)"
+                f"input {name}: {len(skipped):,} files were skipped because of their suffix: {kinds}. To read "
+                f"{' or '.join(NAMED_ONLY)} files, pass each file as an input"
             )
         files += found
     seen: dict[str, Path] = {}
     for file, _ in files:
         if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
             raise DataError(
-                f"{file} is given twice (directly, in a folder or by a link), first as {first}. Name each input once, "
-                "and remove links to other inputs from folders",
+                f"{file} is contained twice in the inputs (directly, in a folder or through a link), first as {first}. "
+                "Pass each input once, and remove links to other inputs from folders",
                 code="given_twice",
                 key=str(file),
             )
     if split_on is not None and not any(_uncompressed_name(kind) == ".txt" for _, kind in files):
         raise DataError(
-            "--split_on applies to .txt files, but the inputs contain none; remove --split_on",
+            "--split_on applies only to .txt files, but the inputs contain no .txt file; remove --split_on",
             code="nothing_to_split",
             key="--split_on",
         )
@@ -165,7 +171,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
 
 
 def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Return the files of one input, each with its kind, and the files that are skipped."""
+    """Return the files of one input as (path, format) pairs, and a list of the skipped files."""
     path = Path(name)
     if name == STDLIB:
         return [(file, ".py") for file in _stdlib_files()], []
@@ -173,7 +179,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         return _hub_files(name), []
     if path.is_dir():
         if (path / SAVED_DATASET).is_file():
-            # of a saved Hugging Face dataset, only the files that its state.json lists
+            # In a saved Hugging Face dataset, read only the files that state.json lists.
             state = json.loads((path / SAVED_DATASET).read_text(encoding="utf-8"))
             return [(path / entry["filename"], ".arrow") for entry in state.get("_data_files", [])], []
         read, skipped = [], []
@@ -186,7 +192,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         return read, skipped
     if not path.is_file():
         raise DataError(
-            f"input {name} does not exist; give files, folders, {HUB}NAME or {STDLIB}",
+            f"input {name} does not exist; pass a file, a folder, {HUB}NAME or {STDLIB}",
             code="file_missing",
             key=name,
         )
@@ -194,7 +200,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
 
 
 def _hub_files(name: str) -> list[tuple[Path, str]]:
-    """Return the files of a dataset on the Hugging Face Hub; datasets downloads them into its cache once."""
+    """Return the Arrow files of a dataset on the Hugging Face Hub, after downloading the dataset if necessary."""
     require_packages(f"input {name}", "datasets", requirements="requirements-prep.txt")
     import datasets
 
@@ -202,17 +208,18 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     config, _, split = rest.partition(":")
     if "[" in split:
         raise DataError(
-            f"input {name}: slices of a split are not supported. Name the whole split, or save the slice with "
-            "datasets' save_to_disk and name that folder",
+            f"input {name}: a slice of a split is not supported. Pass the whole split, or save the slice with "
+            "save_to_disk of the datasets package and pass that folder",
             code="part_of_split",
             key=name,
         )
     try:
         loaded = datasets.load_dataset(dataset, config or None, split=split or "train")
-    except Exception as error:  # datasets raises many types: unknown name, configuration or split, no network
+    except Exception as error:  # datasets raises exceptions of many types
         raise DataError(
-            f"input {name}: datasets cannot load it: {error}. Check the name, {HUB}NAME[:CONFIG[:SPLIT]] "
-            "(the default split is train), and the network; or download the dataset and name its files",
+            f"input {name} cannot be loaded by the datasets package: {error}. Check the network and the name, which "
+            f"has the form {HUB}NAME[:CONFIG[:SPLIT]] (the default split is train), or download the dataset and pass "
+            "its files",
             code="dataset_unavailable",
             key=name,
         ) from error
@@ -222,14 +229,15 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
 def read_share(
     sources: Sequence[Source], text_key: str, task: int = 0, tasks: int = 1, split_on: str | None = None
 ) -> Items:
-    """Yield the documents of one task's share: contiguous, and of equal bytes as far as files can be split.
+    """Yield the documents in one task's share of the input files.
 
-    The shares of all tasks, in order, are exactly what a single task would read.
+    A share is a contiguous part of the input. All shares have the same number of bytes, as far as the files can be
+    split. The shares of all tasks in order contain exactly the documents that a single task would read.
 
     Args:
         task: index of the task, from 0.
         tasks: number of tasks.
-        split_on: separator of documents in .txt files, as in --split_on.
+        split_on: separator between documents in .txt files, as in --split_on.
     """
     for source, start, stop in _share(sources, task, tasks, split_on):
         path = Path(source.path)
@@ -242,10 +250,10 @@ def read_share(
 def _share(
     sources: Sequence[Source], task: int, tasks: int, split_on: str | None
 ) -> Iterator[tuple[Source, int, float]]:
-    """Yield (file, first byte, byte after the last) of a share.
+    """Yield the parts of files in one task's share, as (file, first byte, byte after the last).
 
-    A file that cannot be split belongs to the share in which it begins. An empty file counts as one byte, so that it
-    belongs to exactly one share.
+    A file that cannot be split is assigned to the share in which it begins. An empty file is treated as one byte long,
+    so it is assigned to exactly one share.
     """
     total = sum(max(source.bytes, 1) for source in sources)
     low, high = total * task // tasks, total * (task + 1) // tasks
@@ -262,7 +270,7 @@ def _share(
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a file, such as ".jsonl.gz", or "" if it is unknown."""
+    """Return the format of a file, such as ".jsonl.gz", or "" if the format is unknown."""
     name = path.name.lower()
     packing = Path(name).suffix if name.endswith(PACKED) else ""
     base = Path(_uncompressed_name(name)).suffix
@@ -271,15 +279,17 @@ def _kind(path: Path) -> str:
 
 
 def _uncompressed_name(name: str) -> str:
-    """Return a file name or kind without .gz or .zst."""
+    """Return a file name or format without .gz or .zst."""
     return name[: name.rindex(".")] if name.endswith(PACKED) else name
 
 
 def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
-    """Yield all files, sorted, except hidden ones and those of a preparation whose --output is in the folder.
+    """Yield all files in a folder and its subfolders, sorted by path.
+
+    Hidden files and the files of unfinished data preparations are skipped.
 
     Args:
-        visited: the folders that were visited before, which a link may lead to again.
+        visited: real paths of the folders visited so far. Links to these folders are not followed.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -294,10 +304,10 @@ def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
             if os.path.realpath(path) not in visited:
                 yield from _walk(path, visited)
             continue
-        # a broken link without a suffix may have been a folder; files with unknown suffixes are skipped anyway
+        # A broken link without a suffix may have pointed to a folder. Other files with unknown suffixes are skipped.
         if (_kind(path) or not path.suffix) and not path.is_file():
             raise DataError(
-                f"{path} is a broken link, a pipe or a device; repair or remove it",
+                f"{path} is a broken link, a pipe or a device, not a regular file; repair the link or remove it",
                 code="unreadable",
                 key=str(path),
             )
@@ -311,4 +321,4 @@ def _stdlib_files() -> list[Path]:
         files += [
             Path(parent, name) for name in names if name.endswith(".py") and "_sysconfigdata" not in name
         ]
-    return sorted(file for file in files if file.stat().st_size)  # an empty file holds no document
+    return sorted(file for file in files if file.stat().st_size)  # an empty file contains no document

@@ -1,16 +1,16 @@
-"""Remove exact or near duplicates, keeping the first document of each group.
+"""Remove exact or near duplicates. The first document of each group of duplicates is kept.
 
-    signatures    one task per reading task: one or more hashes of each document
-    search        one task: group the documents that share a hash
-    removal       in the last pipeline: drop all documents of a group but the first
+    signatures    one task per reading task: compute one or more hashes of each document
+    search        a single task: group the documents that share a hash
+    removal       in the last pipeline: drop all documents of a group except the first
 
-Exact duplicates have one hash, of the whole text. Near duplicates have one hash per MinHash band: a pair of documents
-with similarity s, the share of common 5-grams of words, is found with probability 1 - (1 - s^8)^14, which is 0.57 for
-0.7, 0.92 for 0.8 and 0.01 for 0.4. This is the setting of datatrove and FineWeb, with datatrove's hash functions.
-datatrove's own blocks are not used: they do not keep the first document, silently remove nothing if the output of a
-pipeline is missing, skip texts of fewer than five words, and need 3 GB for a text of 10 MB.
+To find exact duplicates, the whole text is hashed. To find near duplicates, each MinHash band is hashed. Two documents
+that share a fraction s of their 5-grams of words are found with probability 1 - (1 - s^8)^14: 0.01 for s = 0.4, 0.57
+for 0.7 and 0.92 for 0.8. The parameters and hash functions are those of datatrove and FineWeb. datatrove's own blocks
+are not used: they do not keep the first document, silently remove nothing if the output of a pipeline is missing, skip
+texts of fewer than five words, and need 3 GB for a text of 10 MB.
 
-The hashes have 64 bits. Among n different documents, n^2 / 2^65 pairs are expected to collide by hash: 0.01 for 600
+The hashes have 64 bits. Among n different documents, the expected number of hash collisions is n^2 / 2^65: 0.01 for 600
 million documents. The search needs about 90 bytes of memory per document.
 """
 
@@ -30,15 +30,15 @@ from train.prepare.tally import Tally
 
 BANDS, HASHES_PER_BAND, NGRAM = 14, 8, 5
 PRIME = np.uint64((1 << 61) - 1)
-NORMALISED = TextNormConfig()  # unlike for decontamination, all numbers count as equal
-SHINGLES = 1 << 14  # number hashed at a time: 112 64-bit hashes each, 15 MB
-TASK_BITS = np.uint64(32)  # a document is (task << TASK_BITS) + its number in the task
+NORMALISED = TextNormConfig()  # unlike in decontamination, all numbers are treated as equal
+SHINGLES = 1 << 14  # number of shingles hashed at a time; each has 112 64-bit hashes, together 15 MB
+TASK_BITS = np.uint64(32)  # the id of a document is (task << TASK_BITS) + its index in the task
 
 
 def minhash_bands(text: str, seed: int) -> list[int]:
-    """Return a hash of each band of the MinHash signature, or [] for a text without words.
+    """Return a hash of each band of a text's MinHash signature, or [] for a text without words.
 
-    A text of fewer than five words has a single shingle of all its words.
+    The shingles are the 5-grams of words. A text with fewer than five words has a single shingle with all its words.
     """
     words = split_words(simplify_text(text, NORMALISED))
     if not words:
@@ -51,7 +51,7 @@ def minhash_bands(text: str, seed: int) -> list[int]:
 
 @cache
 def minhash_functions(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors and the offsets of the hash functions, uint64 [112] each."""
+    """Return the factors and the offsets of the 112 MinHash functions, two uint64 arrays [112]."""
     random = np.random.RandomState(seed)
     size = BANDS * HASHES_PER_BAND
     factors = random.randint(1, PRIME, dtype=np.uint64, size=size)
@@ -59,7 +59,15 @@ def minhash_functions(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def minhash_signature(shingles: np.ndarray, seed: int) -> np.ndarray:
-    """Return the minimum of each hash function over all shingles: uint64 [shingles] -> uint64 [112]."""
+    """Return the MinHash signature of a text: the minimum of each hash function over all shingles.
+
+    Args:
+        shingles: hashes of the shingles, uint64 [number of shingles].
+        seed: seed of the hash functions.
+
+    Returns:
+        uint64 [112].
+    """
     factors, offsets = minhash_functions(seed)
     parts = [
         ((shingles[start : start + SHINGLES, None] * factors + offsets) % PRIME).min(axis=0)
@@ -69,7 +77,11 @@ def minhash_signature(shingles: np.ndarray, seed: int) -> np.ndarray:
 
 
 class DuplicateSignatures(PipelineStep):
-    """Block that writes the number and the hashes of each document of a task: uint64 [1 + hashes, documents]."""
+    """Pipeline block that writes the duplicate signatures of a task's documents.
+
+    The file of a task contains a table, uint64 [1 + hashes per document, documents]. The first row has the indices of
+    the documents in the task.
+    """
 
     type, name = "DEDUP", "signatures"
 
@@ -90,7 +102,7 @@ class DuplicateSignatures(PipelineStep):
 
 
 class DuplicateSearch(PipelineStep):
-    """Block that writes the numbers of each task's documents that repeat an earlier document, in one file per task."""
+    """Pipeline block that finds the duplicates of earlier documents, and writes their indices to one file per task."""
 
     type, name = "DEDUP", "search"
 
@@ -104,12 +116,12 @@ class DuplicateSearch(PipelineStep):
         starts = np.searchsorted(later >> TASK_BITS, np.arange(self.tasks + 1, dtype=np.uint64))
         (self.folder / "duplicates").mkdir(parents=True, exist_ok=True)
         for task in range(self.tasks):
-            numbers = later[starts[task] : starts[task + 1]].astype(np.uint32)  # without the task
+            numbers = later[starts[task] : starts[task + 1]].astype(np.uint32)  # drop the task from the ids
             np.save(self.folder / "duplicates" / f"{task:05d}.npy", numbers)
 
 
 class DuplicateRemoval(PipelineStep):
-    """Block that removes the duplicates that the search found, and counts them."""
+    """Pipeline block that removes and counts the duplicates found by `DuplicateSearch`."""
 
     type, name = "DEDUP", "removal"
 
@@ -127,10 +139,12 @@ class DuplicateRemoval(PipelineStep):
 
 
 def find_later(tables: list[np.ndarray]) -> np.ndarray:
-    """Return the documents that share a hash, directly or through other documents, with an earlier one, sorted.
+    """Return the sorted ids of all documents that are duplicates of an earlier document.
+
+    Two documents are duplicates if they share a hash, or if both are duplicates of a third document.
 
     Args:
-        tables: for each task, the table of DuplicateSignatures.
+        tables: for each task, the table written by DuplicateSignatures.
     """
     documents = np.concatenate(
         [table[0] + (np.uint64(task) << TASK_BITS) for task, table in enumerate(tables)]
@@ -146,16 +160,17 @@ def find_later(tables: list[np.ndarray]) -> np.ndarray:
 
 
 def link_to_first(edges: np.ndarray) -> np.ndarray:
-    """Return each node of a graph with the lowest node of its component.
+    """Find the connected components of a graph, and link each node to the lowest node of its component.
 
-    Labels are minimized along the edges and replaced by the labels of their labels, which takes about log(longest path)
-    rounds (Zhang, Azad and Buluc 2020, "FastSV").
+    Each round minimizes the labels along the edges and replaces each label with the label of its label. The number of
+    rounds is about log(longest path) (Zhang, Azad and Buluc 2020, "FastSV").
 
     Args:
-        edges: [E, 2].
+        edges: pairs of connected nodes, [number of edges, 2].
 
     Returns:
-        (member, first), [M, 2], sorted by member, without the lowest nodes themselves.
+        Pairs (node, lowest node of its component), [number of pairs, 2], sorted by node. The lowest nodes themselves
+        are omitted.
     """
     members, places = np.unique(edges, return_inverse=True)
     a, b = places.reshape(-1, 2).T

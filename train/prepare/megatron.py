@@ -104,7 +104,7 @@ def open_dataset(prefix: str) -> IndexedDataset:
     _require(idx, not modes.any(), "multimodal", "multimodal data cannot be imported; remove it from --input")
     _require(idx, tokens and documents, "empty_dataset", "the dataset is empty; remove it from --input")
     size, expected = bin_path.stat().st_size, tokens * dtype.itemsize
-    what = f"the file has {size} bytes, but {tokens} {dtype.name} tokens of its index need {expected} bytes: {REMEDY}"
+    what = f"the file has {size} bytes, but the {tokens} {dtype.name} tokens in its index need {expected}: {REMEDY}"
     _require(bin_path, size == expected, "wrong_size", what)
     logger.info(f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} {dtype.name} tokens")
     return IndexedDataset(

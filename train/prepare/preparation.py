@@ -1,4 +1,4 @@
-"""The data preparation from start to end: its options, resuming, running its pipelines, and writing the manifest."""
+"""Prepare text for training: read the options, resume unfinished work, run the pipelines, and write the manifest."""
 
 import argparse
 import json
@@ -29,24 +29,24 @@ from train.prepare.tally import Pipeline, Tally
 from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sources
 
 logger = logging.getLogger(__name__)
-TASK_BYTES = 16 << 20  # input bytes per task; the number of tasks must not depend on the machine
+TASK_BYTES = 16 << 20  # input bytes per task; does not depend on the host, so all hosts write the same shards
 MAX_TASKS = 1000
-WORK_VERSION = 2  # of the work folder; unfinished work of another version is not resumed
-JOBS_NAME = "jobs.txt"  # in the work folder: the ids of the Slurm jobs
-INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in the scratch folder
+WORK_VERSION = 2  # version of the work folder's format; unfinished work of another version is not resumed
+JOBS_NAME = "jobs.txt"  # file with the ids of the Slurm jobs, in the work folder
+INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # subfolders of the scratch folder
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The inputs and options that determine the output. Equal preparations give the same bytes with every executor.
+    """The inputs and options of a data preparation. Equal inputs and options give the same bytes with every executor.
 
     Attributes:
         inputs: the inputs as given on the command line.
-        sources: the files of these inputs.
-        tokenizer_is: what the ids depend on: the hash of the loaded defining file, and the BOS and EOS ids, which
-            another file can define.
-        eval_by: "position", or None to choose by a hash of the document.
-        split_on: the separator of documents in .txt files, or None.
+        sources: the files found in the inputs.
+        tokenizer_is: everything that determines the token ids: the hash of the tokenizer's main file, the BOS id and
+            the EOS id. Other tokenizer files can define BOS and EOS.
+        eval_by: "position" to use the end of each document for evaluation, or None to choose whole documents by a hash.
+        split_on: separator between the documents in .txt files, or None.
     """
 
     inputs: tuple[str, ...]
@@ -65,20 +65,22 @@ class Preparation:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Preparation":
-        """Build the preparation from the command line.
+        """Build the preparation from the parsed command line of prepare_data.py.
 
         Raises:
             ValueError: the inputs, the tokenizer or the options are invalid.
         """
         tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
-        encoder = load_encoder(str(tokenizer))  # before the inputs, whose listing can be slow
+        # Load the tokenizer before listing the inputs, which can be slow.
+        encoder = load_encoder(str(tokenizer))
         steps = find_step_options(args)
         sources = list_sources(args.input, args.split_on)
-        eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # with 1 nothing is cut off
+        eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # with 1, documents are not cut
         if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
-            eval_by = "position"  # a hash would leave one split empty
+            eval_by = "position"  # a hash would assign the only document to one split
             logger.info(
-                f"a single text: its last {args.eval_fraction:.2%} become the eval split (--eval_by position)"
+                f"the input is a single text, so its last {args.eval_fraction:.2%} become the eval split (--eval_by "
+                "position)"
             )
         size = sum(source.bytes for source in sources)
         return cls(
@@ -98,30 +100,31 @@ class Preparation:
         )
 
     def work(self, name: str) -> Path:
-        """Return a file or subfolder of the work folder, which exists until the manifest is written."""
+        """Return the path of a file or folder in the work folder, which exists until the manifest is written."""
         return self.output / WORK_NAME / name
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that the output depends on, as JSON values."""
+        """Return all inputs and options that affect the output, as JSON values."""
         values = asdict(self) | {"version": WORK_VERSION, "tokenizer": self.tokenizer_is}
         del values["output"], values["tokenizer_is"]
         return json.loads(json.dumps(values))
 
     def encoder(self) -> TextEncoder:
-        """Return the copy of the tokenizer that `begin` made; the original folder may have changed since."""
+        """Load the tokenizer from the work folder. `begin` copies it there, because the original may change."""
         return load_encoder(str(self.work(TOKENIZER_FOLDER)))
 
     def begin(self, output: OutputFolder) -> list[Pipeline]:
-        """Start the preparation, or resume it if the work folder belongs to the same preparation.
+        """Start the preparation, or resume unfinished work with the same inputs and options.
 
-        A start checks the tokenizer on a sample of the texts and records the identity in the work folder.
+        A new preparation checks the tokenizer on a sample of the texts, and records its inputs and options in the work
+        folder.
 
         Returns:
-            The pipelines.
+            The pipelines to run.
 
         Raises:
-            DataError: the tokenizer or an evaluation file is refused, or the folder holds unfinished work of another
-                preparation and --overwrite is not set.
+            DataError: the tokenizer or an evaluation file is not usable, or the folder contains unfinished work with
+                other inputs or options and --overwrite is not set.
         """
         path, now = self.work(IDENTITY_NAME), self.identity()
         if path.exists():
@@ -131,9 +134,8 @@ class Preparation:
                 return self.pipelines()
             if not output.overwrite:
                 raise DataError(
-                    f"{self.output} holds an unfinished preparation with other inputs or options "
-                    f"({', '.join(changed)}; the earlier ones are in {path}). Use the earlier ones to resume it, or "
-                    "pass --overwrite to start again",
+                    f"{self.output} contains unfinished work with other inputs or options ({', '.join(changed)}). To "
+                    f"resume, pass the values in {path}. To start again, pass --overwrite",
                     code="other_preparation",
                     key=changed[0],
                 )
@@ -141,17 +143,17 @@ class Preparation:
         check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
         pipelines = self.pipelines()
-        # last: a preparation that is refused leaves no work to resume
+        # This file makes the work resumable. It is written after all checks have passed.
         write_durably(path, json.dumps(now | {"tokenizer_check": check}, indent=1) + "\n")
         return pipelines
 
     def pipelines(self) -> list[Pipeline]:
-        """Return the pipelines in order; the last one writes the shards."""
+        """Return the pipelines in the order in which they run. The last pipeline writes the shards."""
         read, write = partial(ReadDocuments, self), partial(WriteShards, self)
         return make_pipelines(self.steps, self.work("scratch"), self.tasks, read, write)
 
     def finish(self, output: OutputFolder, max_dropped: int, max_damaged_files: int) -> Manifest:
-        """Log the losses, check them against the limits, and commit the results of all tasks.
+        """Check the results of all tasks, move the shards to the output folder, and write the manifest.
 
         Raises:
             DataError: an input changed during the preparation, more documents were dropped or more files were damaged
@@ -166,7 +168,7 @@ class Preparation:
         ]:
             raise DataError(
                 f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
-                "command again with --overwrite when the files are final",
+                "command again with --overwrite after all input files are complete",
                 code="input_changed",
                 key=str(changed[0]),
             )
@@ -200,15 +202,16 @@ def make_pipelines(
     read: Callable[[Tally], PipelineStep],
     write: Callable[[Tally], PipelineStep],
 ) -> list[Pipeline]:
-    """Return the pipelines of a preparation. Also builds the index of the evaluation texts, immediately.
+    """Build the pipelines of a data preparation, and the n-gram index of the evaluation texts.
 
     Args:
         scratch: a folder that all tasks share.
-        tasks: the number of tasks of each pipeline that reads the input.
-        read, write: make the first block, and the last block of the last pipeline, with the tally of their pipeline.
+        tasks: number of tasks in each pipeline that reads the input.
+        read: builds the block that reads documents. The argument is the tally of the pipeline.
+        write: builds the block that writes shards. The argument is the tally of the pipeline.
 
     Raises:
-        DataError: the evaluation texts cannot be read or are all too short.
+        DataError: the evaluation texts cannot be read, or all of them are too short.
     """
     index, duplicates = scratch / INDEX_FOLDER, scratch / DEDUP_FOLDER
     if options.decontaminate:
@@ -216,10 +219,8 @@ def make_pipelines(
     tally, uncounted = Tally(), Tally()
     pipelines, blocks = [], [read(tally), *make_filters(options, index, tally)]
     if options.dedup:
-        documents = [
-            read(uncounted),
-            *make_filters(options, index, uncounted),
-        ]  # the last pipeline filters again
+        # The last pipeline applies the same filters again.
+        documents = [read(uncounted), *make_filters(options, index, uncounted)]
         signatures = DuplicateSignatures(duplicates, options.dedup, options.seed)
         pipelines = [
             Pipeline("duplicate_signatures", [*documents, signatures], tasks),
@@ -230,26 +231,26 @@ def make_pipelines(
 
 
 def prepare(args: argparse.Namespace) -> Manifest | None:
-    """Prepare `args.input` into `args.output`.
+    """Convert the input texts to token shards in the output folder.
 
     Args:
-        args: the options of prepare_data.py.
+        args: the parsed command line of prepare_data.py.
 
     Returns:
         The manifest, or None if Slurm jobs were submitted or are still running.
 
     Raises:
-        DataError: the inputs, the tokenizer or the output folder are invalid; more documents were dropped or more
+        DataError: the inputs, the tokenizer or the output folder is invalid, or more documents were dropped or more
             files were damaged than allowed.
-        PreparationError: a worker died, tasks failed, or the state of the Slurm jobs is unknown.
+        PreparationError: a worker process died, a task failed, or the state of the Slurm jobs is unknown.
     """
     preparation = Preparation.from_arguments(args)
     folder, ids = preparation.work("stages"), preparation.work(JOBS_NAME)
     if running := running_slurm(ids):
         results = sum(1 for _ in preparation.work("results").glob("*.json"))
         print(
-            f"in progress: {len(running)} jobs are pending or running ({', '.join(running)}); {results} of "
-            f"{preparation.tasks} tasks are complete. To start another preparation, cancel the jobs first: scancel "
+            f"in progress: {len(running)} jobs are pending or running ({', '.join(running)}), and {results} of "
+            f"{preparation.tasks} tasks are complete. To start another preparation in this folder, first run scancel "
             f"{' '.join(running)}"
         )
         return None
@@ -264,8 +265,9 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
             job = (args.slurm_partition, args.slurm_time, dict(args.slurm_args))
             jobs = submit_slurm(pipelines, folder, args.workers or -1, *job, ids)
             print(
-                f"submitted {len(jobs)} jobs: {', '.join(jobs)}, for {len(left)} of {preparation.tasks} tasks. Run the "
-                "same command again to see the progress, to resume after a failure, and to write the manifest"
+                f"submitted {len(jobs)} jobs ({', '.join(jobs)}) for {len(left)} of {preparation.tasks} tasks. Run the "
+                "same command again to see the progress, to resume after a failure, and to write the manifest when all "
+                "tasks are complete"
             )
             return None
         return preparation.finish(output, args.max_dropped, args.max_damaged_files)

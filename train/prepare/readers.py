@@ -1,8 +1,9 @@
-"""Read the documents of one file. An unreadable document becomes a `Dropped`, an unreadable part of a file a `Damaged`.
+"""Read the documents in an input file, and report unreadable documents and unreadable parts of the file.
 
-Readers of splittable files take a range of bytes, start to stop, and yield the documents that begin in it. Together,
-the ranges of a file yield each of its documents exactly once. (datatrove's own readers skip bad documents with a
-warning.)
+The readers yield a `Text` for each readable document, a `Dropped` for unreadable documents, and a `Damaged` for an
+unreadable part of a file. Files in some formats can be read in byte ranges. The reader then yields the documents that
+begin in the range, so consecutive ranges yield each document exactly once. datatrove's own readers are not used because
+they skip unreadable documents with only a warning.
 """
 
 import codecs
@@ -29,12 +30,12 @@ INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
-SHORTER = "divide it (for .txt, use --split_on), or convert it to .jsonl"
+SHORTER = "divide the document (for .txt, pass --split_on), or convert the file to .jsonl"
 
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a document, which can be encoded as UTF-8, and its origin (file or file:line)."""
+    """A document that was read: its text, and the file or file:line where it begins."""
 
     text: str
     where: str
@@ -42,7 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Dropped:
-    """`count` documents that could not be read."""
+    """One or more documents (`count`) that could not be read."""
 
     reason: str
     where: str
@@ -58,8 +59,8 @@ class Damaged:
     """A part of a file that could not be read.
 
     Attributes:
-        detail: what was read of the file, and the error.
-        lost_rows: number of lost rows; 0 if unknown.
+        detail: description of the readable part of the file, and the error.
+        lost_rows: number of lost rows, or 0 if the number is unknown.
     """
 
     path: str
@@ -75,7 +76,7 @@ Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
-    """Return the document, or a `Dropped` if `text` is not a string, is blank, is not valid UTF-8 or is too long."""
+    """Return the document `text`, or a `Dropped` if it is not a string, is blank, not valid UTF-8 or too long."""
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
@@ -92,10 +93,14 @@ def check_text(text: Any, where: str) -> Text | Dropped:
 
 
 def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
-    """Return the `Damaged` of a corrupt file. `detail` says what was read of it.
+    """Describe a corrupt file as a `Damaged`.
+
+    Args:
+        detail: description of the part of the file that was read.
+        error: the exception raised while reading.
 
     Raises:
-        OSError: the system failed to read the file, so the file may be fine.
+        OSError: `error` is an error of the operating system, so the file itself may be intact.
     """
     if getattr(error, "errno", None):
         raise error
@@ -104,11 +109,12 @@ def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost
 
 
 def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
-    """Yield the documents of a .jsonl, .json, .csv or plain text file, which may be compressed.
+    """Yield the documents in a .jsonl, .json, .csv or plain text file, which may be compressed.
 
     Args:
-        kind: the suffixes of the file, such as ".jsonl.gz".
-        start, stop: the range of bytes. Only uncompressed .jsonl, and .txt with `split_on`, can be read in ranges.
+        kind: format of the file, given by its suffixes, such as ".jsonl.gz".
+        start, stop: the byte range to read. Only uncompressed .jsonl files, and .txt files with `split_on`, can be read
+            in ranges.
     """
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
     read = 0
@@ -133,7 +139,7 @@ def _decompress(file: io.BufferedReader, packing: str) -> Any:
     if packing == ".zst":
         import pyarrow
 
-        # Arrow reports a truncated frame as an error; zstandard's own reader treats it as the end of the data
+        # Arrow raises an error for a truncated frame. The reader in zstandard would treat it as the end of the data.
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
     return file
 
@@ -141,7 +147,11 @@ def _decompress(file: io.BufferedReader, packing: str) -> Any:
 def _read_documents(
     file: Any, path: Path, base: str, text_key: str, split_on: str | None, start: int, stop: float
 ) -> Items:
-    """Yield the documents of an uncompressed file. `base` is its suffix."""
+    """Yield the documents in a file that is uncompressed or being decompressed.
+
+    Args:
+        base: suffix of the file without .gz or .zst.
+    """
     if not file.peek(1):
         yield Dropped(EMPTY, str(path), "an empty file")
     elif base == ".jsonl":
@@ -160,13 +170,13 @@ def _read_documents(
 
 
 def read_lines(file: Any, path: Path, start: int = 0) -> Iterator[tuple[int, str, bytes]]:
-    """Yield the lines of an uncompressed file that begin at byte `start` or later.
+    """Yield the lines that begin at byte `start` of a file or later.
 
     Yields:
-        (first byte, place for messages, content).
+        (offset of the first byte, location for messages, content of the line).
     """
     begin = 0
-    if start:  # the line that holds the byte before belongs to the range before
+    if start:  # the line that contains the byte before `start` belongs to the previous range
         file.seek(start - 1)
         begin = start - 1 + len(file.readline())
     for number, line in enumerate(file, start=1):
@@ -190,12 +200,19 @@ def _decode(data: bytes, where: str) -> Text | Dropped:
 def _split_text(
     lines: Iterator[tuple[int, str, bytes]], where: str, separator: bytes | None, start: int, stop: float
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the parts between separators (None: blank lines), each with the place of the separator before it.
+    """Split the lines of a text file into documents.
 
-    A part belongs to the range that contains the separator line before it; the first part to the first range.
+    A document belongs to the byte range that contains the separator before it. The first document of the file belongs
+    to the first range.
 
     Args:
-        where: the place of the first part.
+        lines: lines from `read_lines`.
+        where: location of the first document.
+        separator: text between documents, or None to split at blank lines.
+        start, stop: the byte range to read.
+
+    Yields:
+        (location of the document, content).
     """
     parts: list[bytes] = []
     is_ours = not start
@@ -229,7 +246,7 @@ def _read_jsonl(lines: Iterator[tuple[int, str, bytes]], text_key: str, stop: fl
 
 
 def _read_json(data: bytes, path: Path, text_key: str) -> Items:
-    """Yield the documents of a .json: an array of objects, one object, or one object per line."""
+    """Yield the documents in a .json file: an array of objects, a single object, or one object per line."""
     records = _parse(data.removeprefix(codecs.BOM_UTF8), str(path))
     if isinstance(records, Dropped):
         yield from _read_jsonl(read_lines(io.BytesIO(data), path), text_key)
@@ -241,15 +258,15 @@ def _read_json(data: bytes, path: Path, text_key: str) -> Items:
 
 
 def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
-    """Yield the rows below a header, as RFC 4180 defines them.
+    """Yield the documents in a CSV file with a header (RFC 4180).
 
-    After an invalid record it is unknown where the next one begins, so the rest of the file is not read and the file
-    counts as damaged. If a record on one line has a wrong number of fields, one row is dropped. If it spans several
-    lines, an open quote may have swallowed rows, so the file also counts as damaged.
+    A record on a single line with a wrong number of fields is dropped. After an invalid record, or a record over
+    several lines with a wrong number of fields, the next record cannot be located. The file is then reported as
+    damaged, and the rest is not read.
     """
     row = 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    # invalid UTF-8 becomes lone surrogates, which check_text reports for their row
+    # Invalid UTF-8 is decoded to lone surrogates, which check_text reports with the row.
     rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
     try:
         header = next(rows, [])
@@ -259,7 +276,7 @@ def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
         row = last = rows.line_num
         for fields in rows:
             if fields and len(fields) != len(header):
-                detail = f"{len(fields)} fields under {len(header)} names"
+                detail = f"{len(fields)} fields, but the header has {len(header)}"
                 if rows.line_num > row + 1:
                     raise csv.Error(f"a record of {rows.line_num - row} lines has {detail}")
                 yield Dropped(INVALID_CSV, f"{path}:{row + 1}", detail)
@@ -269,55 +286,62 @@ def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
         if header and last == rows.line_num:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
-        reason = str(error).partition(" - ")[0]  # the rest is advice for the developer
-        detail = f"from line {row + 1:,} on, nothing was read; line {rows.line_num:,}: {reason}"
+        reason = str(error).partition(" - ")[0]  # the part after " - " is advice for developers
+        detail = (
+            f"nothing was read from line {row + 1:,} to the end; error in line {rows.line_num:,}: {reason}"
+        )
         yield Damaged(str(path), INVALID_CSV, detail)
 
 
 def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Dropped:
-    """Return the `Dropped` of a table without rows or without exactly one text column."""
+    """Return the `Dropped` for a table that has no rows, or does not have exactly one text column."""
     if not rows:
         return Dropped(EMPTY, str(path), "an empty file")
-    detail = f"{names.count(text_key) or 'no'} columns {text_key!r} among {_format_names(names)}"
+    detail = f"{names.count(text_key) or 'no'} columns are named {text_key!r}; the columns are {_format_names(names)}"
     return Dropped(MISSING_KEY, str(path), detail, rows)
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """Return the first 8 names, with control and unprintable characters escaped."""
+    """Return the first 8 names as a list in text, with unprintable characters escaped."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
 
 def _parse(data: bytes, where: str) -> Any:
-    """Return the JSON value, or a `Dropped`."""
+    """Return the parsed JSON value, or a `Dropped` if `data` is not valid JSON."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more than 4,300 digits
+    except (ValueError, RecursionError) as error:
+        # A ValueError is also raised for an integer with more than 4,300 digits.
         return Dropped(INVALID_JSON, where, str(error))
 
 
 def _extract_text(record: Any, where: str, text_key: str) -> Text | Dropped:
-    """Return the document in a JSON value. Pass a `Dropped` of `_parse` through."""
+    """Return the document in a record that `_parse` returned, or a `Dropped` if there is no valid text."""
     if isinstance(record, Dropped):
         return record
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
-        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {_format_names(sorted(record))}")
+        return Dropped(
+            MISSING_KEY, where, f"there is no {text_key!r}; the keys are {_format_names(sorted(record))}"
+        )
     return check_text(record[text_key], where)
 
 
 # ---------------------------------------------------------------- columns of Arrow
 
-Part = tuple[int, Callable[[], Any]]  # the number of rows, and a function that yields record batches
+# The number of rows, and a function that returns an iterator over record batches.
+Part = tuple[int, Callable[[], Any]]
 
 
 def read_table(path: Path, kind: str, text_key: str, start: int, stop: float) -> Items:
-    """Yield the rows of the parts of a .parquet or .arrow file that begin in bytes start..stop-1.
+    """Yield the documents of a .parquet or .arrow file that belong to the byte range start..stop-1.
 
-    A part is a row group or a record batch. One with a fraction k of the rows before it counts as beginning at the
-    fraction k of the file's bytes. The first range reports problems of the file.
+    The file is read in parts: row groups in .parquet, record batches in .arrow. A part belongs to the range that
+    contains its approximate offset, which is the size of the file times the fraction of rows before the part. The first
+    range reports errors that affect the whole file.
     """
     import pyarrow
 
@@ -351,7 +375,11 @@ def _open_parquet(path: Path, text_key: str) -> tuple[list[str], list[Part]]:
 
 
 def _open_arrow(path: Path) -> tuple[list[str], list[Part]]:
-    """Open an Arrow stream, the format of datasets' save_to_disk."""
+    """Open an Arrow stream, the format that save_to_disk in the datasets package writes.
+
+    Returns:
+        The names of the columns, and the record batches.
+    """
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
@@ -361,7 +389,13 @@ def _open_arrow(path: Path) -> tuple[list[str], list[Part]]:
 def _read_part(
     path: Path, kind: str, text_key: str, first: int, count: int, read: Callable[[], Any]
 ) -> Items:
-    """Yield the documents of a part, whose first row is row `first` (from 0) of the file."""
+    """Yield the documents in one part of a .parquet or .arrow file.
+
+    Args:
+        first: index in the file of the first row in this part, from 0.
+        count: number of rows in this part.
+        read: returns an iterator over the record batches of this part.
+    """
     import pyarrow
 
     row = first
@@ -377,7 +411,7 @@ def _read_part(
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of a column; text as bytes, because Arrow does not check that strings are UTF-8."""
+    """Return the values in an Arrow column. Text is returned as bytes, because Arrow does not check its UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):

@@ -1,14 +1,14 @@
-"""The flags of the optional filters of a preparation. Each filter decides which documents to keep.
+"""Command-line options for the optional filters of a data preparation.
 
     --languages       the language that fastText detects         datatrove's LanguageFilter (filters.py)
     --quality         heuristics of Gopher, C4 and FineWeb       datatrove's filters of these names (filters.py)
     --decontaminate   n-grams shared with evaluation sets        our own datatrove filter (ngrams.py)
     --dedup           exact or near duplicates                   our own datatrove blocks (dedup.py)
 
-They run in this order, so deduplication sees only the documents that the filters kept. The result depends on the
-documents and the options alone, not on the number of workers.
+The filters run in this order, so deduplication sees only the documents that the other filters kept. The result depends
+only on the documents and the options, not on the number of workers.
 
-The command line imports this module, so it does not import datatrove.
+prepare_data.py imports this module to parse its command line, so this module does not import datatrove.
 """
 
 import argparse
@@ -23,20 +23,20 @@ DEDUP = ("exact", "minhash")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The enabled steps and everything that their result depends on.
+    """Options of the optional preparation steps, with everything that affects their result.
 
     Attributes:
-        languages: fastText language codes to keep; empty for no language filter.
-        language_threshold: the score that one of these languages must exceed.
+        languages: fastText codes of the languages to keep; empty to disable the language filter.
+        language_threshold: minimum fastText score for one of these languages.
         language_model: path of a fastText model.
-        quality: names from QUALITY, in the order in which they run.
-        quality_language: the language whose rules split text into words and sentences.
-        dedup: one of DEDUP, or None.
-        seed: the seed of MinHash's hash functions.
+        quality: names of quality filters from QUALITY, in the order in which they run.
+        quality_language: language whose rules split text into words and sentences.
+        dedup: kind of duplicates to remove, one of DEDUP, or None to keep duplicates.
+        seed: seed of the MinHash functions.
         decontaminate: files with evaluation texts.
-        decontaminate_key: the key of the text in their records.
-        decontaminate_ngram: the length of the n-grams, in words.
-        sha256: (file, hash) of the language model and of each evaluation file.
+        decontaminate_key: key of the text in the records of the evaluation files.
+        decontaminate_ngram: length of the n-grams, in words.
+        sha256: pairs (file, hash) for the language model and each evaluation file.
     """
 
     languages: tuple[str, ...] = ()
@@ -53,40 +53,41 @@ class StepOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the optional steps to the command line."""
+    """Add the options for the optional filters to the command line of prepare_data.py."""
     add = parser.add_argument_group("optional steps").add_argument
     texts: dict[str, Any] = {"type": unicode, "nargs": "+", "default": []}
     add(
         "--languages",
         metavar="CODE",
-        help="keep only documents in these languages, such as en de (fastText's score above 0.65)",
+        help="keep only documents in these languages, such as en de. A document is kept if its fastText score for one "
+        "of them is above 0.65 (default: keep all languages)",
         **texts,
     )
     add(
         "--language_model",
         type=unicode,
         metavar="FILE",
-        help="path of a fastText model such as lid.176.bin (default: download it once)",
+        help="path of a fastText model such as lid.176.bin (default: download lid.176.bin once)",
     )
     add(
         "--quality",
         choices=QUALITY,
-        help="remove documents by these heuristics, in this order, with datatrove's defaults. c4 also removes lines, "
-        "and documents with a curly bracket in a whole sentence",
+        help="quality filters to run, in this order, with datatrove's default settings. c4 also removes single lines, "
+        "and documents that contain a curly bracket in a sentence (default: none)",
         **texts,
     )
     add(
         "--quality_language",
         default="en",
         metavar="CODE",
-        help="language whose rules split text into words and sentences (default: en). gopher_quality requires its "
-        "English stop words only for en",
+        help="language whose rules split text into words and sentences for --quality (default: en). gopher_quality "
+        "requires English stop words only for en",
     )
     add(
         "--decontaminate",
         metavar="FILE",
-        help="remove documents that share an n-gram of words with a text in these files. Each line of a .txt and each "
-        "record of another format is one text; all formats of --input are accepted",
+        help="remove documents that share an n-gram of words with a text in these files, in any format accepted by "
+        "--input. Each line of a .txt file and each record in other formats is one text (default: none)",
         **texts,
     )
     add(
@@ -94,17 +95,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=unicode,
         default="text",
         metavar="KEY",
-        help="key of the text in the records of these files (default: text)",
+        help="key of the text in the records of the --decontaminate files (default: text)",
     )
     add(
         "--decontaminate_ngram",
         type=between(1, 100),
         default=13,
-        help="length of the n-grams in words (default: 13). Shorter evaluation texts are counted and ignored",
+        help="length of the n-grams for --decontaminate, in words (default: 13). Shorter evaluation texts are ignored",
     )
     add(
         "--dedup",
         choices=DEDUP,
-        help="remove duplicates and keep the first one. exact: identical documents; minhash: documents that share "
-        "about 0.7 or more of their 5-grams of words, where all numbers count as equal",
+        help="remove duplicates, and keep the first document of each group. exact removes identical documents. minhash "
+        "removes documents that share about 70%% or more of their 5-grams of words, and treats all numbers as equal "
+        "(default: keep duplicates)",
     )

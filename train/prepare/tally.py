@@ -1,4 +1,4 @@
-"""Counts of a preparation: documents read, dropped, removed and kept, of one task or of all tasks."""
+"""Count the documents that a data preparation reads, drops, removes and keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES_PER_REASON = 3
 
 @dataclass
 class Pipeline:
-    """A datatrove pipeline that runs as `tasks` tasks, after the previous pipelines have ended."""
+    """A datatrove pipeline that runs in `tasks` parallel tasks, after the previous pipeline has finished."""
 
     name: str
     blocks: list[PipelineStep]
@@ -28,16 +28,16 @@ class Pipeline:
 
 @dataclass
 class Tally:
-    """The counts of one task. All blocks of a pipeline share one tally, even after the pipeline is copied or pickled.
+    """Document counts of a preparation task. All blocks of the task's pipeline share one object.
 
     Attributes:
-        read: documents that could be read.
-        kept: documents written to shards.
+        read: number of documents that could be read.
+        kept: number of documents written to shards.
         text_bytes: UTF-8 size of the kept documents.
-        dropped: documents that could not be read, by reason.
-        by_step: documents that the optional steps removed, by step.
+        dropped: number of documents that could not be read, for each reason.
+        by_step: number of documents removed by each optional step.
         examples: up to EXAMPLES_PER_REASON examples for each drop reason and each damaged file.
-        damaged: rows lost in each damaged file, by path; 0 if unknown.
+        damaged: number of rows lost in each damaged file, or 0 if the number is unknown. The keys are paths.
     """
 
     read: int = 0
@@ -49,17 +49,17 @@ class Tally:
     damaged: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
-        """Set all counts to zero at the start of a task."""
+        """Set all counts to zero."""
         vars(self).update(vars(Tally()))
 
     def drop(self, item: Dropped) -> None:
-        """Count unreadable documents, and keep the first examples of each reason."""
+        """Count unreadable documents, and keep the first examples for each reason."""
         self.dropped[item.reason] += item.count
         example = f"{item.where}: {item.detail}" if item.detail else item.where
         self._add_examples({item.reason: [example]})
 
     def damage(self, item: Damaged) -> None:
-        """Count a damaged part of a file. Other tasks may report the same file."""
+        """Count the lost rows of a damaged file. Several tasks can report the same file."""
         self.damaged[item.path] += item.lost_rows
         self._add_examples({item.path: [f"{item.reason}: {item.detail}"]})
 
@@ -68,17 +68,17 @@ class Tally:
             self.examples[reason] = [*self.examples.get(reason, []), *examples][:EXAMPLES_PER_REASON]
 
     def add(self, other: Tally) -> None:
-        """Add the counts of another task."""
+        """Add the counts of another task to these counts."""
         self.read += other.read
         self.kept += other.kept
         self.text_bytes += other.text_bytes
         self.dropped += other.dropped
         self.by_step += other.by_step
-        self.damaged.update(other.damaged)  # `+=` would drop files with 0 (unknown) rows
+        self.damaged.update(other.damaged)  # `+=` would drop files whose number of lost rows is 0 (unknown)
         self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
-        """Return the manifest's field "documents"."""
+        """Return the value of the manifest's field "documents"."""
         assert self.read == self.kept + self.by_step.total(), f"the preparation lost documents: {self}"
         counts = {
             "in": self.read + self.dropped.total(),
@@ -89,7 +89,7 @@ class Tally:
         return counts | ({"damaged_files": dict(sorted(self.damaged.items()))} if self.damaged else {})
 
     def table(self) -> str:
-        """Return a table of the removed documents, the dropped documents with examples, and the damaged files."""
+        """Return a text table that lists removed documents, dropped documents and damaged files, with examples."""
         lines = [f"{'documents':>11}"]
         lines += [f"{count:>11,}  removed: {step}" for step, count in self.by_step.most_common()]
         for reason, count in self.dropped.most_common():
@@ -101,13 +101,13 @@ class Tally:
         return "\n".join(lines)
 
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
-        """Log the losses, and check that they are within the limits and that at least one document is left.
+        """Log the dropped documents and damaged files, and check that their numbers are within the limits.
 
         Args:
-            again: what to do after the inputs are repaired, for the message.
+            again: option to pass when the command is run again, for the error message.
 
         Raises:
-            DataError: the check failed. `key` is --max_dropped or --max_damaged_files.
+            DataError: a limit is exceeded (`key` is --max_dropped or --max_damaged_files), or no document is left.
         """
         if self.dropped or self.by_step or self.damaged:
             logger.warning(self.table())
@@ -120,7 +120,7 @@ class Tally:
         raise DataError(
             f"{dropped} documents were dropped (--max_dropped is {max_dropped}), {damaged} files are damaged "
             f"(--max_damaged_files is {max_damaged_files}){', and no document is left' * is_empty}. "
-            f"{remedy} and run the command again{again}{f', or accept the loss with {limits}' * (not is_empty)}",
+            f"{remedy} and run the command again{again}{f', or pass {limits} to accept the loss' * (not is_empty)}",
             code="nothing_left" if is_empty else "too_much_lost",
             key="--max_dropped" if dropped > max_dropped else "--max_damaged_files",
         )
