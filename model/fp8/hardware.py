@@ -81,15 +81,12 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
 
 
 def table_rows() -> list[list[str]]:
-    """Return the rows of the table in docs/hardware.md: architecture, GPUs, then one column per recipe."""
-
-    def cell(found: Architecture, recipe: str) -> str:
-        if recipe not in found.recipes:
-            return "no"
-        return "yes" if recipe in found.measured else "not tested"
-
-    return [
-        [f"{found.name} ({major}.{minor})", found.gpus, *(cell(found, recipe) for recipe in RECIPES_OF_TABLE)]
-        + [", ".join(found.disabled) or "-"]
-        for (major, minor), found in ARCHITECTURES.items()
-    ]
+    """Return the rows of the table in docs/hardware.md: architecture and GPUs, recipes, and disabled defaults."""
+    rows = []
+    for (major, minor), found in ARCHITECTURES.items():
+        recipes = ", ".join(found.recipes) or "none"
+        if found.recipes != found.measured:
+            recipes += " (not tested)"
+        off = ", ".join(found.disabled) or "-"
+        rows.append([f"{found.name} {major}.{minor}: {found.gpus}", recipes, off])
+    return rows
