@@ -1,15 +1,15 @@
-"""The files of a checkpoint: manifest, run state, verification, and the search for the newest good checkpoint.
+"""Read, write and verify the files in a checkpoint folder, and find the newest intact checkpoint.
 
     output_dir/checkpoints/
-        rollback.json                                    samples that a rollback skips, until the next save
+        rollback.json                                    samples to skip after a rollback, until the next save
         step-00000100/
             mp_rank_00_model_states.pt, *_optim_states.pt    DeepSpeed: weights, and the optimizer state of each rank
-            rank_00000.pt                                    one per rank: random states, FP8 scales and histories
+            rank_00000.pt                                    one per rank: random states, FP8 scales and amax histories
             run_state.json                                   step, consumed samples, world size, resolved configuration
-            manifest.json                                    written last: size and sha256 of every file
+            manifest.json                                    written last: size and sha256 of every other file
 
-A folder without a manifest is not a checkpoint. A killed save leaves no manifest, so the previous checkpoint stays the
-newest. DeepSpeed's file `latest` is not used. This module does not import torch.
+A folder without a manifest is not a checkpoint. An interrupted save leaves no manifest, so the previous checkpoint
+remains the newest. DeepSpeed's file `latest` is not used. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ logger = logging.getLogger(__name__)
 SCHEMA = 2
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
-ROLLBACK = "rollback.json"  # beside the checkpoints
-# A client of a network file system may see the files of other machines this many seconds late (NFS: acdirmax).
+ROLLBACK = "rollback.json"  # in the folder that contains the checkpoint folders
+# Files that other nodes write to a network file system may become visible after this delay (NFS: acdirmax).
 VISIBILITY_TIMEOUT_S = 60.0
 FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used. The message names the file and the remedy."""
+    """Error raised if a checkpoint cannot be used. The message contains the path and what to do."""
 
     code = "checkpoint"
 
 
 @dataclass
 class RunState:
-    """The state of a run, except for tensors."""
+    """State of a training run, except for tensors. Each checkpoint stores the run state in run_state.json."""
 
     step: int
-    consumed_samples: int  # the position in the order of samples
+    consumed_samples: int  # position of the next sample in the global sample order
     consumed_tokens: int
     world_size: int
     zero_stage: int
     train_config: dict[str, Any]
     model_config: dict[str, Any]
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)  # state of the spike detection
-    # ranges [first, end) in the order of samples that rollbacks skip
+    health: dict[str, Any] = field(default_factory=dict)  # state of the loss spike detection
+    # ranges [first, end) in the global sample order that the run skips after rollbacks
     skipped_samples: list[list[int]] = field(default_factory=list)
-    evaluation_due: bool = False  # a stop request skipped the evaluation of this step
-    # changes allowed on resumes (allow_changes_on_resume), oldest first: step, key, old, new
+    evaluation_due: bool = False  # whether a stop request skipped the evaluation after this step
+    # configuration changes made on resume (allow_changes_on_resume), oldest first: step, key, old, new
     changes: list[dict[str, Any]] = field(default_factory=list)
-    # the checkpoint of another run from which this run began: path, manifest_sha256
+    # checkpoint of another run from which this run started: path, manifest_sha256
     began_at: dict[str, str] = field(default_factory=dict)
-    # the section "precision" in the last step, with the changes of its phase
+    # section "precision" of the configuration in the last step, with the overrides of its schedule phase
     precision: dict[str, Any] = field(default_factory=dict)
-    # fallbacks of modules by precision.on_trouble, oldest first: step, module, from, to, ...
+    # modules that precision.on_trouble moved to a safer recipe, oldest first: step, module, from, to, ...
     escalations: list[dict[str, Any]] = field(default_factory=list)
-    # written by earlier versions: steps after which the precision changed
+    # steps after which the precision changed; only written by earlier versions
     precision_changes: list[int] = field(default_factory=list)
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """The fallback recipe of each module that has one, for Precision."""
+        """Recipe of each module that was moved to a safer recipe, by module name."""
         return {change["module"]: change["to"] for change in self.escalations}
 
 
@@ -86,19 +86,21 @@ def checkpoint_name(step: int) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with this project's state of rank `rank`."""
+    """Return the name of the file that contains the random states and the FP8 state of a rank."""
     return f"rank_{rank:05d}.pt"
 
 
 def parse_step(path: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
+    """Return the training step in the name of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Return the checkpoint folders under `root`, committed or not, oldest step first.
+    """Return all checkpoint folders in `root`, including incomplete ones, sorted by step.
 
-    Raises: PermissionError: `root` cannot be read. Returning nothing would make the run start over."""
+    Raises:
+        PermissionError: `root` cannot be read. Without this error, training would start over.
+    """
     names = os.listdir(root) if root.is_dir() else []
     return sorted(
         (root / name for name in names if FOLDER.fullmatch(name) and (root / name).is_dir()), key=parse_step
@@ -106,7 +108,7 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def committed(root: Path) -> list[Path]:
-    """Return the committed checkpoints under `root`, oldest first."""
+    """Return the completely saved checkpoints in `root`, sorted by step."""
     return [path for path in step_folders(root) if (path / MANIFEST).is_file()]
 
 
@@ -114,50 +116,52 @@ def committed(root: Path) -> list[Path]:
 
 
 def describe_file(file: Path) -> dict[str, Any]:
-    """Return the entry of `file` in a manifest."""
+    """Return the manifest entry of a file: its name, its size in bytes and its sha256."""
     return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
 
 
 def write_manifest(path: Path, entries: list[dict[str, Any]], changes: Sequence[dict[str, Any]] = ()) -> None:
-    """Commit the checkpoint in `path` by writing its manifest.
+    """Write the manifest, which marks the checkpoint in `path` as complete.
 
     Args:
-        entries: the entry of each file, from `describe_file`.
-        changes: the changes of the RunState, for readers.
+        entries: manifest entry of each file, from `describe_file`.
+        changes: `RunState.changes`, copied to the manifest for information.
 
     Raises:
-        OSError: a file that another rank wrote is not visible here.
+        OSError: a file written by another rank is not visible on this node.
     """
     entries = sorted(entries, key=lambda e: e["name"])
     wait_for_files(path, entries)
-    sync_folder(path.parent)  # the checkpoint folder is new in it
+    sync_folder(path.parent)  # the parent folder has a new entry
     write_signed(path / MANIFEST, {"step": parse_step(path), "changes": list(changes), "files": entries})
 
 
 def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Wait until the files in `path` are visible with their full sizes.
+    """Wait until the files listed in `entries` are visible in `path` with their full sizes.
 
-    A network file system may show the files of other machines late.
+    On a network file system, files written by other nodes may become visible late.
 
-    Raises: OSError: a file is not visible after VISIBILITY_TIMEOUT_S seconds."""
+    Raises:
+        OSError: a file is not visible after VISIBILITY_TIMEOUT_S seconds.
+    """
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     for entry in entries:
         while not has_size(path / entry["name"], entry["bytes"]):
             if time.monotonic() > deadline:
                 raise OSError(
                     f"{path / entry['name']} ({entry['bytes']} bytes) was written by another rank, but is not visible "
-                    "on this node. Choose an output_dir that all nodes share"
+                    "on this node. Choose an output_dir on a file system that all nodes share"
                 )
             time.sleep(0.1)
 
 
 def has_size(file: Path, size: int) -> bool:
-    """Return whether `file` exists with this number of bytes."""
+    """Return whether `file` exists and has a size of `size` bytes."""
     return file.is_file() and file.stat().st_size == size
 
 
 def write_signed(file: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON with its own sha256 as the last value, so that `read_signed` detects any flipped bit."""
+    """Write `content` as JSON together with its sha256, so that `read_signed` can detect a damaged file."""
     write_durably(file, _signed({"schema": SCHEMA, **content}))
 
 
@@ -167,16 +171,23 @@ def _signed(content: dict[str, Any]) -> str:
 
 
 def read_signed(file: Path, *keys: str) -> list[Any]:
-    """Return the values of `keys` in a file written by `write_signed`, or [] if the file does not exist.
+    """Read values from a JSON file that `write_signed` wrote.
 
-    Raises: CheckpointError: the file is damaged.
+    Args:
+        keys: keys of the values to return.
+
+    Returns:
+        The values in the order of `keys`, or [] if the file does not exist.
+
+    Raises:
+        CheckpointError: the file is damaged.
     """
     try:
         text = file.read_text()
         content = json.loads(text)
         del content["sha256"]
         if text != _signed(content):
-            raise ValueError("its content does not match its sha256")
+            raise ValueError("the content does not match the sha256 in the file")
         return [content[key] for key in keys]
     except FileNotFoundError:
         return []
@@ -185,20 +196,25 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Return name -> (bytes, sha256) for every file of the checkpoint `path`.
+    """Read the manifest of a checkpoint.
 
-    Raises: CheckpointError: the checkpoint is not committed, or its manifest is damaged."""
+    Returns:
+        {file name: (size in bytes, sha256)} for every file in the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or its manifest is damaged.
+    """
     found = read_signed(path / MANIFEST, "files", "step")
     if not found:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}: it is no checkpoint, or its save did not complete",
+            f"{path} has no {MANIFEST}. The folder is not a checkpoint, or the save did not complete",
             code="not_committed",
             key=str(path),
         )
     entries, step = found
     if path.name.startswith("step-") and path.name != checkpoint_name(step):
         raise CheckpointError(
-            f"{path} contains a checkpoint of step {step}. Rename the folder to {checkpoint_name(step)}",
+            f"{path} contains the checkpoint for step {step}. Rename the folder to {checkpoint_name(step)}",
             code="damaged",
             key=str(path),
         )
@@ -206,20 +222,29 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def rolled_back(path: Path) -> list[list[int]] | None:
-    """Return the samples to skip if the run was rolled back to the checkpoint `path`, or None if it was not.
+    """Return the samples to skip if the run was rolled back to the checkpoint `path`.
 
-    Raises: CheckpointError: rollback.json is damaged."""
+    Returns:
+        Ranges [first, end) in the global sample order, or None if the run was not rolled back to this checkpoint.
+
+    Raises:
+        CheckpointError: rollback.json is damaged.
+    """
     found = read_signed(path.parent / ROLLBACK, "checkpoint", "skipped_samples")
     return found[1] if found and found[0] == identity(path) else None
 
 
 def record_rollback(path: Path, ranges: list[list[int]]) -> None:
-    """Write rollback.json, which `rolled_back` reads. Raises OSError."""
+    """Write rollback.json, which records a rollback to the checkpoint `path` and the sample ranges to skip.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges})
 
 
 def identity(path: Path) -> str:
-    """Return the sha256 of the manifest of `path`, which contains the sha256 of all its files."""
+    """Return the sha256 of a manifest, which identifies the content of all files in the checkpoint `path`."""
     return sha256_file(path / MANIFEST)
 
 
@@ -227,9 +252,13 @@ def identity(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint folder. If `path` is a link, remove only the link. Raises OSError.
+    """Remove a checkpoint folder, or only the link if `path` is a symbolic link.
 
-    The manifest is removed first, so that an interrupted removal leaves no checkpoint that looks complete."""
+    The manifest is removed first. An interrupted removal then leaves no folder that looks like a complete checkpoint.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
     if path.is_symlink():
         path.unlink()
         return
@@ -238,18 +267,27 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what a failed or killed save left in `path`. A committed checkpoint stays. Raises OSError."""
+    """Remove the folder `path` if it contains an incomplete save. A complete checkpoint is kept.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
     if path.exists() and not (path / MANIFEST).exists():
         remove(path)
 
 
 def discard_old(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints, so that `keep` checkpoints up to and including `path` remain; 0 keeps all."""
+    """Remove the oldest checkpoints after a new checkpoint was saved.
+
+    Args:
+        path: the new checkpoint.
+        keep: number of checkpoints to keep, including the new one, or 0 to keep all.
+    """
     older = [p for p in committed(path.parent) if parse_step(p) < parse_step(path)]
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
             remove(old)
-        except OSError as error:  # the new checkpoint is valid regardless
+        except OSError as error:  # the new checkpoint is not affected
             logger.warning(f"the old checkpoint {old} could not be removed: {error}")
 
 
@@ -257,10 +295,10 @@ def discard_old(path: Path, keep: int) -> None:
 
 
 def problems(path: Path, hashes: bool = True) -> list[str]:
-    """Return the reasons why `path` is not a good checkpoint: missing, truncated or altered files.
+    """Return the problems found in a checkpoint: missing, truncated or altered files.
 
     Args:
-        hashes: whether to check the hash of every file. Otherwise only sizes are compared, which is fast.
+        hashes: whether to compare the sha256 of every file. If False, only the sizes are compared, which is fast.
     """
     try:
         expected = read_manifest(path)
@@ -269,9 +307,9 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
             for name, (size, _) in expected.items()
             if not has_size(path / name, size)
         ]
-        if found or not hashes:  # hashing reads gigabytes
+        if found or not hashes:  # computing the hashes reads gigabytes
             return found
-        with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
+        with ThreadPoolExecutor(8) as pool:  # hashlib releases the GIL
             actual = list(pool.map(sha256_file, (path / name for name in expected)))
     except (CheckpointError, OSError) as error:
         return [str(error)]
@@ -283,23 +321,26 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
 
 
 def check_named_checkpoint(path: Path, key: str, hashes: bool = True) -> None:
-    """Check a checkpoint that the user names.
+    """Check that a path given by the user is an intact checkpoint.
 
     Args:
-        key: the key of the error.
-        hashes: as in `problems`.
+        key: configuration key or option to report in the error.
+        hashes: whether to compare the sha256 of every file. If False, only the sizes are compared.
 
-    Raises: CheckpointError: `path` is not a good checkpoint."""
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or damaged.
+    """
     if found := problems(path, hashes):
         raise CheckpointError("; ".join(found), code="no_checkpoint", key=key)
 
 
 def newest_intact(root: Path) -> Path | None:
-    """Return the newest committed checkpoint under `root` with correct hashes, or None if none is committed.
+    """Return the newest checkpoint in `root` whose files are intact, or None if there is no complete checkpoint.
 
-    Log why newer checkpoints are skipped.
+    Newer checkpoints that are damaged are skipped with a warning.
 
-    Raises: CheckpointError: there are committed checkpoints, but none is good.
+    Raises:
+        CheckpointError: all checkpoints are damaged.
     """
     candidates = committed(root)
     for path in reversed(candidates):
@@ -308,8 +349,8 @@ def newest_intact(root: Path) -> Path | None:
         logger.warning(f"checkpoint {path.name} is skipped: " + "; ".join(found))
     if candidates:
         raise CheckpointError(
-            f"none of the {len(candidates)} checkpoints in {root} is intact. Restore one, or start over with "
-            "--resume_from_checkpoint never",
+            f"none of the {len(candidates)} checkpoints in {root} is intact. Restore one from a backup, or start over "
+            "with --resume_from_checkpoint never",
             code="none_verifies",
             key=str(root),
         )
@@ -317,14 +358,16 @@ def newest_intact(root: Path) -> Path | None:
 
 
 def find_checkpoint(given: Path) -> Path | None:
-    """Return the checkpoint `given`, or the newest good checkpoint of a run.
+    """Find the checkpoint at a path given by the user.
 
     Args:
-        given: a checkpoint, the output_dir of a run, or its folder checkpoints/.
+        given: a checkpoint, the output_dir of a run, or the checkpoints folder of a run.
 
-    Returns: None if `given` is none of these, or a run without checkpoints.
+    Returns:
+        `given` if it is a checkpoint, or the newest intact checkpoint of the run. None if there is no checkpoint.
 
-    Raises: CheckpointError: `given` is not a good checkpoint, or the run has no good one.
+    Raises:
+        CheckpointError: `given` is a damaged checkpoint, or all checkpoints of the run are damaged.
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
         check_named_checkpoint(given, key=str(given))
@@ -334,45 +377,52 @@ def find_checkpoint(given: Path) -> Path | None:
 
 
 def is_in_folder(path: Path, root: Path) -> bool:
-    """Return whether the checkpoint `path` is in `root`, the checkpoints folder of a run."""
+    """Return whether the checkpoint `path` is stored in `root`, the checkpoints folder of a run."""
     return path.resolve().parent == root.resolve()
 
 
 def is_branch(root: Path, path: Path) -> bool:
-    """Return whether the run with the checkpoints `root` began from the checkpoint `path` of another run.
+    """Return whether a run started from a checkpoint of another run.
 
-    `path` itself may have been removed since. False also if the run has no checkpoint, or `path` is one of them.
+    Args:
+        root: checkpoints folder of the run.
+        path: checkpoint of the other run. It may have been removed or moved in the meantime.
 
-    Raises: CheckpointError: the run of `root` did not begin from `path`.
+    Returns:
+        False if the run has no checkpoints, or if `path` is one of its own checkpoints.
+
+    Raises:
+        CheckpointError: the run has checkpoints, but did not start from `path`.
     """
     own = committed(root)
     if not own or is_in_folder(path, root):
         return False
     for checkpoint in own:
-        with contextlib.suppress(CheckpointError):  # if it is damaged, the next one has the same origin
+        with contextlib.suppress(CheckpointError):  # skip a damaged one: all checkpoints have the same origin
             began_at = read_state(checkpoint).began_at
-            is_same = path.is_dir() and began_at.get("manifest_sha256") == identity(path)  # its run was moved
+            is_same = path.is_dir() and began_at.get("manifest_sha256") == identity(path)  # also if moved
             if is_same or began_at.get("path") == str(path.resolve()):
                 return True
             break
     raise CheckpointError(
-        f"resume_from_checkpoint {path} is a checkpoint of another run, but the run in {root} did not begin from it. "
-        "Choose another output_dir, or continue the run there with --resume_from_checkpoint auto",
+        f"resume_from_checkpoint {path} belongs to another run, but the run in {root} did not start from it. Choose "
+        "another output_dir, or resume the run in this output_dir with --resume_from_checkpoint auto",
         code="other_run",
         key="resume_from_checkpoint",
     )
 
 
 def read_state(path: Path) -> RunState:
-    """Return the run state of a committed checkpoint.
+    """Read the run state of a complete checkpoint.
 
-    Raises: CheckpointError: the run state is missing, damaged, or from another version.
+    Raises:
+        CheckpointError: run_state.json is missing, damaged, or was written by an incompatible version.
     """
     try:
         return RunState(**json.loads((path / RUN_STATE).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path / RUN_STATE} is damaged or from another version of this program: {error}",
+            f"{path / RUN_STATE} is damaged or was written by an incompatible version: {error}",
             code="damaged",
             key=str(path / RUN_STATE),
         ) from error

@@ -1,6 +1,6 @@
-"""Choose and load checkpoints.
+"""Choose the checkpoint to resume from, and load it into the training engine.
 
-The hash of every file is checked before loading, because DeepSpeed loads flipped bits without an error.
+The hash of every file is checked before loading, because DeepSpeed does not detect flipped bits.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from train.engine.distributed import call_on_rank_0
 from train.engine.zero import preserve_settings, replace_loader, unlink_moments
 from train.files import escape_glob_path, unused_backup_path
 
-# Keys of the section "precision" that determine which modules have FP8 state, its shape and its range.
+# Keys in the section "precision" that determine which modules have FP8 state, and its shape and range.
 FP8_STATE_KEYS = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
 # ---------------------------------------------------------------- choose
 
 
 def choose_checkpoint(root: Path, setting: str) -> Path | None:
-    """Return the checkpoint to resume from. Collective: rank 0 chooses and verifies it for all ranks.
+    """Choose and verify the checkpoint to resume from. Collective: all ranks must call it, and rank 0 chooses.
 
     Args:
         root: checkpoints folder of the run.
-        setting: "never", "auto" for the newest good checkpoint, or a path. The checkpoint of another run is used only
-            until this run has saved one itself.
+        setting: "never", "auto" for the newest intact checkpoint, or the path of a checkpoint. A checkpoint of another
+            run is only used until this run has saved its own checkpoint.
 
-    Returns: None with "never", or with "auto" and no checkpoint.
+    Returns:
+        The checkpoint, or None to start without a checkpoint.
 
     Raises:
-        CheckpointError, on all ranks: the given checkpoint is not good or belongs to another run, or no checkpoint in
-            `root` is good.
+        CheckpointError: on all ranks, if the given checkpoint is damaged or belongs to another run, or if all
+            checkpoints in `root` are damaged.
     """
 
     def choose() -> Path | None:
@@ -78,12 +79,19 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
 
 
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
-    """Move the checkpoints after step `after_step` to a new folder beside `root`, and delete unfinished saves.
+    """Move the checkpoints after a training step to a backup folder next to `root`, and delete incomplete saves.
 
-    A later resume with "auto" then does not use them. The note of a rollback to one of them goes with it.
+    A later resume with "auto" ignores the moved checkpoints. If rollback.json refers to a moved checkpoint, it is moved
+    too.
 
-    Returns: the new folder, or None if there was nothing to move."""
-    root = root.resolve()  # may be a link to another disk, and folders cannot be moved between disks
+    Args:
+        root: checkpoints folder of the run.
+        after_step: checkpoints with a larger step are moved.
+
+    Returns:
+        The backup folder, or None if no checkpoint was moved.
+    """
+    root = root.resolve()  # may be a link to another disk, and a rename does not work between disks
     for path in step_folders(root):
         remove_unfinished(path)
     newer = [p for p in committed(root) if parse_step(p) > after_step]
@@ -91,7 +99,7 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
         return None
     backup = unused_backup_path(root)
     backup.mkdir()
-    with contextlib.suppress(CheckpointError):  # a damaged note is ignored
+    with contextlib.suppress(CheckpointError):  # ignore a damaged rollback.json
         if any(rolled_back(path) is not None for path in newer):
             (root / ROLLBACK).rename(backup / ROLLBACK)
     for path in newer:
@@ -103,19 +111,21 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
 
 
 def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool = False) -> None:
-    """Load the weights, optimizer state, random states and FP8 state of the checkpoint `path`. Collective.
+    """Load weights, optimizer state, random states and FP8 state from a checkpoint. Collective: all ranks must call it.
 
-    With the same number of ranks and ZeRO stage, everything is restored bit by bit. Otherwise, or with `reshard`,
-    weights, optimizer state and FP8 state are resharded, and additional ranks keep their random states. The engine
-    keeps its own settings of the optimizer and of gradient clipping. FP8 state that does not fit `precision` is not
-    loaded (`fits_fp8_state`).
+    With the same number of ranks and ZeRO stage, the state is restored bit by bit. Otherwise, or with `reshard`, the
+    weights, optimizer state and FP8 state are resharded, and additional ranks keep their current random states. The
+    optimizer settings and the gradient clipping of the engine do not change. FP8 state is only loaded if it fits
+    `precision` (`fits_fp8_state`).
 
     Args:
-        reshard: whether the files may be partitioned differently although ranks and ZeRO stage are the same
-            (`is_partitioned_differently` of train/checkpoint/resume.py).
+        path: the checkpoint.
+        reshard: set to True if the files may be partitioned differently despite the same number of ranks and ZeRO stage
+            (`is_partitioned_differently` in train/checkpoint/resume.py).
 
-    Raises: CheckpointError: a file holds a type that may execute code, or does not have DeepSpeed's format; the files
-    do not hold the whole model; the ranks had different FP8 states and their number has changed.
+    Raises:
+        CheckpointError: a file contains a type that could execute code or does not have DeepSpeed's format, the files
+            do not contain the whole model, or the number of ranks changed and their FP8 states differ.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not reshard and (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
@@ -138,7 +148,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
 
 
 def fits_fp8_state(saved: RunState, precision: Precision) -> bool:
-    """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
+    """Return whether the FP8 state in a checkpoint can be used with the given precision."""
     return not saved.precision or same_precision(saved.precision, vars(precision.config), FP8_STATE_KEYS)
 
 
@@ -153,18 +163,22 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by their Hugging Face names, on the CPU, in the dtype of training.
+    """Read the weights in a checkpoint by their Hugging Face names, on the CPU and in the training dtype.
 
-    Raises: CheckpointError: the weights are missing or cannot be read."""
+    Raises:
+        CheckpointError: the weights are missing or cannot be read.
+    """
     weights, tied = read_weights(path), model_config.tie_word_embeddings
     weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
     return conversion.to_hf(weights, model_config)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint by their names in the model, on the CPU.
+    """Read the weights in a checkpoint by their parameter names in this project's model, on the CPU.
 
-    Raises: CheckpointError: the weights are missing or cannot be read."""
+    Raises:
+        CheckpointError: the weights are missing or cannot be read.
+    """
     if (state := read_state(path)).zero_stage == 3:
         return read_partitioned_weights(path, state)
     return load_shard(model_file(path, state))["module"]

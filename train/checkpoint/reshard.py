@@ -1,11 +1,12 @@
-"""Load a checkpoint that was saved with another number of ranks or another ZeRO stage.
+"""Load a checkpoint that was saved with a different number of ranks or ZeRO stage.
 
-DeepSpeed partitions the float32 weights and the moments (two for AdamW, one for Muon) by ZeRO stage and number of
-ranks. This module describes the partition of the files and that of the engine as pieces of each parameter (`Piece`) and
-copies the overlapping elements. It copies in place, because CUDA graphs and Transformer Engine's FP8 copies rely on the
-addresses of the weights. Files are memory-mapped, so the ranks of a node share their pages.
+DeepSpeed partitions the float32 weights and the optimizer moments (two for AdamW, one for Muon) according to the ZeRO
+stage and the number of ranks. This module describes the partitions in the files and in the engine as contiguous pieces
+of each parameter (`Piece`), and copies the overlapping elements. The elements are copied in place, because CUDA graphs
+and Transformer Engine's FP8 weights depend on the addresses of the weights. Files are memory-mapped, so all ranks on a
+node share the same memory pages.
 
-This module depends on the checkpoint files of DeepSpeed 0.19.8; train/engine/zero.py depends on its engine.
+This module depends on the checkpoint format of DeepSpeed 0.19.8, and train/engine/zero.py depends on its engine.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from train.engine.states import MOMENTS, DecodedSlice, PackedAdamW, decoded_slic
 
 WEIGHT = "float32 weight"
 
-Tensors = dict[str, torch.Tensor] | dict[str, DecodedSlice]  # by WEIGHT and MOMENTS
-Sizes = list[tuple[str, int]]  # name, elements; in the order of a flat tensor
+Tensors = dict[str, torch.Tensor] | dict[str, DecodedSlice]  # the weight and its moments, by name
+Sizes = list[tuple[str, int]]  # parameter name and number of elements, in the order of a flat tensor
 
 
 @dataclass
 class Piece:
-    """A contiguous range of elements of a flattened parameter.
+    """A contiguous range of elements in a flattened parameter.
 
-    `tensors` holds 1-D tensors of equal length: the weight under WEIGHT, and the moments under their names
-    (train/engine/zero.py).
+    Attributes:
+        start: index of the first element in the flattened parameter.
+        tensors: 1-D tensors of equal length: the float32 weight (key: WEIGHT) and the optimizer moments (keys: their
+            names in train/engine/zero.py).
     """
 
     start: int
@@ -50,31 +53,33 @@ class Piece:
         return self.start + len(self.tensors[WEIGHT])
 
 
-Pieces = dict[str, list[Piece]]  # by the parameter's name
+Pieces = dict[str, list[Piece]]  # by parameter name
 
 
 @dataclass
 class Contents:
-    """The content of the files of a checkpoint."""
+    """Weights, optimizer state and counters read from the files in a checkpoint."""
 
     pieces: Pieces
-    step: float | None = None  # AdamW's step count; None before the first step
-    counters: dict[str, int] = field(default_factory=dict)  # of the engine
+    step: float | None = None  # AdamW's step count, or None before the first step
+    counters: dict[str, int] = field(default_factory=dict)  # step and sample counters of the DeepSpeed engine
 
 
 @torch.no_grad()
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
-    """Load the weights, optimizer state and counters of the checkpoint `path` into `engine`. Collective.
+    """Load weights, optimizer state and counters from a checkpoint into `engine`. Collective: all ranks must call it.
 
-    The weights of the model are the float32 weights rounded to its dtype, as in training. The loss scale of fp16 is
-    reset.
+    The model weights are set to the float32 weights rounded to the dtype of the model, as in training. The fp16 loss
+    scale is reset.
 
     Args:
-        state: run state of the checkpoint.
+        path: the checkpoint.
+        state: run state read from the checkpoint.
 
-    Raises: CheckpointError: a file is missing, unreadable or incomplete, or the checkpoint is of another model.
+    Raises:
+        CheckpointError: a file is missing, unreadable or incomplete, or the checkpoint belongs to another model.
     """
-    # the order of parameters in an optimizer without ZeRO
+    # order of the parameters in the optimizer state without ZeRO
     groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
     ordered = [zero.parameter_name(engine, p) for group in groups for p in group["params"]]
     saved = read(path, state, ordered)
@@ -97,18 +102,22 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
 
 
 def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
-    """Check that the checkpoint `path` holds exactly the parameters of `sizes`.
+    """Check that a checkpoint contains exactly the parameters of the model.
 
     Args:
-        sizes: number of elements by parameter name.
+        saved: content of the checkpoint.
+        sizes: number of elements of each model parameter, by name.
+        path: the checkpoint, for the error message.
 
-    Raises: CheckpointError: it does not."""
+    Raises:
+        CheckpointError: the parameters or their sizes differ.
+    """
     held = {name: sum(piece.end - piece.start for piece in found) for name, found in saved.pieces.items()}
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
         name = wrong[0]
         raise CheckpointError(
-            f"{path} belongs to another model: {len(wrong)} parameters differ; for example, it has "
-            f"{held.get(name, 0)} of the {sizes.get(name, 0)} elements of {name}"
+            f"{path} belongs to another model, because {len(wrong)} parameters differ. For example, {name} has "
+            f"{held.get(name, 0)} elements in the checkpoint and {sizes.get(name, 0)} in the model"
         )
 
 
@@ -118,10 +127,17 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
 def zero12_partition(
     sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield (name, piece) for the partition of ZeRO 1 and 2.
+    """Yield the pieces of parameters that a rank stores with ZeRO 1 or 2.
 
-    The parameters of a group are concatenated, with paddings[i] elements after the i-th. Rank r holds `length` elements
-    from r * length on. Without ZeRO, each parameter is a group, with rank 0 and its whole length.
+    DeepSpeed concatenates the parameters of a group, with `paddings[i]` padding elements after parameter i. Rank r
+    stores `length` elements of the result, starting at element r * length. Without ZeRO, call this function separately
+    for each parameter, with `rank` 0 and the number of its elements as `length`.
+
+    Args:
+        flats: 1-D tensors stored by the rank: the weights and their moments, by name.
+
+    Yields:
+        (parameter name, piece).
     """
     begin, position = rank * length, 0
     for (name, numel), padding in zip(sizes, paddings, strict=True):
@@ -133,10 +149,16 @@ def zero12_partition(
 
 
 def zero3_partition(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
-    """Yield (name, piece) for the partition of ZeRO 3.
+    """Yield the pieces of parameters that a rank stores with ZeRO 3.
 
-    Each parameter is split into `world` parts of equal length, with padding at the end. Rank r holds the r-th part of
-    each parameter; its parts are concatenated.
+    DeepSpeed splits each parameter into `world` parts of equal length, with padding at the end. Rank r stores part r of
+    each parameter. The parts are concatenated.
+
+    Args:
+        flats: 1-D tensors stored by the rank: the weights and their moments, by name.
+
+    Yields:
+        (parameter name, piece).
     """
     offset = 0
     for name, numel in sizes:
@@ -151,10 +173,13 @@ def zero3_partition(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iter
 
 
 def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece]]:
-    """Yield (name, piece) for each part of a parameter that this rank holds.
+    """Yield the pieces of parameters that the engine stores on this rank.
 
     Args:
-        step: AdamW's step count; if None, the pieces have no moments.
+        step: AdamW's step count. If None, the pieces contain no moments.
+
+    Yields:
+        (parameter name, piece).
     """
     optimizer = zero.base_optimizer(engine)
     for master in zero.masters(engine):
@@ -162,7 +187,7 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
             kinds = (WEIGHT,) if step is None else (WEIGHT, *MOMENTS)
             tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
             yield from master_pieces(engine, master, tensors)
-            # the caller has filled the tensors by now
+            # the caller has filled the tensors before it requests the next piece
             optimizer.set_weight(master.tensor, tensors[WEIGHT], tensors, step)
             continue
         tensors = {WEIGHT: master.tensor.data.view(-1)}
@@ -173,7 +198,7 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
                     state[moment] = torch.zeros_like(master.tensor.data)
                 tensors[moment] = state[moment].view(-1)
             if master.moments == MOMENTS:
-                # on the device where the kernel of torch.optim.AdamW reads it
+                # the fused AdamW kernel reads the step count on the GPU, other kernels on the CPU
                 device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
                 state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
         yield from master_pieces(engine, master, tensors)
@@ -182,10 +207,13 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
 def master_pieces(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield (name, piece) for each parameter in `master`.
+    """Yield the pieces of all parameters in `master`, a tensor that the optimizer updates.
 
     Args:
         tensors: 1-D tensors with the same partition as `master`.
+
+    Yields:
+        (parameter name, piece).
     """
     rank, world, stage = dist.get_rank(), dist.get_world_size(), engine.zero_optimization_stage()
     sizes = [(zero.parameter_name(engine, p), zero.full_shape(p).numel()) for p in master.parameters]
@@ -200,13 +228,15 @@ def master_pieces(
 
 
 def read(path: Path, state: RunState, names: list[str]) -> Contents:
-    """Return the content of the files of the checkpoint `path`, memory-mapped.
+    """Read weights, optimizer state and counters from a checkpoint. The tensors are memory-mapped.
 
     Args:
-        state: run state of the checkpoint.
-        names: names of the parameters in the order of an optimizer without ZeRO, whose file has no names.
+        path: the checkpoint.
+        state: run state read from the checkpoint.
+        names: parameter names in the order of the optimizer state without ZeRO, which does not contain names.
 
-    Raises: CheckpointError: a file is missing, unreadable or incomplete.
+    Raises:
+        CheckpointError: a file is missing, unreadable or incomplete.
     """
     file = model_file(path, state)
     saved = Contents(defaultdict(list))
@@ -218,16 +248,17 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
             return saved
         groups = [[(n, math.prod(shape)) for n, shape in group.items()] for group in model["param_shapes"]]
         for rank in range(state.world_size):
-            # for a run in bf16 the name begins with bf16_
+            # the file name begins with bf16_ if the run trained in bf16
             (file,) = path.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
             _read_shard(load_shard(file, mmap=True)["optimizer_state_dict"], groups, rank, state, saved)
     return saved
 
 
 def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
-    """Return the float32 weights of a ZeRO 3 checkpoint by name; they are in the shards of the optimizer.
+    """Read the float32 weights of a ZeRO 3 checkpoint by parameter name, from the optimizer files of all ranks.
 
-    Raises: CheckpointError: as `read`.
+    Raises:
+        CheckpointError: a file is missing, unreadable or incomplete.
     """
     model, pieces = load_shard(model_file(path, state)), read(path, state, []).pieces
     weights = {
@@ -239,7 +270,10 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
-    """Read the optimizer state without ZeRO: of torch's optimizer, or of DeepSpeed's wrapper with float32 weights."""
+    """Read the optimizer state of a checkpoint that was saved without ZeRO.
+
+    It was written by a torch optimizer, or by DeepSpeed's optimizer wrapper with float32 weights.
+    """
     optimizer = model["optimizer"]
     weights = [[model["module"][name] for name in names]]
     masters = itertools.chain(*optimizer.get("fp32_groups", weights))
@@ -251,7 +285,10 @@ def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> Non
 def _read_shard(
     content: dict[str, Any], groups: list[Sizes], rank: int, state: RunState, saved: Contents
 ) -> None:
-    """Read the part of one rank: a flat tensor for each group (ZeRO 1 and 2) or sub-group (ZeRO 3)."""
+    """Read the optimizer state of one rank.
+
+    It contains a flat tensor for each parameter group (ZeRO 1 and 2) or parameter sub-group (ZeRO 3).
+    """
     if state.zero_stage == 3:
         flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
     else:
@@ -261,8 +298,8 @@ def _read_shard(
         if state.zero_stage == 3:
             found = zero3_partition(sizes, rank, state.world_size, tensors)
         else:
-            # DeepSpeedZeroOptimizer does not save the padding of the last partition. BF16_Optimizer does; its files
-            # have no "zero_stage".
+            # DeepSpeedZeroOptimizer does not save the padding of the last partition. BF16_Optimizer saves this
+            # padding, and its files have no key "zero_stage".
             padding = content["group_paddings"][index] if "zero_stage" in content else 0
             paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
             found = zero12_partition(sizes, paddings, rank, flat.numel() + padding, tensors)
@@ -273,14 +310,14 @@ def _read_shard(
 def _tensors(
     master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, saved: Contents
 ) -> Tensors:
-    """Return the flat float32 weight and its moments.
+    """Return a flat float32 weight and its optimizer moments, by name.
 
-    Before the first step there are no moments. Store AdamW's step count in `saved`; Muon has none.
+    There are no moments before the first step. AdamW's step count is stored in `saved`. Muon has no step count.
 
     Args:
         master: float32 weight.
-        of_optimizer: optimizer state by index.
-        index: index of this weight.
+        of_optimizer: optimizer state of each weight, by index.
+        index: index of this weight in the optimizer state.
     """
     if not of_optimizer:
         return {WEIGHT: master.view(-1)}
@@ -296,15 +333,18 @@ def _tensors(
 
 
 def model_file(path: Path, state: RunState) -> Path:
-    """Return DeepSpeed's file with the model; with ZeRO 3, that of rank 0."""
+    """Return the path of DeepSpeed's model file in a checkpoint. With ZeRO 3, the file of rank 0 is returned."""
     prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
     return path / f"{prefix}mp_rank_00_model_states.pt"
 
 
 def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
-    """Load a .pt file of a checkpoint without executing code in it. All programs load checkpoints with this function.
+    """Load a .pt file from a checkpoint without executing code in the file.
 
-    Raises: CheckpointError: the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
+    All commands load checkpoints with this function.
+
+    Raises:
+        CheckpointError: the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
     """
     with convert_load_errors(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
         return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
@@ -312,17 +352,17 @@ def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) 
 
 @contextlib.contextmanager
 def convert_load_errors(file: Path) -> Iterator[None]:
-    """Convert errors in the block to a CheckpointError that names `file`."""
+    """Convert exceptions in a `with` block to a CheckpointError that contains the path `file`."""
     try:
         yield
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
-        # torch's message advises to allow the type; use only its first sentence, which names the type
+        # use only the first sentence of torch's message; the rest advises users to allow the type
         reason = str(error.__context__ or error).partition(". ")[0]
         raise CheckpointError(
-            f"{file} is refused: {reason}. Checkpoints of this program contain only tensors and plain values; other "
-            "types could execute code. Use a checkpoint from a source that you trust"
+            f"{file} was not loaded: {reason}. A checkpoint may contain only tensors and plain values, because other "
+            "types can execute code. Use a checkpoint from a source that you trust"
         ) from error
     except Exception as error:
         raise CheckpointError(
@@ -334,12 +374,18 @@ def convert_load_errors(file: Path) -> Iterator[None]:
 
 
 def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
-    """Merge the FP8 states of the `world` ranks that wrote the checkpoint `path`.
+    """Merge the FP8 states that the ranks saved in a checkpoint.
 
-    With delayed scaling the ranks reduce their amaxes, so their states are equal, except for the first row of each
-    history. There each rank collects its own amaxes until the next reduction; the merged row is their maximum.
+    With delayed scaling, the ranks reduce their amax values. Their FP8 states are therefore equal, except for the first
+    row of each amax history: each rank collects its own values in this row until the next reduction. The merged row is
+    the maximum over the ranks.
 
-    Raises: CheckpointError: the ranks have different states.
+    Args:
+        path: the checkpoint.
+        world: number of ranks that saved the checkpoint.
+
+    Raises:
+        CheckpointError: the FP8 states differ in other rows.
     """
     states, merged = [load_shard(path / rank_file(rank))["fp8"] for rank in range(world)], {}
     for key, first in states[0].items():
@@ -347,8 +393,8 @@ def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
         reduced = tensors[:, 1:] if is_history else tensors
         if not torch.equal(reduced, reduced[:1].expand_as(reduced)):
             raise CheckpointError(
-                f"{path}: the ranks have different FP8 states, such as {key}. Each rank used its own amaxes "
-                f"(precision.reduce_amax false). Resume with {world} ranks"
+                f"{path}: the FP8 states of the ranks differ, for example in {key}, because precision.reduce_amax was "
+                f"false. Resume with {world} ranks"
             )
         merged[key] = tensors.amax(0) if is_history else first
     return merged
