@@ -1,7 +1,7 @@
-"""Save checkpoints of a run, and resume from them.
+"""Save checkpoints of a run, and resume from checkpoints.
 
-May import model, train.monitor, train.engine and their dependencies. `files`: manifest, run state and verification,
-without torch. `save`: the background save, with its host copies in `staging`. `load`: choose and load a checkpoint.
-`reshard`: load with another number of ranks or ZeRO stage. `resume`: decide whether a run may resume. `rollback`: go
-back to the last checkpoint after a spike.
+This package may import model, train.monitor, train.engine and their dependencies. `files`: manifest, run state and
+verification, without torch. `save`: save in the background, using host memory from `staging`. `load`: choose and load a
+checkpoint. `reshard`: load a checkpoint with a different number of ranks or ZeRO stage. `resume`: check the
+configuration changes of a resumed run. `rollback`: return to the last checkpoint after a loss spike.
 """

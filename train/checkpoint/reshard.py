@@ -385,7 +385,7 @@ def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
         world: number of ranks that saved the checkpoint.
 
     Raises:
-        CheckpointError: the FP8 states differ in other rows.
+        CheckpointError: the FP8 states differ in other values.
     """
     states, merged = [load_shard(path / rank_file(rank))["fp8"] for rank in range(world)], {}
     for key, first in states[0].items():

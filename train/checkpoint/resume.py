@@ -1,7 +1,7 @@
-"""Decide whether a run may resume from a checkpoint, at which sample, and with which configuration changes.
+"""Decide whether a run can resume from a checkpoint, at which sample, and with which configuration changes.
 
-A key may change freely, may change only if allow_changes_on_resume names it, or is structural and cannot change. The
-rule is at the field of each key (`resume=` of model.keys.option). This module does not import torch.
+A configuration key may change freely, may change only if it is listed in allow_changes_on_resume, or cannot change. The
+rule for each key is the argument `resume` of its field (model.keys.option). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.config.schedule import phase_arguments, phase_at
 from train.record.run_folder import RunFolder
 
 ALLOW_KEY = "allow_changes_on_resume"
-# Keys that determine the partitioning and the content of DeepSpeed's files.
+# Prefixes of the keys that determine the content and partitioning of DeepSpeed's files.
 PARTITION_KEYS = ("deepspeed.zero_optimization.", "deepspeed.data_types.", "precision.optimizer_")
 # Keys of the model configuration that determine the shapes of the weights.
 SIZES = (
@@ -46,12 +46,12 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between the configuration of a run and that of its checkpoint.
+    """A difference between the configuration of a run and the configuration stored in its checkpoint.
 
     Attributes:
-        what: the key with its old and new value.
+        what: the value that differs, with its old and new value.
         key: the key to list in allow_changes_on_resume.
-        never: the reason why this key cannot change, or "".
+        never: the reason why this value cannot change on resume, or "" if it can change.
     """
 
     what: Difference
@@ -63,10 +63,11 @@ class Change:
 
 
 class ChangesError(CheckpointError):
-    """The configuration differs from that of the checkpoint, and the changes are not allowed.
+    """Error raised if a run resumes from a checkpoint with configuration changes that are not allowed.
 
     Attributes:
-        changes: the differences that cannot change, or else all that `allow_changes_on_resume` must list.
+        changes: the changes that can never be allowed. If there are none, all changes that allow_changes_on_resume must
+            list.
     """
 
     code = "change_not_allowed"
@@ -80,9 +81,10 @@ def is_new_run(args: TrainingArguments) -> bool:
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
-    """Return the checkpoint from which the run will resume, or None for a new run. Hashes are not checked.
+    """Return the checkpoint that a run will resume from, or None for a new run. Hashes are not checked.
 
-    Raises: CheckpointError: as `is_branch` and `check_named_checkpoint`.
+    Raises:
+        CheckpointError: resume_from_checkpoint is an incomplete checkpoint, or belongs to another run.
     """
     setting, own = str(args.resume_from_checkpoint), RunFolder(args.output_dir).checkpoints
     if is_new_run(args):
@@ -94,17 +96,24 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
-    """Update `state` to continue from `saved`, the run state of the checkpoint `path`.
+    """Update the run state `state` to resume from a checkpoint.
 
-    The number of ranks and the ZeRO stage may differ. Every other change that affects results must be in `allow`
-    (allow_changes_on_resume) and is added to `state.changes`. With another sequence length, the run resumes at the same
-    number of tokens, rounded up to a whole sample.
+    The number of ranks and the ZeRO stage may change. Every other change that affects results must be listed in
+    `allow`, and is added to `state.changes`. If the sequence length changes, the run resumes at the same number of
+    tokens, rounded up to a whole sample.
 
-    Returns: lines for the log.
+    Args:
+        state: run state with the current configuration. Updated in place.
+        saved: run state read from the checkpoint.
+        path: the checkpoint.
+        allow: value of allow_changes_on_resume: the keys that may change, or True for all keys.
+
+    Returns:
+        Lines for the log.
 
     Raises:
         CheckpointError: rollback.json is damaged, or a change is not allowed.
-        ConfigurationError: as `allowed_changes`.
+        ConfigurationError: max_steps is smaller than the step of the checkpoint.
     """
     found = allowed_changes(state, saved, path, allow)
     old, new = saved.train_config, state.train_config
@@ -121,22 +130,22 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     )
     lines = []
     given, began = (config["model"].get("init_from") for config in (new, old))
-    new["model"]["init_from"] = began  # the model card names the initial weights
+    new["model"]["init_from"] = began  # the model card lists the initial weights
     if given not in (None, began):
-        lines.append(f"model.init_from {given} is ignored, because the weights come from {path}")
+        lines.append(f"model.init_from {given} is ignored, because the weights are loaded from {path}")
     if (saved.world_size, saved.zero_stage) != (state.world_size, state.zero_stage):
         lines.append(
             f"{saved.world_size} -> {state.world_size} ranks, ZeRO {saved.zero_stage} -> {state.zero_stage}: weights, "
             "optimizer and FP8 state are resharded; gradient_accumulation_steps "
             f"{old['gradient_accumulation_steps']} -> {new['gradient_accumulation_steps']}"
         )
-    lines += [f"{ALLOW_KEY}: from step {saved.step + 1} on, {change}" for change in found]
+    lines += [f"{ALLOW_KEY}: starting at step {saved.step + 1}, {change}" for change in found]
     if saved.data_fingerprint == _through_json(state.data_fingerprint):
         state.skipped_samples = rolled_back(path) or saved.skipped_samples
     else:
         lines.append(
-            f"the order of samples changes: the run resumes at sample {state.consumed_samples:,} of the new order. "
-            "Until the current epochs end, some texts may be repeated or skipped"
+            f"the sample order changed, so the run resumes at sample {state.consumed_samples:,} of the new order. Some "
+            "texts may be repeated or skipped until the current epochs end"
         )
     return lines
 
@@ -144,20 +153,23 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
 def allowed_changes(
     state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]
 ) -> list[Change]:
-    """Return the changes from `saved`, the run state of the checkpoint `path`, to `state`, if `allow` permits all.
+    """Return the configuration changes since a checkpoint was saved, after checking that all of them are allowed.
 
     Args:
-        allow: allow_changes_on_resume: the allowed keys, or True for all.
+        state: run state with the current configuration.
+        saved: run state read from the checkpoint.
+        path: the checkpoint, for error messages.
+        allow: value of allow_changes_on_resume: the keys that may change, or True for all keys.
 
     Raises:
         ChangesError: a change is not allowed.
-        ConfigurationError: max_steps is below the step of the checkpoint.
+        ConfigurationError: max_steps is smaller than the step of the checkpoint.
     """
     found = changes(state, saved)
     if saved.step > (max_steps := state.train_config["max_steps"]):
         raise ConfigurationError(
-            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. Raise max_steps, or name an "
-            "earlier checkpoint with --resume_from_checkpoint and a new output_dir",
+            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. Increase max_steps, or "
+            "pass an earlier checkpoint as --resume_from_checkpoint with a new --output_dir",
             code="past_max_steps",
             key="max_steps",
         )
@@ -179,7 +191,7 @@ def allowed_changes(
 
 
 def changes(state: RunState, saved: RunState) -> list[Change]:
-    """Return the changes from `saved` to `state`, except those that are always allowed."""
+    """Return the configuration changes since a checkpoint was saved, except changes that are always allowed."""
     old, new = saved.train_config, state.train_config
     found = []
     for each in resume_differences(old, new):
@@ -187,21 +199,28 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
         if not (follows_from_stage and saved.zero_stage != state.zero_stage):
             found.append(Change(each, config_key(each.key), permanent_refusal(each)))
     for each in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):
-        if each.key not in ("data.seq_length", "data.seed"):  # already found as keys of the configuration
+        if each.key not in ("data.seq_length", "data.seed"):  # already reported as configuration keys
             found.append(Change(each, _data_key(each, old, new)))
     for each in differences(saved.model_config, _through_json(state.model_config), "model configuration"):
         is_size = each.key.split(".")[1] in SIZES
         found.append(
-            Change(each, "model.config", "it determines the shapes of the saved weights" if is_size else "")
+            Change(
+                each,
+                "model.config",
+                "this value determines the shapes of the saved weights" if is_size else "",
+            )
         )
     return found
 
 
 def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
-    """Return the phase of precision.schedule and the fallback recipes of modules for the next step.
+    """Return the phase of precision.schedule and the fallback recipes with which a resumed run starts.
 
-    Both change after an evaluation. If the evaluation of the last step was skipped, return those of the last step, so
-    that the evaluation runs first, provided that the configuration still has its precision.
+    Both can change after an evaluation. If the run stopped before the evaluation of its last step, that evaluation runs
+    first. In this case, the values of the last step are returned, if the configuration still contains them.
+
+    Returns:
+        (index of the phase, {module name: fallback recipe}).
     """
     phase = phase_at(args, state.step, state.consumed_tokens)
     if not state.evaluation_due:
@@ -216,23 +235,26 @@ def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, d
 
 
 def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
-    """Return whether DeepSpeed's files of `saved` may be partitioned differently from those of `state`.
+    """Return whether configuration changes may have changed the partitioning of DeepSpeed's checkpoint files.
 
-    This compares keys of the configuration, for the same number of ranks and ZeRO stage.
+    Changes of the number of ranks or the ZeRO stage are not considered here.
     """
     found = resume_differences(saved.train_config, state.train_config) if saved.train_config else []
     return any(each.key.startswith(PARTITION_KEYS) for each in found)
 
 
 def resume_option(args: TrainingArguments) -> str:
-    """Return the option to add to the command of a run to resume from its newest checkpoint, or "" if not needed."""
+    """Return the text that is added to "the same command" in messages about resuming.
+
+    The text contains the option that is needed to resume from the newest checkpoint, or is "" if no option is needed.
+    """
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     starts_again = setting == "never" or (setting != "auto" and is_in_folder(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the configuration key that changed a value of the data fingerprint."""
+    """Return the configuration key that caused a difference between two data fingerprints."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

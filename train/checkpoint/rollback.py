@@ -1,7 +1,7 @@
-"""Roll back after a spike (on_spike rollback): load the last checkpoint and skip the samples that led to the spike.
+"""Roll back after a loss spike (on_spike rollback): load the last checkpoint and skip the samples around the spike.
 
-The skipped samples are ranges of positions in the order of samples, stored in the run state of each checkpoint. Until
-the next save they are in `rollback.json` beside the checkpoints, in case of a crash.
+Skipped samples are stored in the run state of each checkpoint, as ranges of positions in the global sample order. Until
+the next save, they are also stored in rollback.json next to the checkpoints, in case the run crashes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from train.record.metrics import MetricsLogger
 
 logger = logging.getLogger(__name__)
 
-MAX_ROLLBACKS = (
-    3  # to one checkpoint, including restarts: after that many spikes, single samples are not the cause
-)
-# Fields of the run state that a rollback keeps.
+# Maximum number of rollbacks to the same checkpoint, including restarts. Single samples do not cause more spikes.
+MAX_ROLLBACKS = 3
+# Fields of the run state that a rollback does not restore from the checkpoint.
 KEPT_FIELDS = (
     "train_config",
     "world_size",
@@ -52,46 +51,50 @@ def roll_back(
     metrics: MetricsLogger,
     stream: SampleStream,
 ) -> bool:
-    """Load the newest good checkpoint under `root` into `engine` and `state`. Collective.
+    """Load the newest intact checkpoint and skip the samples that led to spikes. Collective: all ranks must call it.
 
-    The run then skips the samples from the step before the first spike to the last spike. The step before is included
-    because its update causes a spike of the loss as often as the samples of the spike itself.
+    The run skips the samples from the step before the first spike to the last spike. The step before the spike is
+    included, because its weight update causes a spike as often as the samples in the step of the spike.
 
     Args:
+        spikes: the loss spikes, oldest first.
         samples: number of samples per step.
+        root: checkpoints folder of the run.
 
     Returns:
-        Whether the run was rolled back. If not, the reason is logged as a warning.
+        Whether the run was rolled back. If not, a warning with the reason is logged.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is good.
+        CheckpointError: all checkpoints are damaged.
         OSError: rollback.json cannot be written.
     """
     path = choose_checkpoint(root, "auto")
     saved = read_state(path) if path else None
     if path is None or saved is None:
-        logger.warning("on_spike rollback: there is no checkpoint yet; the run continues")
+        logger.warning(
+            "on_spike rollback: the run continues without a rollback, because there is no checkpoint yet"
+        )
         return False
-    # otherwise positions refer to other samples, or the modules have no use for the FP8 state
+    # after such a change, positions refer to other samples, or the FP8 state does not fit the modules
     if saved.data_fingerprint != state.data_fingerprint or not fits_fp8_state(saved, precision):
         logger.warning(
-            f"on_spike rollback: {path.name} was saved before the order of samples or the precision changed; the run "
-            "continues"
+            f"on_spike rollback: the run continues without a rollback, because {path.name} was saved before the sample "
+            "order or the precision changed"
         )
         return False
     if len(state.skipped_samples) - len(saved.skipped_samples) >= MAX_ROLLBACKS:
         rate = state.train_config["learning_rate"] / 2
         logger.warning(
-            f"on_spike rollback: {MAX_ROLLBACKS} rollbacks to {path.name} did not help; the run continues. To "
-            f"lower the learning rate, stop the run and start it again with --resume_from_checkpoint "
-            f"{shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW_KEY} learning_rate"
+            f"on_spike rollback: the run continues without a rollback, because {MAX_ROLLBACKS} rollbacks to "
+            f"{path.name} did not help. To lower the learning rate, stop the run and start it again with "
+            f"--resume_from_checkpoint {shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW_KEY} learning_rate"
         )
         return False
     first = max(spikes[0].previous_sample, saved.consumed_samples)
     end = max(spike.first_sample for spike in spikes) + samples
     ranges = [*state.skipped_samples, [first, end]]
     if dist.get_rank() == 0:
-        move_later_checkpoints(root, saved.step)  # checkpoints after `path` are damaged
+        move_later_checkpoints(root, saved.step)  # the checkpoints after `path` are damaged
         record_rollback(path, ranges)
     metrics.rewind(saved.step)
     load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
@@ -100,7 +103,7 @@ def roll_back(
     health.load_state_dict(saved.health)
     record = samples_record(stream, first, end - first)
     logger.info(
-        f"on_spike rollback: back to step {saved.step} ({path.name}); the run skips {samples_text(record)}"
+        f"on_spike rollback: the run returned to step {saved.step} ({path.name}) and skips {samples_text(record)}"
     )
     record = {"from_step": spikes[-1].step, **record}
     metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": record})

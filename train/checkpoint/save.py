@@ -1,11 +1,11 @@
-"""Save checkpoints in the background: copy tensors to host memory, and write them in a thread of each rank.
+"""Save checkpoints in the background: copy the tensors to host memory, and write them in a thread on each rank.
 
     main thread   begin: copy tensors ......................... finish: wait, report errors
     save thread        write, flush and hash files -> manifest -> remove old checkpoints
 
-The save threads synchronize between these steps over their own process group. If a save fails on one rank, it fails on
-all ranks with the same message, and earlier checkpoints stay unchanged. Without `background`, the main thread does the
-same work directly on the tensors.
+The save threads of all ranks synchronize between these steps over their own process group. If a save fails on one rank,
+it fails on all ranks with the same message, and earlier checkpoints are unchanged. With `background=False`, the main
+thread writes the tensors directly, without a copy.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 class SaveError(CheckpointError):
-    """A failed save; every rank raises the same error. Earlier checkpoints are unchanged.
+    """Error raised on all ranks if a checkpoint cannot be saved. Earlier checkpoints are unchanged.
 
     Args:
-        is_transient: whether a restart may succeed: the errors of all failed ranks may pass.
+        is_transient: whether a restart may succeed, because the errors on all failed ranks may be temporary.
     """
 
     code = "save"
@@ -63,14 +63,17 @@ class SaveError(CheckpointError):
 
 
 class Ranks:
-    """Collectives of the save threads, over their own gloo group, because training uses the other groups meanwhile."""
+    """Collective operations for the save threads.
+
+    They use a separate gloo group, because training uses the other process groups at the same time.
+    """
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the `value` of each rank."""
+        """Return the values that the ranks passed, in the order of the ranks."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -78,29 +81,32 @@ class Ranks:
     def run(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on each rank and return the results of all ranks. `action` must not contain collectives.
 
-        Raises: SaveError, on all ranks: `action` failed on some rank. The message names the rank and the reason.
+        Raises:
+            SaveError: on all ranks, if `action` failed on at least one rank. The message contains the ranks and their
+                errors.
         """
         result, problem, passes = None, None, True
         try:
             result = action()
-        except Exception as error:  # any error, because the other ranks wait for this one
+        except Exception as error:  # catch every error, because the other ranks wait for this rank
             problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             passes = is_transient(error)
         found = self.all_gather((result, problem, passes))
         if any(problem for _, problem, _ in found):
             message = "; ".join(f"rank {r}: {p}" for r, (_, p, _) in enumerate(found) if p)
             raise SaveError(message, all(passes for _, _, passes in found))
-        return [result for result, _, _ in found]  # type: ignore[misc]  # None only if action returned it
+        return [result for result, _, _ in found]  # type: ignore[misc]  # None only if `action` returns None
 
 
 class Saver:
-    """Saves checkpoints of one engine: `saver.begin(state, background=True)`, then train, then `saver.finish()`.
+    """Saves checkpoints of an engine, in the background or in the main thread.
 
-    All ranks must call the methods at the same points.
+    Call `saver.begin(state, background=True)`, continue training, and then call `saver.finish()`. All ranks must call
+    the methods at the same points.
 
     Args:
-        root: folder of the checkpoints.
-        keep: number of newest checkpoints to keep; 0 keeps all.
+        root: folder that contains the checkpoints.
+        keep: number of checkpoints to keep, or 0 to keep all. The oldest checkpoints are removed after a save.
     """
 
     def __init__(self, engine: Any, root: Path, precision: Precision, keep: int):
@@ -112,20 +118,20 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save has begun and `finish` has not been called yet; the same on every rank."""
+        """Whether a save has begun and `finish` has not been called yet. The value is the same on all ranks."""
         return self._job is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing, so that `finish` would wait."""
+        """Whether the save thread of this rank is still writing, so that `finish` would have to wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: RunState, background: bool) -> None:
         """Begin to save `state` and the current state of the engine.
 
         Args:
-            background: whether to return after copying the tensors. Otherwise return after writing them, without a
-                copy.
+            background: True to return after the tensors are copied to host memory, and to write the copies in a thread.
+                False to write the tensors without a copy before returning.
         """
         assert not self.pending, "call finish() first"
         job = Job(
@@ -139,13 +145,13 @@ class Saver:
         job.error = capture_checkpoint(self.engine, job.path, take)
         try:
             take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
-        except Exception as error:  # the ranks raise it together in Job.run
+        except Exception as error:  # all ranks raise the error together in Job.run
             job.error = job.error or error
         self._job = job
         if background:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the copies are complete
-            # not a daemon: a process that exits normally first completes its save
+                torch.cuda.synchronize()  # wait for the copies
+            # not a daemon thread, so the process completes the save before it exits
             self._thread = threading.Thread(target=job.run, name="save")
             self._thread.start()
         else:
@@ -153,9 +159,14 @@ class Saver:
         job.waited_s = time.perf_counter() - job.start
 
     def finish(self) -> Job | None:
-        """Wait until the current save is committed and return it, or None if there is none.
+        """Wait until the current save is complete.
 
-        Raises: SaveError, on all ranks: the save failed. Its files are removed; other checkpoints stay.
+        Returns:
+            The completed save, or None if no save has begun.
+
+        Raises:
+            SaveError: on all ranks, if the save failed. The files of the failed save are removed, and other checkpoints
+                are unchanged.
         """
         job, start = self._job, time.perf_counter()
         if job is None:
@@ -171,21 +182,21 @@ class Saver:
 
 @dataclass
 class Job:
-    """One save, which runs in the save thread once its tensors are copied."""
+    """A single save of a checkpoint. It runs in the save thread after the tensors are copied."""
 
     path: Path
     ranks: Ranks
     keep: int
     run_state: dict[str, Any]
-    start: float  # time.perf_counter()
+    start: float  # value of time.perf_counter() when the save began
     files: dict[str, Snapshot] = field(default_factory=dict)
-    error: Exception | None = None  # error while copying
-    failure: BaseException | None = None
-    seconds: float = 0.0  # from `begin` to the commit
-    waited_s: float = 0.0  # the part of `seconds` for which training waited
+    error: Exception | None = None  # error raised while copying the tensors
+    failure: BaseException | None = None  # error raised by `run`
+    seconds: float = 0.0  # duration of the save, including the copies
+    waited_s: float = 0.0  # part of `seconds` during which training waited
 
     def run(self) -> None:
-        """Write and commit the checkpoint. Store an error in `failure` instead of raising it."""
+        """Write the checkpoint. If this fails, store the error in `failure` instead of raising it."""
         try:
             self._save()
         except BaseException as error:  # `finish` raises it in the main thread
@@ -205,11 +216,11 @@ class Job:
             if first:
                 with contextlib.suppress(OSError):
                     remove_unfinished(self.path)
-            ranks.all_gather(None)  # rank 0 is done: the next save may use the folder
+            ranks.all_gather(None)  # wait for rank 0, because the next save may use the folder
             remedy = (
-                "The error may be temporary: start the run again (run_training.sh does so automatically)"
+                "The error may be temporary. Start the run again, or use run_training.sh, which restarts automatically"
                 if error.is_transient
-                else "Free disk space there, lower save_total_limit, or choose another output_dir"
+                else "Free disk space, reduce save_total_limit, or choose another output_dir"
             )
             raise SaveError(
                 f"the checkpoint {self.path} could not be saved: {error}. Earlier checkpoints are unchanged. {remedy}",
@@ -219,16 +230,16 @@ class Job:
             discard_old(self.path, self.keep)
 
     def _make_folder(self) -> None:
-        """Create the folder on rank 0. Raise the error that occurred while copying."""
+        """Create the checkpoint folder on rank 0. If copying the tensors failed, raise that error instead."""
         if self.error is not None:
             raise self.error
         if self.ranks.rank == 0:
-            remove_unfinished(self.path)  # left by a killed save
+            remove_unfinished(self.path)  # from a save that was killed
             self.path.mkdir(parents=True)
 
     def _write(self) -> list[dict[str, Any]]:
-        """Write this rank's files. Return their entries for the manifest."""
-        # on a network file system, the folder of rank 0 may not be visible yet
+        """Write the files of this rank, and return their manifest entries."""
+        # on a network file system, the folder created by rank 0 may not be visible yet
         self.path.mkdir(exist_ok=True)
         entries = [write_tensors(self.path / name, file.value()) for name, file in self.files.items()]
         if self.ranks.rank == 0:
@@ -241,7 +252,7 @@ class Job:
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
-    """Return the state that each rank saves beyond DeepSpeed's files: random states, FP8 scales and histories."""
+    """Return the state that each rank saves in addition to DeepSpeed: random states, FP8 scales and amax histories."""
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     return {
@@ -254,10 +265,10 @@ def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file for torch.save that hashes the written data.
+    """A file object for torch.save that also computes the hash of the written data.
 
-    `write` stores an error instead of raising it: torch ignores its return value, and an exception would pass through
-    C code.
+    `write` stores an error instead of raising it. torch.save ignores the return value of `write`, and an exception
+    would pass through C code.
     """
 
     def __init__(self, file: BinaryIO):
@@ -279,9 +290,13 @@ class _Hashed:
 
 
 def write_tensors(path: Path, value: Any) -> dict[str, Any]:
-    """Write `value` to `path` with torch.save and flush it to the disk. Return its entry for the manifest.
+    """Write `value` to a file with torch.save, and flush the file to the disk.
 
-    Raises: OSError, with the file name, for any error.
+    Returns:
+        The manifest entry of the file.
+
+    Raises:
+        OSError: the file could not be written, for any reason. The message contains the path.
     """
     try:
         with open(path, "wb") as file:

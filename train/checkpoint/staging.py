@@ -1,7 +1,7 @@
-"""Copy an object for torch.save, so that training can change the tensors while the copy is written.
+"""Copy tensors to host memory, so that training can change the tensors while a checkpoint is written.
 
-The copies are in host memory that is reused for every save (`HostBuffer`). For tensors on a GPU this memory is pinned:
-copies then run at the speed of the bus, and all of them are queued before waiting for one.
+The host memory (`HostBuffer`) is allocated once and reused for every save. For GPU tensors the memory is pinned. Copies
+then run at the full speed of the bus, and all copies are queued before waiting for the first one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
+ALIGNMENT = 512  # in bytes; GPUs copy aligned memory faster
 PAGE, TOUCHING_THREADS = 4096, 8
 
 
 class HostBuffer:
-    """Host memory that is allocated on first use and reused while the size stays the same.
+    """Host memory that is allocated on first use, and reused while the size does not change.
 
-    It does not come from torch: torch's pinned allocator rounds sizes up to a power of two, and torch.save writes the
-    whole storage of a tensor that is a part of one.
+    The memory is not allocated by torch. torch's pinned memory allocator rounds sizes up to a power of two, and
+    torch.save writes the whole storage of a tensor even if the tensor is only a part of the storage.
     """
 
     def __init__(self) -> None:
@@ -37,21 +37,28 @@ class HostBuffer:
         self._unpin: weakref.finalize | None = None
 
     def reserve(self, size: int, pin: bool) -> None:
-        """Allocate `size` bytes and discard the previous content. Raises OSError, MemoryError: host memory is full."""
+        """Allocate `size` bytes and discard the previous content.
+
+        Args:
+            pin: whether to pin the memory, for fast copies from a GPU.
+
+        Raises:
+            OSError, MemoryError: there is not enough host memory.
+        """
         if size == self.size:
             return
         if self._unpin is not None:
             self._unpin()  # a finalizer runs only once
         self._memory, self.size = None, 0
         self._memory, self.size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
-        with contextlib.suppress(OSError):  # the kernel does not support huge pages
+        with contextlib.suppress(OSError):  # ignore kernels that do not support huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if pin:
             self._touch()
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
     def _touch(self) -> None:
-        """Touch all pages in several threads. Pinning alone touches them in one thread, which took 5 s for 9 GB."""
+        """Touch all memory pages in several threads. Pinning touches pages in one thread, which took 5 s for 9 GB."""
         share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
         starts = range(0, self.size, share)
         with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
@@ -68,15 +75,16 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
             self._unpin.atexit = False
             return
-        with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel
+        # Clear the error, which CUDA reports again at the next kernel.
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
         logger.warning(
             f"{self.size / 1e9:.1f} GB of host memory for background saves could not be pinned (CUDA error {status}). "
-            "Copies will be several times slower. Check ulimit -l"
+            "Copies from the GPU will be several times slower. Increase the limit of locked memory (ulimit -l)"
         )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return uint8 [size]: a view of the memory with its own storage."""
+        """Return a view of `size` bytes starting at `offset`, as a uint8 tensor [size] with its own storage."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -84,9 +92,9 @@ class HostBuffer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object without its plain tensors, which it collects in `tensors`.
+    """Pickles an object, and collects its plain tensors in `tensors` instead of pickling them.
 
-    Attributes that DeepSpeed adds to plain tensors are dropped; it does not read them from files.
+    Attributes that DeepSpeed adds to plain tensors are dropped, because DeepSpeed does not read them from files.
     """
 
     def __init__(self, file: io.BytesIO):
@@ -96,25 +104,25 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_meta:
-            return None  # Parameters and other subclasses are pickled; they consist of plain tensors
+            return None  # parameters and other subclasses are pickled, and contain plain tensors
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
-            self.tensors.append(value)  # keeps it alive, so that its id stays unique
+            self.tensors.append(value)  # keeps the tensor alive, so that its id stays unique
         return place
 
 
 class Snapshot:
-    """A copy of `value` in a buffer.
+    """A copy of an object for torch.save, with the tensor data in a host buffer.
 
-    Copies from a GPU are only queued: call torch.cuda.synchronize before using them. Without a buffer, the snapshot
-    refers to the tensors of `value`, which must not change until they are written.
+    Copies from a GPU are only queued. Call torch.cuda.synchronize before using them. Without a buffer, the snapshot
+    refers to the original tensors, which must not change until they are written.
 
-    Like torch.save, the snapshot copies whole storages, each only once. So the files are equal, byte for byte, with and
-    without a buffer.
+    Like torch.save, a snapshot contains each storage as a whole and only once. The written files are therefore equal,
+    byte for byte, with and without a buffer.
 
     Raises:
-        MemoryError: host memory is full.
-        PicklingError and similar: torch.save cannot write `value` either.
+        MemoryError: there is not enough host memory.
+        PicklingError and similar: the object cannot be pickled, so torch.save cannot write it either.
     """
 
     def __init__(self, value: Any, buffer: HostBuffer | None):
@@ -127,16 +135,21 @@ class Snapshot:
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
-        """Return an object equal to the original `value`, with the tensors of this snapshot."""
+        """Return a copy of the original object that contains the tensors of this snapshot."""
         self._pickle.seek(0)
         unpickler = pickle.Unpickler(self._pickle)
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 
     def _copy_storages(self, buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
-        """Copy each storage into `buffer`. Copies from a GPU are only queued.
+        """Copy the storage of each tensor into `buffer`. Copies from a GPU are only queued.
 
-        Raises: MemoryError: host memory is full."""
+        Returns:
+            The copied storages, by the address (`_cdata`) of the original storage.
+
+        Raises:
+            MemoryError: there is not enough host memory.
+        """
         storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -144,8 +157,8 @@ class Snapshot:
             buffer.reserve(ends[-1], pin=any(s.device.type == "cuda" for s in storages.values()))
         except (OSError, MemoryError) as error:
             raise MemoryError(
-                f"not enough host memory for the copy of a checkpoint: {error}. Set save_async to false; training then "
-                "waits for saves, which need no copy"
+                f"not enough host memory for a copy of the checkpoint: {error}. Set save_async to false to save "
+                "without a copy. Training then waits until each save is complete"
             ) from error
         copies = {}
         for (key, storage), offset in zip(storages.items(), ends, strict=False):
@@ -156,7 +169,7 @@ class Snapshot:
 
 
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor` with another storage."""
+    """Return a tensor with the shape, strides and dtype of `tensor` that uses another storage."""
     empty = torch.empty(0, dtype=tensor.dtype)
     copy = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
     return copy.requires_grad_(tensor.requires_grad)
