@@ -77,7 +77,7 @@ class RunState:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Recipe of each module that was moved to a safer recipe, by module name."""
+        """Map the names of modules that were moved to a safer recipe to these recipes."""
         return {change["module"]: change["to"] for change in self.escalations}
 
 
@@ -99,7 +99,7 @@ def step_folders(root: Path) -> list[Path]:
     """Return all checkpoint folders in `root`, including incomplete ones, sorted by step.
 
     Raises:
-        PermissionError: `root` cannot be read. Without this error, training would start over.
+        PermissionError: `root` cannot be read. Ignoring this error would restart training from step 0.
     """
     names = os.listdir(root) if root.is_dir() else []
     return sorted(
@@ -108,7 +108,7 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def committed(root: Path) -> list[Path]:
-    """Return the completely saved checkpoints in `root`, sorted by step."""
+    """Return the complete checkpoints in `root`, sorted by step. A complete checkpoint has a manifest."""
     return [path for path in step_folders(root) if (path / MANIFEST).is_file()]
 
 
@@ -207,7 +207,8 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     found = read_signed(path / MANIFEST, "files", "step")
     if not found:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}. The folder is not a checkpoint, or the save did not complete",
+            f"{path} has no {MANIFEST}. The folder is not a checkpoint, or the save did not complete. Choose another "
+            "checkpoint",
             code="not_committed",
             key=str(path),
         )

@@ -81,8 +81,8 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints after a training step to a backup folder next to `root`, and delete incomplete saves.
 
-    A later resume with "auto" ignores the moved checkpoints. If rollback.json refers to a moved checkpoint, it is moved
-    too.
+    A later resume with "auto" ignores the moved checkpoints. If rollback.json refers to a moved checkpoint,
+    rollback.json is moved too.
 
     Args:
         root: checkpoints folder of the run.

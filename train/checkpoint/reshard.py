@@ -207,10 +207,11 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
 def master_pieces(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of all parameters in `master`, a tensor that the optimizer updates.
+    """Split a tensor that the optimizer updates into pieces of model parameters.
 
     Args:
-        tensors: 1-D tensors with the same partition as `master`.
+        master: the tensor and the parameters that it represents.
+        tensors: 1-D tensors with the same partition as `master`, from which the pieces are cut.
 
     Yields:
         (parameter name, piece).

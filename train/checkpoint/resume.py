@@ -237,16 +237,16 @@ def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, d
 def is_partitioned_differently(saved: RunState, state: RunState) -> bool:
     """Return whether configuration changes may have changed the partitioning of DeepSpeed's checkpoint files.
 
-    Changes of the number of ranks or the ZeRO stage are not considered here.
+    Changes to the number of ranks or the ZeRO stage are not considered here.
     """
     found = resume_differences(saved.train_config, state.train_config) if saved.train_config else []
     return any(each.key.startswith(PARTITION_KEYS) for each in found)
 
 
 def resume_option(args: TrainingArguments) -> str:
-    """Return the text that is added to "the same command" in messages about resuming.
+    """Return the option that must be added to the training command to resume from the newest checkpoint.
 
-    The text contains the option that is needed to resume from the newest checkpoint, or is "" if no option is needed.
+    The option is returned as text for a message: " with --resume_from_checkpoint auto", or "" if no option is needed.
     """
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     starts_again = setting == "never" or (setting != "auto" and is_in_folder(Path(setting), own))
@@ -254,7 +254,7 @@ def resume_option(args: TrainingArguments) -> str:
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the configuration key that caused a difference between two data fingerprints."""
+    """Return the configuration key that caused a difference between the data of a run and of its checkpoint."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

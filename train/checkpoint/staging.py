@@ -58,7 +58,7 @@ class HostBuffer:
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
     def _touch(self) -> None:
-        """Touch all memory pages in several threads. Pinning touches pages in one thread, which took 5 s for 9 GB."""
+        """Touch all memory pages in several threads. Pinning would use a single thread, which took 5 s for 9 GB."""
         share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
         starts = range(0, self.size, share)
         with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
@@ -84,7 +84,7 @@ class HostBuffer:
         )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return a view of `size` bytes starting at `offset`, as a uint8 tensor [size] with its own storage."""
+        """Return a uint8 tensor [size] with its own storage, which is a view of the memory from byte `offset`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -169,7 +169,7 @@ class Snapshot:
 
 
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape, strides and dtype of `tensor` that uses another storage."""
+    """Return a tensor that uses `storage` with the shape, strides and dtype of `tensor`."""
     empty = torch.empty(0, dtype=tensor.dtype)
     copy = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
     return copy.requires_grad_(tensor.requires_grad)
