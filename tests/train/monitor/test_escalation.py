@@ -225,12 +225,12 @@ def test_fallbacks_survive_a_bf16_phase(
 @pytest.mark.slow
 @pytest.mark.process
 def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
-    """Two ranks, which see other samples; then one, at the same levels. The scales that are asked for leave half of
-    the bits of some operands."""
+    """Run two ranks with different samples, then one rank with the same fallbacks. The margin makes some operands
+    underflow."""
     settings |= {"max_steps": 4, "deepspeed": "ds_config_zero3.json", "save_steps": 1}
-    settings["precision"] = {"margin": 12, **ESCALATE}
+    settings["precision"] = {"margin": 10, **ESCALATE}
     whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
-    start = str(whole / "checkpoints/step-00000002")
+    start = str(whole / "checkpoints/step-00000003")
     cases = []
     for folder, resume_from, ranks in ((whole, "never", 2), (again, start, 2), (alone, start, 1)):
         of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
@@ -240,13 +240,13 @@ def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
     assert found == [[{"error": None}] * ranks for ranks, *_ in cases]
     up = path_of(whole)
     assert {level for path in up.values() for _, level in path} == {"current"} and path_of(again) == {}
-    assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
+    assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)
     fallbacks = [
         read_state(folder / "checkpoints/step-00000004").fallbacks for folder in (whole, again, alone)
     ]
     assert fallbacks[0] == fallbacks[1] == fallbacks[2] and len(fallbacks[0]) == len(up)
     # scales of the modules that are at delayed scaling still are of the micro-batches before, on one rank of others
-    assert curve(alone)[0][1] == pytest.approx(curve(whole)[2][1], rel=TOLERANCE["fp8"]["loss"])
+    assert curve(alone)[0][1] == pytest.approx(curve(whole)[3][1], rel=TOLERANCE["fp8"]["loss"])
 
 
 @pytest.mark.parametrize(
