@@ -1,10 +1,11 @@
-"""The inference engine: a loaded model, a KV cache of fixed size, and one CUDA graph per decoding step.
+"""Inference engine with a fixed-size KV cache. A CUDA graph runs each decoding step.
 
-The device feeds its tokens back to itself, and the host reads them a few steps later. So the loop never waits:
+The GPU uses each new token as the input of its next step. The CPU reads the tokens a few steps later, so the GPU never
+waits for the CPU:
 
     engine = Engine.load(folder, "fp8", batch_size=8, max_length=2048)
     run = engine.generate([[1, 17, 4], [1, 99]], Sampling(temperature=0), seeds=[0, 1], max_new_tokens=64)
-    for step in run:  # one token per row, None for a row that is done
+    for step in run:  # one token per row, None for a finished row
         ...
 """
 
@@ -28,13 +29,16 @@ from model.config import load_config
 from model.fp8.precision import DTYPES, check_fp8_gpu
 from model.hf_folder import read_hf_folder
 
-# Number of steps that the device runs ahead of the host. They are wasted when a row ends.
+# Number of steps that the GPU runs ahead of the CPU. The extra steps are wasted when a row is finished.
 STEPS_AHEAD = 8
 
 
 @dataclass
 class Timing:
-    """Tokens and seconds over all rows: of the prefill, which includes the first new tokens, and of decoding."""
+    """Number of tokens and seconds for the prefill and for decoding, over all rows.
+
+    The time for the prefill includes the first new token of each row.
+    """
 
     prefill_tokens: int = 0
     prefill_s: float = 0.0
@@ -55,21 +59,24 @@ class Timing:
 
 
 class Step:
-    """A decoding step of B rows. Inputs and outputs have fixed addresses, so that a CUDA graph can replay it."""
+    """Decoding step for a fixed number of rows. A CUDA graph can replay it because all tensors keep their addresses."""
 
     def __init__(self, forward: Forward, rows: int, sampling: Sampling):
         device, S = forward.weights.device, forward.cache.max_length
         self.forward, self.last = forward, S - 1
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # positions of `tokens`
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # cache positions of `tokens`
         self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # number of new tokens so far
         self.history = torch.zeros(S, rows, dtype=torch.int64, device=device)
         self.sampler = Sampler(sampling, rows, S, forward.config.vocab_size, device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.counted: Counter[str] = Counter()  # operations of one step
+        self.counted: Counter[str] = Counter()  # number of matrix products of each kind in one step
 
     def take(self, logits_BV: torch.Tensor) -> None:
-        """Draw and store the next token of each row and advance the positions. -1: the logits were not finite."""
+        """Draw and store the next token for each row and advance the positions.
+
+        Stores -1 for a row whose logits are not finite.
+        """
         do = self.forward.operations
         if self.sampler.likeliest and do is not reference:
             state = self.history, self.tokens, self.positions, self.steps
@@ -91,7 +98,7 @@ class Step:
             self._step()
 
     def capture(self) -> None:
-        """Capture a step as a CUDA graph. The next prefill overwrites the state that the capture changes."""
+        """Capture the step as a CUDA graph. Call `Engine.prefill` afterwards, because capturing changes the state."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         before = self.forward.ran.copy()
@@ -111,9 +118,11 @@ class Step:
 
 
 class Generation:
-    """Iterator over the new tokens of a batch. Yields a list per step: one token per row, None for finished rows.
+    """Iterable over the new tokens of a batch.
 
-    timing: updated during the iteration. full: the rows that ended because the cache or the positions were full.
+    Each step yields a list with one token per row, or None for a finished row.
+
+    timing: updated during the iteration. full: set of rows that reached the context length.
     """
 
     def __init__(
@@ -132,7 +141,7 @@ class Generation:
         self._stopped: set[int] = set()
 
     def stop(self, row: int) -> None:
-        """End this row."""
+        """Stop generating tokens for this row."""
         self._stopped.add(row)
         self.full.discard(row)
 
@@ -143,9 +152,11 @@ class Generation:
         return all(self._done(row, index) for row in range(len(self.rows)))
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield the tokens of each step.
+        """Yield the new tokens of each step.
 
-        Raises EngineError if the logits are not finite. Read one generation at a time, because all use one cache.
+        All generations share one KV cache, so finish one before you start the next.
+
+        Raises EngineError if the logits are not finite.
         """
         self.timing = Timing()
         self.step = self.engine.step(len(self.rows), self.sampling)
@@ -167,17 +178,19 @@ class Generation:
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
             instead = (
-                "--precision bf16, or another checkpoint" if self.engine.weights.fp8 else "another checkpoint"
+                "Try --precision bf16, or another checkpoint."
+                if self.engine.weights.fp8
+                else "Try another checkpoint."
             )
             raise EngineError(
-                f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
-                f"the model diverged; try {instead}",
+                f"the logits for row {out.index(-1)} are not finite at new token {index}. The weights are damaged, or "
+                f"the model diverged. {instead}",
                 code="not_finite",
             )
         return out
 
     def _steps(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (index, tokens of all rows) for the steps after the first. The device runs AHEAD steps ahead."""
+        """Yield (step index, tokens of all rows) for each step after the prefill. A GPU runs several steps ahead."""
         cuda = self.step.history.is_cuda
         pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         launched, end = 1, max(self.left)
@@ -211,12 +224,16 @@ class Generation:
 
 
 class Engine:
-    """A loaded model for up to `batch_size` rows of up to `max_length` tokens each (prompt plus new tokens)."""
+    """Loaded model with a KV cache for up to `batch_size` rows.
+
+    Each row has up to `max_length` tokens, including the new tokens.
+    """
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
-        """Allocate the cache.
+        """Allocate the KV cache.
 
-        Raises EngineError if `max_length` exceeds the model's positions, and torch.OutOfMemoryError.
+        Raises EngineError if `max_length` exceeds max_position_embeddings. Raises torch.OutOfMemoryError if the cache
+        does not fit in memory.
         """
         self.config, self.weights = weights.config, weights
         self.batch_size, self.max_length = batch_size, max_length
@@ -233,11 +250,11 @@ class Engine:
 
     @classmethod
     def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
-        """Load the model of a Hugging Face folder. precision: "fp8", "bf16" or "fp32".
+        """Load a model from a Hugging Face folder. precision: "fp8", "bf16" or "fp32".
 
         Raises:
-            ValueError: the folder has no Mistral model, or its weights are missing or damaged.
-            EngineError: see the constructor.
+            ValueError: the folder has no Mistral or Llama model, or weights are missing or damaged.
+            EngineError: `max_length` exceeds max_position_embeddings.
             PrecisionError: the GPU does not support FP8.
         """
         if precision == "fp8":
@@ -257,28 +274,31 @@ class Engine:
     def generate(
         self, rows: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_new_tokens: int
     ) -> Generation:
-        """Continue each row of token ids, with one seed per row. Computes nothing until the result is iterated.
+        """Return the continuations of the prompts `rows` as an iterable that computes each step on demand.
 
-        Raises EngineError if there are no rows or more than `batch_size`, or if a row is empty or fills `max_length`.
+        rows: token ids of each prompt. seeds: one seed per row.
+
+        Raises EngineError if there are no rows or more than `batch_size` rows, or if a row is empty or leaves no room
+        for a new token.
         """
         if not 0 < len(rows) <= self.batch_size:
             raise EngineError(
-                f"got {len(rows)} rows; pass 1 to {self.batch_size} (batch_size)",
+                f"the batch has {len(rows)} rows; the engine was loaded for 1 to {self.batch_size} rows (batch_size)",
                 code="row_count",
                 key="batch_size",
             )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
-                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1}. max_length is "
-                    f"{self.max_length}, including the new tokens.",
+                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1}. The max_length of "
+                    f"{self.max_length} includes the new tokens.",
                     code="row_length",
                     key=f"row {index}",
                 )
         return Generation(self, rows, sampling, seeds, max_new_tokens)
 
     def step(self, rows: int, sampling: Sampling) -> Step:
-        """Return the step for this number of rows. Captures its CUDA graph on first use."""
+        """Return the decoding step for this number of rows. On a GPU, the first call captures a CUDA graph."""
         key = (rows, sampling)
         if key not in self._steps:
             step = self._steps[key] = Step(self.forward, rows, sampling)
@@ -289,7 +309,7 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, step: Step, rows: Sequence[Sequence[int]]) -> None:
-        """Write the prompts into the cache and draw the first new token of each row."""
+        """Write the prompts into the KV cache and draw the first new token for each row."""
         longest = max(map(len, rows))
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         for row, tokens in enumerate(rows):
@@ -307,15 +327,15 @@ class Engine:
         step.positions.copy_(last + 1)
 
     def report(self) -> list[str]:
-        """Return the lines for the log: which operations ran, and how many matrix products of each kind."""
+        """Return lines for the log: kernels, device, memory use, and number of matrix products of each kind."""
         kinds = {
-            "fp8 weights": "matrix products read FP8 weights, with bf16 activations",
-            "fp8 gemm": "matrix products multiplied FP8 by FP8",
+            "fp8 weights": "matrix products used FP8 weights and bf16 activations",
+            "fp8 gemm": "matrix products used FP8 weights and FP8 activations",
         }
         how = "plain torch" if self.forward.operations is reference else "Triton kernels"
         lines = [
-            f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
+            f"{count} {kinds.get(kind, f'matrix products used {kind}')}"
             for kind, count in self.forward.ran.items()
         ]
         weights, cache = (f"{n / 2**30:.3g} GiB" for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
-        return [f"{how} on {self.device}; weights {weights}, cache {cache}", *lines]
+        return [f"{how} on {self.device}; weights {weights}, KV cache {cache}", *lines]

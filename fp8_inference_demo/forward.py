@@ -1,7 +1,6 @@
-"""The forward pass of the engine: whole prompts (prefill) or one token per row (decode), with a fixed-size KV cache.
+"""Forward pass with a fixed-size KV cache, for whole prompts (prefill) or for one token per row (decode).
 
-`choose_operations` decides once which operations run: Triton kernels on a GPU, plain torch elsewhere. `Forward.ran`
-counts the matrix products by their operands.
+The operations are Triton kernels on a Hopper or later GPU, and plain torch elsewhere.
 Shapes: B rows (samples), T tokens, S cache, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
@@ -19,15 +18,15 @@ from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import Layer, Matrix, Weights
 from model.config import head_dim, rope_frequencies
 
-# Up to this many rows, activations keep bf16's precision. This costs almost nothing, because reading the weights
-# dominates the time. With more rows, both operands of a matrix product are rounded to FP8.
+# Up to this number of rows, activations keep the precision of bf16. This costs almost no time, because reading the
+# weights takes longer than the computation. With more rows, weights and activations are FP8.
 FEW_ROWS = 16
-# Number of prompt tokens per prefill; it bounds the memory of the activations.
+# Maximum number of prompt tokens per prefill. This limits the memory for activations.
 PREFILL_TOKENS = 32768
 
 
 class Cache:
-    """Keys and values of B rows, [layers, B, K, S, D]. Keys are stored after the rotation."""
+    """KV cache for B rows. `keys` and `values` are [layers, B, K, S, D]. Keys are stored with RoPE applied."""
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
         c = weights.config
@@ -41,7 +40,10 @@ class Cache:
 
 
 def choose_operations(weights: Weights) -> ModuleType:
-    """Return the Triton kernels if the weights are on a Hopper or later GPU in a supported dtype, else plain torch."""
+    """Return the module with the operations for the forward pass.
+
+    It is `kernels` for bf16 or FP8 on a Hopper or later GPU, and `reference` otherwise.
+    """
     if weights.device.type != "cuda" or weights.dtype == torch.float32:
         return reference
     if torch.cuda.get_device_capability(weights.device) < (9, 0):
@@ -52,9 +54,10 @@ def choose_operations(weights: Weights) -> ModuleType:
 
 
 class Forward:
-    """The model with `prefill` and `decode`. Neither waits for the device.
+    """Forward pass of a model with its KV cache. `prefill` and `decode` do not synchronize with the GPU.
 
-    ran: counts of matrix products by kind: "fp8 weights" (few rows), "fp8 gemm" (many rows) or the dtype.
+    ran: number of matrix products of each kind. The kinds are "fp8 weights" (bf16 activations, for few rows),
+    "fp8 gemm" (FP8 activations, for many rows), and the dtype of an unquantized weight.
     """
 
     def __init__(self, weights: Weights, cache: Cache):
@@ -72,14 +75,14 @@ class Forward:
             eps=config.rms_norm_eps,
             arrived=torch.zeros(B, K, dtype=torch.int32, device=weights.device),
         )
-        # per layer, kernels store the largest magnitude of each row that attention and SwiGLU write
+        # per layer, the largest magnitude in each row of the outputs of attention and SwiGLU, written by the kernels
         self.largest = torch.zeros(layers, 2, B, dtype=torch.int32, device=weights.device)
         self.ran: Counter[str] = Counter()
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-        """Add one token per row to the cache at its position and return the logits [B, V].
+        """Process one token per row, write its key and value into the KV cache, and return the logits [B, V].
 
-        tokens_B, positions_B: int64 [B] on the device, below V and S.
+        tokens_B: token ids. positions_B: positions of the tokens in the cache. Both are int64 [B] on the device.
         """
         x_BH, B, delta = F.embedding(tokens_B, self.weights.embedding), len(tokens_B), None
         do, context, few = self.operations, self.context, len(tokens_B) <= FEW_ROWS
@@ -103,10 +106,11 @@ class Forward:
         return do.head(self.weights, context.eps, x_BH, delta)
 
     def prefill(self, ids_BT: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-        """Fill the cache of rows first_row to first_row + B. Return the hidden states [B, T, H] before the last norm.
+        """Process B prompts and write their keys and values into the KV cache, starting at row `first_row`.
 
-        ids_BT: int64 [B, T]. Shorter prompts are padded at their ends. Cache entries of the padding are overwritten one
-        by one before any token attends to them.
+        ids_BT: token ids, int64 [B, T]. Shorter prompts are padded at the end. The padding also fills cache positions,
+        but decoding overwrites each position before a token attends to it.
+        Returns the hidden states [B, T, H] before the last norm.
         """
         (B, T), do, context = ids_BT.shape, self.operations, self.context
         x_MH, few = F.embedding(ids_BT.flatten(), self.weights.embedding), B * T <= FEW_ROWS
@@ -122,13 +126,17 @@ class Forward:
         return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits, float32 [M, V], of hidden states [M, H]."""
+        """Apply the last norm and the head to hidden states [M, H]. Return the logits, float32 [M, V]."""
         return self.operations.head(self.weights, self.context.eps, x, None).float()
 
     def _start_layer(
         self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention. Return x + delta and the fused projection [q; k; v]."""
+        """Run the part of a layer before attention.
+
+        x_MH, delta: hidden states and the output of the previous layer that is not added yet, or None.
+        Returns x_MH + delta and the fused projection [q; k; v].
+        """
         x_MH, rows = self.operations.add_norm_rows(
             x_MH, delta, layer.input_norm, self.context.eps, _digits(layer.qkv, few)
         )
@@ -138,7 +146,11 @@ class Forward:
     def _finish_layer(
         self, x_MH: torch.Tensor, attended: Any, layer: Layer, few: bool, largest: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer after its attention, whose output is `attended`. Return the hidden states and their delta."""
+        """Run the part of a layer after attention.
+
+        attended: output of attention. few: whether there are at most FEW_ROWS rows. largest: buffer for the kernels.
+        Returns the hidden states and the output of the MLP, which the next operation adds to them.
+        """
         do = self.operations
         for matrix in (layer.o, layer.gate_up, layer.down):
             self._count_operation(matrix, few)
@@ -155,7 +167,10 @@ class Forward:
 
 
 def _digits(weight: Matrix, few: bool) -> int:
-    """Return the `digits` of reference.rows for the rows that are multiplied by `weight`."""
+    """Return the argument `digits` of `reference.rows` for activations that are multiplied by `weight`.
+
+    few: whether there are at most FEW_ROWS rows of activations.
+    """
     if not weight.fp8:
         return 0
     return 2 if few else 1

@@ -1,6 +1,7 @@
-"""The operations of the forward pass in plain torch, used on a CPU and in float32. The kernels are tested against them.
+"""Operations of the forward pass in plain torch. The Triton kernels are tested against these operations.
 
-No operation waits for the device or has a shape that depends on a value, so a CUDA graph can capture all of them.
+The engine uses them on a CPU, on older GPUs and in float32. A CUDA graph can capture all operations, because none of
+them synchronizes or has a shape that depends on a value.
 Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, D head dimension, S cache, M = B T.
 """
 
@@ -14,18 +15,20 @@ import torch.nn.functional as F
 from fp8_inference_demo.weights import FP8, FP8_MAX, Matrix, Weights
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-"""Operand of a matrix product: values, and for FP8 codes one scale per row."""
+"""Activations for a matrix product: values [M, C], and for FP8 a float32 scale per row, [M, 1]."""
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Settings and buffers that all layers of a model share.
+    """Settings and buffers shared by all layers of a model.
 
-    turns: cosines and sines of the rotary positions, float32 [S, D / 2].
+    B rows, S context length, K key/value heads, D head dimension.
+
+    turns: cosines and sines for RoPE, each float32 [S, D / 2].
     heads: number of query heads.
-    window: number of tokens that attention sees; None: all.
-    eps: epsilon of the norms.
-    arrived: int32 zeros [B, K]; kernels count the finished splits of an attention there.
+    window: size of the sliding window in tokens, or None for full attention.
+    eps: epsilon of RMSNorm.
+    arrived: int32 zeros [B, K]. The attention kernel uses this buffer to count its finished splits.
     """
 
     turns: tuple[torch.Tensor, torch.Tensor]
@@ -36,13 +39,13 @@ class LayerContext:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm of [..., H] in float32, rounded once (arXiv:1910.07467)."""
+    """Compute RMSNorm (arXiv:1910.07467) over the last dimension in float32 and round the result to the dtype of x."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(gate) * up of [..., 2 I], gate first."""
+    """Compute silu(gate) * up. The last dimension of `gate_up` is the gate followed by up."""
     gate, up = gate_up.float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -50,9 +53,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def rotate(
     x_BTND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Apply rotary positions (arXiv:2104.09864) to the two halves of D, as Hugging Face does.
+    """Apply RoPE (arXiv:2104.09864). As in Hugging Face models, it rotates the two halves of the head dimension D.
 
-    cosines, sines: float32 [S, D / 2].
+    x_BTND: queries or keys [B, T, N, D]. cosines, sines: float32 [S, D / 2]. positions_BT: positions of the tokens.
     """
     cos, sin = cosines[positions_BT][:, :, None], sines[positions_BT][:, :, None]
     first, second = x_BTND.float().chunk(2, -1)
@@ -60,10 +63,11 @@ def rotate(
 
 
 def rows(x: torch.Tensor, digits: int) -> Rows:
-    """Convert [M, C] to an operand of `gemm`.
+    """Convert activations x [M, C] to the first operand of `gemm`.
 
-    digits: 0 leaves x unchanged. 1 returns FP8 codes and a float32 scale per row, [M, 1]. 2 keeps bf16's precision for
-    FP8 weights: the kernels write the rounding error as a second FP8 digit; here, x is returned unchanged.
+    digits: 0 returns x unchanged. 1 returns FP8 codes and a float32 scale per row, [M, 1]. 2 keeps the precision of
+        bf16 for a product with FP8 weights. The kernels then return the rounding error as a second FP8 code. This
+        reference implementation returns x unchanged.
     """
     if digits != 1:
         return x, None
@@ -73,20 +77,23 @@ def rows(x: torch.Tensor, digits: int) -> Rows:
 
 
 def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return x [M, C] + delta."""
+    """Return x + delta, both [M, C]."""
     return x + delta
 
 
 def add_norm_rows(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, digits: int
 ) -> tuple[torch.Tensor, Rows]:
-    """Return x + delta, and `rows` of its RMSNorm."""
+    """Return x + delta, and the RMSNorm of x + delta as an operand of `gemm`. digits: see `rows`."""
     x = x if delta is None else add(x, delta)
     return x, rows(norm(x, weight, eps), digits)
 
 
 def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
-    """Multiply rows [M, C] by the transposed weight. FP8 products are summed in float32 and rounded to bf16."""
+    """Multiply activations [M, C] by the transposed weight [R, C]. Return [M, R].
+
+    Products of two FP8 operands are summed in float32 and rounded to bf16.
+    """
     x, scale = rows
     if weight.scale is None or scale is None:
         return F.linear(x, weight.dequantize(x.dtype))
@@ -99,7 +106,10 @@ def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
 
 
 def swiglu_gemm(rows_: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None = None) -> Rows:
-    """Multiply by the weight [2 I, C], apply SwiGLU, and return the `rows` of the result."""
+    """Multiply activations [M, C] by the transposed gate and up weight [2 I, C] and apply SwiGLU.
+
+    Returns [M, I] as an operand of `gemm`. digits: see `rows`. largest: used only by the kernels.
+    """
     return rows(swiglu(gemm(rows_, weight)), digits)
 
 
@@ -111,9 +121,9 @@ def rotate_into_cache(
     values: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Split and rotate the fused projection, whose rows are [q; k; v].
+    """Split the fused projection into q, k and v, and apply RoPE to q and k.
 
-    Writes k (rotated) and v into the cache [B, K, S, D] at their positions and returns q (rotated), [B, T, N, D].
+    Writes k and v into the cache `keys` and `values`, each [B, K, S, D], at `positions_BT`. Returns q, [B, T, N, D].
     """
     K, D = keys.shape[1], keys.shape[3]
     q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)
@@ -135,9 +145,10 @@ def attend_cache(
     arrived: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
 ) -> Rows:
-    """Run `rotate_into_cache` for one token per row and attend to the cache up to it. Return `rows` of [B, N D].
+    """Run `rotate_into_cache` and causal attention to the cache for one new token per row.
 
-    arrived, largest: buffers that only the kernels use.
+    Returns the attention output [B, N D] as an operand of `gemm`.
+    digits: see `rows`. arrived, largest: used only by the kernels.
     """
     q = rotate_into_cache(qkv_BR, turns, positions_B[:, None], keys, values, num_heads)
     at = torch.arange(keys.shape[2], device=q.device)
@@ -154,9 +165,10 @@ def attend_cache(
 def attend_prompt(
     q_BTND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None, block: int = 1024
 ) -> torch.Tensor:
-    """Compute causal attention of whole prompts, [B, T, N, D].
+    """Compute causal attention for whole prompts. Return [B, T, N, D].
 
-    If the prompts are longer than the window, queries are processed in blocks to keep the mask small.
+    window: size of the sliding window in tokens, or None. If the prompts are longer than the window, the queries are
+    processed in blocks of `block` tokens to limit the memory for the attention mask.
     """
     q_BNTD, T = q_BTND.transpose(1, 2), q_BTND.shape[1]
     if not window or T <= window:
@@ -180,6 +192,6 @@ def attend_prompt(
 
 
 def head(weights: Weights, eps: float, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    """Apply the last norm to x + delta, x [M, H], and the head. Return the logits [M, V]."""
+    """Apply the last norm and the head to x + delta, both [M, H]. Return the logits [M, V]."""
     _, (normed, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
     return F.linear(normed, weights.head.values)

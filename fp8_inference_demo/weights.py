@@ -1,4 +1,4 @@
-"""The weights in the layout of the engine: fused q, k and v, fused gate and up, and FP8 codes with scales.
+"""Model weights in the layout of the inference engine: fused q, k and v, fused gate and up, and FP8 codes with scales.
 
 Shapes: R rows (output features), C columns (input features), G groups of columns that share a scale.
 """
@@ -23,7 +23,11 @@ FP8_MAX = 448.0
 
 @dataclass
 class Matrix:
-    """A weight [R, C]: float8_e4m3fn codes with a float32 scale [R, G], or bf16 or float32 values and no scale."""
+    """Weight matrix with R output and C input features.
+
+    values: [R, C], float8_e4m3fn, bf16 or float32.
+    scale: for FP8, float32 [R, G] with one scale for each of G groups of columns. None for bf16 and float32.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -41,7 +45,7 @@ class Matrix:
         return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return codes times scales as [R, C] in `dtype`, rounded once."""
+        """Return the values times their scales in `dtype`. The product is computed in float32."""
         if self.scale is None:
             return self.values.to(dtype)
         groups = self.values.float().unflatten(1, (self.scale.shape[1], -1))
@@ -49,7 +53,7 @@ class Matrix:
 
 
 def stack(parts: list[Matrix]) -> Matrix:
-    """Concatenate the rows of the matrices."""
+    """Concatenate matrices with the same number of columns along their rows."""
     if len(parts) == 1:
         return parts[0]
     scales = [part.scale for part in parts if part.scale is not None]
@@ -63,7 +67,10 @@ def stack(parts: list[Matrix]) -> Matrix:
 
 @dataclass
 class Layer:
-    """Weights of a decoder layer. H hidden, N query heads, K key/value heads, D head dimension, I intermediate."""
+    """Weights of one decoder layer.
+
+    H hidden size, N query heads, K key/value heads, D head dimension, I intermediate size.
+    """
 
     input_norm: torch.Tensor  # [H]
     qkv: Matrix  # [(N + 2 K) D, H]
@@ -75,7 +82,10 @@ class Layer:
 
 @dataclass
 class Weights:
-    """All weights of a model. embedding and head may be the same tensor."""
+    """All weights of a model. V vocabulary, H hidden size.
+
+    `embedding` and `head.values` are the same tensor if the model ties them.
+    """
 
     config: MistralConfig
     embedding: torch.Tensor  # [V, H]
@@ -89,11 +99,11 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations."""
+        """dtype of the activations."""
         return self.embedding.dtype
 
     def matrices(self) -> Iterator[Matrix]:
-        """Return the matrices of all layers."""
+        """Yield the weight matrices of all layers."""
         for layer in self.layers:
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
@@ -117,12 +127,14 @@ def pack(
     precision: str,
     device: torch.device | None = None,
 ) -> Weights:
-    """Convert weights with Hugging Face's names to the engine's layout, on `device` or on their own device.
+    """Convert a Hugging Face state dict to the layout of the inference engine.
 
-    Removes each tensor from `tensors`, so that memory holds it only once. If some weights are stored in FP8, the others
-    are not quantized; a fused matrix of both kinds becomes bf16.
+    tensors: weights by Hugging Face name. Each tensor is removed after its conversion to save memory.
+    precision: "fp8", "bf16" or "fp32". With "fp8", weights are quantized unless some of them are already stored in FP8.
+        In that case, the other weights stay in bf16. A fused matrix with both kinds becomes bf16.
+    device: device of the result. None keeps each tensor on its device.
 
-    Raises ValueError if the sizes do not allow FP8 matrix products.
+    Raises InferenceError if the size of a matrix is not supported by FP8 matrix products.
     """
     dtype = DTYPES[precision]
     stored = any(isinstance(tensor, Quantized) for tensor in tensors.values())
@@ -148,8 +160,8 @@ def pack(
         multiple = FP8_FEATURE_MULTIPLE if tensor.by_row else BLOCK
         if rows % FP8_FEATURE_MULTIPLE or columns % multiple:
             raise InferenceError(
-                f"{name} has {rows} rows and {columns} columns; FP8 needs multiples of {FP8_FEATURE_MULTIPLE} and "
-                f"{multiple}. Use --precision bf16",
+                f"{name} has {rows} rows and {columns} columns. FP8 requires a multiple of {FP8_FEATURE_MULTIPLE} rows "
+                f"and a multiple of {multiple} columns. Use --precision bf16.",
                 code="fp8_dimensions",
                 key=name,
             )

@@ -1,13 +1,16 @@
-"""Triton kernels of the engine for Hopper GPUs. The same operations in torch are in fp8_inference_demo/reference.py.
+"""Triton inference kernels for Hopper GPUs. fp8_inference_demo/reference.py has the same operations in torch.
 
-one_row.py: decoding of one row. Reading the weights dominates the time; they are widened after loading.
-rows.py, gemm.py: several rows, multiplied FP8 by FP8 on the tensor cores. Each row is written as FP8 codes and a scale.
-With few rows, a second code with 16 times the rounding error of the first keeps bf16's precision.
-attention.py: attention of one token per row to the cache. sampling.py: the end of a greedy step.
+- one_row.py decodes a single row. The time to read the weights dominates. Most weights are converted to float32 after
+  loading.
+- rows.py and gemm.py process several rows with FP8 tensor cores. Each row of activations is stored as FP8 codes and a
+  scale. With few rows, a second FP8 code stores 16 times the rounding error of the first code. This keeps the precision
+  of bf16.
+- attention.py attends to the KV cache for one token per row.
+- sampling.py finishes a greedy decoding step.
 
-Each kernel is launched while the previous one ends (programmatic dependent launch). It first loads the data that no
-kernel of this step writes (its weights, the positions, and the older keys and values). Then it waits for the previous
-kernel before it reads anything else.
+Each kernel starts before the previous kernel has finished (programmatic dependent launch). It first loads data that no
+kernel writes in this step: weights, positions, and older keys and values. Then it waits for the previous kernel before
+it reads anything else.
 """
 
 from fp8_inference_demo.kernels.attention import attend_cache

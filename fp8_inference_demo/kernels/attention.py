@@ -1,7 +1,11 @@
-"""Attention of one token per row to the cache, split over programs (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding). The last program of a row to finish combines the splits. A single row with a
-short cache is not split. The kernel also rotates the token's projection and writes it into the cache, which saves a
-launch."""
+"""Attention to the KV cache for one token per row.
+
+As in Flash-Decoding (https://pytorch.org/blog/flash-decoding), several programs share the cache of a row. The last
+program to finish combines their results. For a single row with a short cache, one program per query head is enough.
+
+The kernels also apply RoPE to the query and key of the token and write its key and value into the cache. This saves a
+launch.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,13 @@ from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bi
 from fp8_inference_demo.reference import Rows
 
 ATTEND_BLOCK = 64
-# Number of key elements, and of value elements, that one program holds in registers.
+# Maximum number of key elements that one program keeps in registers. The same limit applies to values.
 ATTEND_HELD = 32768
 
 
 @triton.jit
 def _fold(query, key, value, there, factor, peak, total, mean):
-    """Update the running softmax with the keys and values of one more block."""
+    """Update the running softmax (maximum, sum and weighted mean) with one more block of keys and values."""
     scores = tl.dot(query, tl.trans(key)) * factor
     scores = tl.where(there[None, :], scores, float("-inf"))
     new = tl.maximum(peak, tl.max(scores, 1))
@@ -60,12 +64,16 @@ def _attend(
     LARGEST: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Process the query heads of one row that share a key/value head, over one split of the visible cache.
+    """Compute attention over one split of the visible cache, for all query heads of a row that share a key/value head.
 
-    qkv: [SUMS, M, (HEADS + 2 KV_HEADS) D], which the kernel sums over SUMS and rotates.
-    partial: float32 [M, KV_HEADS, SPLITS, PER, D]; sums: float32 [M, KV_HEADS, SPLITS, 2, PER] (largest score, sum of
-    exponentials); arrived: int32 zeros [M, KV_HEADS], the number of finished splits.
-    WIDE, ALL_...: D and other sizes, rounded up to a power of two."""
+    M rows, D head dimension, PER query heads per key/value head.
+
+    qkv: fused projection as SUMS partial sums, [SUMS, M, (HEADS + 2 KV_HEADS) D], before RoPE.
+    partial: weighted mean of the values for each split, float32 [M, KV_HEADS, SPLITS, PER, D].
+    sums: largest score and sum of exponentials for each split, float32 [M, KV_HEADS, SPLITS, 2, PER].
+    arrived: number of finished splits, int32 zeros [M, KV_HEADS].
+    WIDE, ALL_SPLITS, ALL_PER: D, SPLITS and PER, each rounded up to a power of two.
+    """
     PER: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
@@ -73,7 +81,7 @@ def _attend(
     g, d, block = tl.arange(0, QUERIES), tl.arange(0, WIDE), tl.arange(0, BLOCK)
     if GPU:
         gdc_launch_dependents()
-    # Before the projection ends, load everything it does not change: all but the token's own key and value.
+    # Before the projection has finished, load all data that it does not write: positions and older keys and values.
     position = tl.load(positions + row).to(tl.int32)
     end = position + 1
     begin = 0
@@ -82,7 +90,7 @@ def _attend(
     share = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK) * BLOCK
     low = begin + split * share
     high = tl.minimum(low + share, end)
-    used = tl.cdiv(end - begin, share)  # splits that are not empty
+    used = tl.cdiv(end - begin, share)  # number of splits that are not empty
     real = d < D
     turn = position * HALF + d % HALF
     cos = tl.load(cosines + turn, mask=real, other=1.0)
@@ -145,7 +153,7 @@ def _attend(
             tl.store(piece, mean, mask=mask)
             tl.store(sums + (at + split) * 2 * PER + g, peak, mask=g < PER)
             tl.store(sums + ((at + split) * 2 + 1) * PER + g, total, mask=g < PER)
-            tl.debug_barrier()  # write everything before this program is counted as finished
+            tl.debug_barrier()  # write all results before this program increments the counter
             before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
             if before == used - 1:
                 tl.store(arrived + row * KV_HEADS + kv_head, 0)
@@ -192,9 +200,9 @@ def _attend_short(
     LENGTH: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Process one query head of a single row over the visible cache, which is read before the projection ends.
+    """Compute attention for one query head of a single row. Read the cache before the projection has finished.
 
-    LENGTH, WIDE: S and D, rounded up to a power of two.
+    LENGTH, WIDE: cache length S and head dimension D, each rounded up to a power of two.
     """
     PER: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
@@ -253,16 +261,17 @@ def attend_cache(
     arrived: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> Rows | Late:
-    """See reference.attend_cache.
+    """Triton version of `reference.attend_cache` for M rows and K key/value heads.
 
-    arrived: int32 zeros [at least M, K], zero again at the end. largest: int32 zeros [M], or None without digits.
+    arrived: int32 zeros with at least M rows and K columns. The kernel resets it to zero.
+    largest: buffer for the largest magnitude in each row of the output, int32 zeros [M]. May be None if digits is 0.
     """
     M, (K, S, D) = len(positions), keys.shape[1:]
     N = num_heads
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
     splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
     out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
-    factor = D**-0.5 * 1.4426950408889634  # times log2(e), because the kernels use exp2
+    factor = D**-0.5 * 1.4426950408889634  # the factor log2(e) is needed because the kernels use exp2
     length = triton.next_power_of_2(S)
     if M == len(qkv) == 1 and not digits and length * wide <= ATTEND_HELD:
         _attend_short[(N,)](

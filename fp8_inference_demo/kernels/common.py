@@ -1,4 +1,4 @@
-"""Shared parts of the kernels."""
+"""Constants, types and device functions shared by the inference kernels."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
-# Number of programs that keeps all multiprocessors of the largest Hopper GPU busy.
+# Number of Triton programs that keeps all multiprocessors of the largest Hopper GPU busy.
 PROGRAMS = 264
 
 Sums: TypeAlias = torch.Tensor
-"""Result of `gemm`, [sums, M, R]. The consumer adds up the sums."""
+"""Partial sums returned by `gemm`, [sums, M, R] for M rows and R output features. The next kernel adds them up."""
 
 
 @dataclass(frozen=True)
 class Late:
-    """Rows that the next matrix product quantizes to FP8 while it reads them.
+    """Activations that the next matrix product quantizes to FP8 while it reads them.
 
-    The kernel that writes a row writes it in pieces, so no program knows the scale of the whole row.
-    values: bf16 [M, C]. largest: int32 [M], the bits of each row's largest magnitude as a float32. digits: see
-    reference.rows.
+    Several Triton programs write parts of the same row, so none of them knows the scale for the whole row.
+
+    values: bf16 [M, C]. largest: int32 [M], the bits of the largest magnitude in each row as a float32. digits: see
+    `reference.rows`.
     """
 
     values: torch.Tensor
@@ -32,7 +33,7 @@ class Late:
 
 @triton.jit
 def prefetch(places):
-    """Prefetch the cache lines of these pointers into L2."""
+    """Prefetch the cache lines at these pointers into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -40,16 +41,22 @@ def prefetch(places):
 
 @triton.jit
 def magnitude_bits(x):
-    """Return int32 numbers with the order of the magnitudes of float32 x. NaN is the largest (tl.max drops NaN)."""
+    """Return the bits of abs(x) as int32, for float32 x. They sort like the magnitudes, with NaN last.
+
+    tl.max drops NaN in a float32 tensor, but not in this result.
+    """
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def two_digits(wide, dtype: tl.constexpr):
-    """Return float32 `wide`, within FP8's range, as FP8, and 16 times the rounding error as FP8.
+    """Return `wide` rounded to FP8, and 16 times the rounding error as FP8.
 
-    A NaN is in at least one of them. Rounds to the four bits of e4m3 with integer operations: if a kernel packs and
-    unpacks FP8, the ptxas of CUDA 12.8 (Triton 3.6.0) unpacks half of the values from a wrong register."""
+    wide: float32 values within the range of FP8. If a value is NaN, at least one of the two results is NaN.
+
+    Rounds to the four significant bits of e4m3 with integer operations. If a kernel converts to FP8 and back, the ptxas
+    in CUDA 12.8 (Triton 3.6.0) reads half of the values from a wrong register.
+    """
     bits = wide.to(tl.int32, bitcast=True)
     head = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return head.to(dtype), ((wide - head) * 16.0).to(dtype)

@@ -1,6 +1,8 @@
-"""Matrix products of several rows: M rows of activations times a weight of R rows and C columns in G scaling groups.
+"""Matrix products for several rows: activations [M, C] times a weight [R, C] with G scales per row.
 
-With few rows, the columns are split too, or most of the GPU would be idle. The consumer adds up the sums."""
+With few rows, the columns are also split over several programs, because most of the GPU would be idle otherwise. The
+next kernel adds up the partial sums.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from fp8_inference_demo.kernels.rows import swiglu_rows
 from fp8_inference_demo.reference import Rows
 from fp8_inference_demo.weights import FP8_MAX, Matrix
 
-# With more rows, cuBLAS multiplies.
+# Largest number of rows for which these kernels are used. With more rows, cuBLAS is faster.
 CUBLAS_ROWS = 128
 
-# Hopper's tensor cores accumulate FP8 products with about 14 bits. A sum over more columns than this would lose more
-# than the second digit adds: on an H200, an error of 1.4 % in the logits for a layer of hare_2.0b with 8192 columns.
+# Maximum number of columns that tensor cores accumulate when the activations have two FP8 codes. Hopper's tensor cores
+# accumulate FP8 products with about 14 bits. A longer sum loses more precision than the second code adds. On an H200, a
+# layer of hare_2.0b with 8192 columns caused an error of 1.4 % in the logits.
 COLUMNS_ADDED = 2048
 
 
@@ -50,16 +53,19 @@ def _multiply_many(
     BLOCK_C: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Multiply BLOCK_R rows of the weight by BLOCK_M rows of x: one sum over STEPS blocks of columns.
+    """Multiply BLOCK_M rows of x by BLOCK_R rows of the weight. Compute one partial sum over STEPS blocks of columns.
 
-    Both operands are FP8, with a scale per row of x and per row of the weight (G 1) or per C / G columns of the weight.
-    With G 0, both are bf16.
-    LATE: x is bf16, and x_scale holds the bits of each row's largest magnitude.
-    SWIGLU: the weight has R rows of gate and R of up, and `out` is silu(gate) * up.
-    LARGEST: write the bits of the largest magnitude of each row of `out` to `largest`. The next product quantizes with
-    it, independently of the precision of this one.
-    ADDED: number of columns that the tensor cores accumulate before the sum moves to float32; None: all.
-    The kernel is launched while the previous one ends, so it loads the weights first, which are ready."""
+    Both operands are FP8, or bf16 if G is 0. x has one scale per row. Each row of the weight has G scales.
+
+    DIGITS: number of FP8 codes per element of x.
+    LATE: x is bf16, and the kernel quantizes it. x_scale contains the bits of the largest magnitude in each row.
+    SWIGLU: the weight has R rows of gate and R rows of up, and `out` is silu(gate) * up.
+    LARGEST: write the bits of the largest magnitude in each row of `out` to `largest`. The next product uses them to
+        quantize `out`.
+    ADDED: number of columns that tensor cores accumulate before the sum is moved to float32. None means all columns.
+
+    The kernel starts before the previous kernel has finished, so it loads the weights first.
+    """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     low = tl.program_id(2) * (STEPS * BLOCK_C)
@@ -107,7 +113,7 @@ def _multiply_many(
                 second = ((wide - ours.to(tl.float32)) * 16.0).to(weight.dtype.element_ty)
         elif DIGITS == 2:
             second = tl.load(x + (M + safe_m)[None, :] * C + column[:, None])
-        if G > 1:  # each block is one group of columns
+        if G > 1:  # the columns of a block share a scale
             group = start // (C // G)
             by = tl.load(scale + safe_r * G + group)[:, None]
             total += tl.dot(theirs, ours) * by
@@ -150,7 +156,10 @@ def _multiply_many(
 
 @dataclass(frozen=True)
 class Tiling:
-    """Block sizes of a product. rows, columns: of the weight, per block. programs: target number of programs."""
+    """Block sizes and launch settings for a matrix product.
+
+    rows, columns: size of a block of the weight. programs: target for the number of Triton programs.
+    """
 
     rows: int
     columns: int
@@ -160,7 +169,7 @@ class Tiling:
 
 
 def _choose_tiling(M: int, C: int, fp8: bool, late: bool) -> Tiling:
-    """Return the fastest block sizes, measured on an H200 in whole steps of hare_1.1b at 16 and 64 rows."""
+    """Return the fastest block sizes for M rows and C columns, measured on an H200 with hare_1.1b at 16 and 64 rows."""
     if M <= 16:
         if late:
             return Tiling(128, 128, 8, 4, PROGRAMS)
@@ -169,18 +178,21 @@ def _choose_tiling(M: int, C: int, fp8: bool, late: bool) -> Tiling:
 
 
 def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
-    """Return the fastest block sizes for gate and up, whose columns are not split."""
+    """Return the fastest block sizes for the gate and up projection of M rows. SwiGLU needs complete sums."""
     if M <= 16:
         return Tiling(64, 128, 8, 4, PROGRAMS)
     if fp8:
         return Tiling(64, 256, 4, 3, PROGRAMS)
-    return Tiling(64, 128, 4, 4 if M <= 64 else 3, PROGRAMS)  # shared memory holds three stages of 128 rows
+    # shared memory fits three stages of 128 rows
+    return Tiling(64, 128, 4, 4 if M <= 64 else 3, PROGRAMS)
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
-    """See reference.gemm. Returns one or several sums, bf16 or float32 [sums, M, R].
+    """Triton version of `reference.gemm`. Return one or several partial sums, bf16 or float32 [sums, M, R].
 
-    Uses cuBLAS if there are enough rows to keep it busy, or if the blocks do not fit the columns."""
+    Uses cuBLAS for more than CUBLAS_ROWS rows, or if the number of columns is not a multiple of the block size.
+    cuBLAS does not support weights with several scales per row.
+    """
     M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
     tiling = _fit(M, C, weight, _choose_tiling(M, C, weight.fp8, isinstance(rows, Late)))
     if tiling is not None:
@@ -200,7 +212,7 @@ def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
 
 
 def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None) -> Rows | Late:
-    """See reference.swiglu_gemm. largest: int32 zeros [M], or None if there are many rows."""
+    """Triton version of `reference.swiglu_gemm`. largest: buffer, int32 zeros [M], or None for the prefill."""
     M, C = rows[0].shape[-2:]
     tiling = _fit(M, C, weight, _choose_swiglu_tiling(M, weight.fp8))
     if largest is None or tiling is None or M > CUBLAS_ROWS:
@@ -210,7 +222,7 @@ def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor |
 
 
 def _fit(M: int, C: int, weight: Matrix, tiling: Tiling) -> Tiling | None:
-    """Adapt `tiling` to this weight. Return None if cuBLAS should multiply."""
+    """Adapt the block sizes to the weight and to M rows. Return None if cuBLAS should compute the product."""
     G = 0 if weight.scale is None else weight.scale.shape[1]
     if G > 1:
         tiling = replace(tiling, columns=C // G, stages=3)
@@ -221,10 +233,10 @@ def _fit(M: int, C: int, weight: Matrix, tiling: Tiling) -> Tiling | None:
 def _launch(
     rows: Rows | Late, weight: Matrix, tiling: Tiling, largest: torch.Tensor | None, digits_of_out: int = 0
 ) -> Sums:
-    """Launch the kernel for `tiling`.
+    """Launch `_multiply_many` with these block sizes. Return the partial sums.
 
-    largest: the largest magnitudes of the rows after SwiGLU, written if the next product reads FP8 (digits_of_out > 0).
-    None: no SwiGLU.
+    largest: buffer for the largest magnitude in each row after SwiGLU, or None to compute the product without SwiGLU.
+    digits_of_out: number of FP8 codes per element that the next product reads. 0 does not write `largest`.
     """
     late, swiglu = isinstance(rows, Late), largest is not None
     if isinstance(rows, Late):

@@ -1,15 +1,17 @@
-"""Decode one row with five kernel launches per layer.
+"""Decode a single row with five kernel launches per layer.
 
-    multiply    norm, projection to q, k and v
-    attend      see attention.py
-    add         output projection + residual
-    swiglu      norm, gate and up projection, SwiGLU
-    add         down projection + residual
+    1. norm, projection to q, k and v
+    2. attention (attention.py)
+    3. output projection + residual
+    4. norm, gate and up projection, SwiGLU
+    5. down projection + residual
 
-Before the previous kernel ends, a program loads its part of the weight, the scales and the gains of the norm, and keeps
-them in registers if they fit. It then only waits for the row. FP8 weights of o, gate and up with a scale per row are
-multiplied on the tensor cores, with the row as two FP8 digits, because widening these weights would take as long as
-reading them. All other weights are widened.
+Before the previous kernel has finished, a program loads its part of the weight, the scales and the weights of the norm.
+It keeps them in registers if they fit. It then waits only for the row of activations.
+
+Most weights are converted to float32. For FP8 weights with a scale per row, this conversion would take as long as
+reading them. The output, gate and up projections therefore multiply such weights on FP8 tensor cores, with the
+activations as two FP8 codes.
 Shapes: R rows and C columns of a weight, G groups of columns that share a scale, S cache.
 """
 
@@ -28,7 +30,7 @@ from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import FP8_MAX, Layer, Matrix, Weights
 
 NORM, ADD, SWIGLU = (tl.constexpr(kind) for kind in range(3))
-# Rows of a program of _multiply_digits, and the number of parts of its columns.
+# Number of weight rows that one program of _multiply_digits processes, and number of parts of the columns.
 DIGIT_ROWS, DIGIT_PARTS = 16, 8
 
 
@@ -49,9 +51,11 @@ def _multiply(
     BLOCK_C: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Multiply x [C], normalized unless KIND is ADD, by BLOCK_R rows of the weight.
+    """Multiply a single row of activations x [C] by BLOCK_R rows of the weight.
 
-    SWIGLU: BLOCK_R rows of gate and BLOCK_R rows of up (R rows each). G 0: no scale; 1: one scale per row.
+    KIND: NORM applies RMSNorm to x first. ADD adds `residual` to the result. SWIGLU applies RMSNorm first, multiplies
+        by BLOCK_R of the R rows of gate and by the same rows of up, and applies SwiGLU.
+    G: number of scales per row of the weight. 0 means that the weight has no scales.
     """
     PAIRS: tl.constexpr = KIND == SWIGLU
     ONCE: tl.constexpr = C <= BLOCK_C
@@ -108,7 +112,7 @@ def _multiply(
                 squares += row * row
                 row = row * tl.load(norm + at, mask=within, other=0.0).to(tl.float32)
             product = one.to(tl.float32) * row[None, :]
-            if G > 1:  # a block has one group of columns
+            if G > 1:  # the columns of a block share a scale
                 group = start // (C // G)
                 product = product * tl.load(scale + safe * G + group)[:, None]
             first += product
@@ -152,12 +156,15 @@ def _multiply_digits(
     PARTS: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Do the same as `_multiply` for ROWS rows of FP8 weights with a scale per row (SWIGLU: gate and up alternate).
+    """Compute the same as `_multiply` on FP8 tensor cores, for ROWS rows of FP8 weights with one scale per row.
 
-    Tensor cores multiply 64 rows by 16 columns at a time, but there is only one row of x. So the columns of the weight
-    are split into PARTS, which become rows of the first operand. The second operand has two columns per part of x, one
-    per digit. Only the products of matching parts are added up. The digits are x / scale rounded to FP8, and 16 times
-    the rounding error. Each part has its own scale, so that no multiplication waits for the whole row."""
+    With SWIGLU, the rows of gate and up alternate.
+
+    Tensor cores multiply 64 rows by 16 columns at a time, but x has only one row. The columns of the weight are
+    therefore split into PARTS, which become rows of the first operand. The second operand has two columns per part of
+    x: x / scale rounded to FP8, and 16 times the rounding error as FP8. Only the products of matching parts are added
+    up. Each part of x has its own scale, so no multiplication waits for the whole row.
+    """
     PAIRS: tl.constexpr = KIND == SWIGLU
     WIDTH: tl.constexpr = C // PARTS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
@@ -215,12 +222,12 @@ def _multiply_digits(
 
 
 def _by_digits(kind: int, C: int) -> bool:
-    """Whether _multiply_digits fits the columns and is faster than _multiply, as measured on an H200 with hare_1.1b."""
+    """Return whether `_multiply_digits` supports C columns and is faster than `_multiply` (H200, hare_1.1b)."""
     return kind != NORM.value and C % (16 * DIGIT_PARTS) == 0 and 256 <= C <= 4096
 
 
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
-    """Return the fastest (rows, columns, warps) of a program of _multiply, measured on an H200 with hare_1.1b."""
+    """Return the fastest (rows, columns, warps) for a program of `_multiply`, measured on an H200 with hare_1.1b."""
     if C > 4096:
         return 1, 512, (4 if fp8 else 2)
     if kind == NORM.value:
@@ -295,9 +302,9 @@ def decode_layer(
     values: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Run one layer for the next token of one row, x [1, H] -> [1, H].
+    """Run one layer for a single token. x: hidden states [1, H]. Return the new hidden states [1, H].
 
-    Writes the token's key and value into the cache [1, K, S, D] at `positions`, [1].
+    Writes the key and value of the token into the cache `keys` and `values`, each [1, K, S, D], at `positions` [1].
     """
     eps = context.eps
     qkv = _product(eps, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
@@ -321,7 +328,7 @@ def decode_layer(
 
 
 def head(weights: Weights, eps: float, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
-    """See reference.head."""
+    """Triton version of `reference.head`."""
     if len(x) > 1:
         _, (rows, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
         return F.linear(rows, weights.head.values)

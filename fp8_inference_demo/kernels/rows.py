@@ -1,5 +1,4 @@
-"""Operations on several rows between matrix products: norm, SwiGLU, residual, quantization for `gemm`, and writing to
-the cache.
+"""Operations on several rows between matrix products: norm, SwiGLU, residual, quantization, and KV cache writes.
 
 Shapes: M rows, C columns, B samples of T tokens, S cache, K key/value heads, D head dimension.
 """
@@ -36,10 +35,10 @@ def _row(
     BLOCK: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Process one row: add `delta`, apply the norm or SwiGLU of the two halves, and store FP8 codes with their scale.
+    """Process one row: add `delta`, apply RMSNorm or SwiGLU, and store the result as FP8 codes with a scale.
 
-    Without digits, store the values in their own dtype. If a matrix product left SPLITS sums (`delta` or the two
-    halves), add them up.
+    DIGITS: number of FP8 codes per element. 0 stores the result in the dtype of `codes`.
+    SPLITS: number of partial sums in `delta`, or in x with SWIGLU. The kernel adds them up.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -74,7 +73,7 @@ def _row(
         tl.store(scales + row, scale)
         if DIGITS == 2:
             tl.store(scales + M + row, scale / 16.0)
-        # keep NaN, so that it reaches the logits and is detected
+        # keep NaN, so that the check of the logits detects it
         wide = tl.clamp(wide / scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     code = wide.to(codes.dtype.element_ty)
     tl.store(place, code, mask=inside)
@@ -91,7 +90,11 @@ def _rows(
     swiglu: bool = False,
     delta: Sums | None = None,
 ) -> tuple[torch.Tensor, Rows]:
-    """Return x + delta, and the rows: [M, C], or codes [digits, M, C] with scales [digits, M, 1]."""
+    """Launch `_row`. Return x + delta, and the result of RMSNorm or SwiGLU as an operand of `gemm`.
+
+    With digits 0, the operand is [M, C] without a scale. Otherwise, it is FP8 codes [digits, M, C] and scales
+    [digits, M, 1].
+    """
     M, C = x.shape[-2:]
     C = C // 2 if swiglu else C
     sums = x if swiglu else delta
@@ -125,24 +128,24 @@ def _rows(
 
 
 def rows(x: torch.Tensor, digits: int) -> Rows:
-    """See reference.rows."""
+    """Triton version of `reference.rows`."""
     return _rows(x, digits)[1] if digits else (x, None)
 
 
 def add(x: torch.Tensor, delta: Sums) -> torch.Tensor:
-    """See reference.add."""
+    """Triton version of `reference.add`."""
     return (x + delta.float().sum(0)).to(x.dtype)
 
 
 def add_norm_rows(
     x: torch.Tensor, delta: Sums | None, norm: torch.Tensor, eps: float, digits: int
 ) -> tuple[torch.Tensor, Rows]:
-    """See reference.add_norm_rows."""
+    """Triton version of `reference.add_norm_rows`."""
     return _rows(x, digits, norm, eps, delta=delta)
 
 
 def swiglu_rows(gate_up: Sums, digits: int) -> Rows:
-    """Apply SwiGLU to [M, 2 C] and return the `rows` of the result."""
+    """Apply SwiGLU to the partial sums [sums, M, 2 C]. Return [M, C] as an operand of `gemm`."""
     return _rows(gate_up, digits, swiglu=True)[1]
 
 
@@ -166,7 +169,10 @@ def _rotate_into_cache(
     HALF: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Process all heads of one token. ALL, HALF: HEADS + 2 KV_HEADS and D / 2, rounded up to a power of two."""
+    """Apply RoPE to all heads of one token, and write the key and value into the KV cache.
+
+    ALL, HALF: HEADS + 2 KV_HEADS and D / 2, each rounded up to a power of two.
+    """
     if GPU:
         gdc_launch_dependents()
         gdc_wait()
@@ -208,7 +214,7 @@ def rotate_into_cache(
     values: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """See reference.rotate_into_cache."""
+    """Triton version of `reference.rotate_into_cache`."""
     B, T = positions_BT.shape
     K, S, D = keys.shape[1:]
     q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)

@@ -1,4 +1,4 @@
-"""Finish a greedy step in one kernel launch; torch needs a dozen."""
+"""Finish a greedy decoding step in one kernel launch. Plain torch needs a dozen launches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_wait
 
 @triton.jit
 def _take(logits, history, tokens, positions, steps, last, V, S, B, BLOCK: tl.constexpr, GPU: tl.constexpr):
-    """Process one row: store its most likely token, or -1 for logits that are not finite, in history [S, B] and as the
-    input of the next step.
+    """Select the most likely token for one row. Store it in `history` [S, B] and as the input of the next step.
+
+    Stores -1 in `history` if the logits of the row are not finite.
     """
     row = tl.program_id(0)
     if GPU:
@@ -41,9 +42,11 @@ def take_likeliest(
     steps: torch.Tensor,
     last: int,
 ) -> None:
-    """Do the work of engine.Step.take for greedy decoding.
+    """Select and store the most likely token for each of B rows, and advance the positions.
 
-    logits: float32 or bf16 [B, V]. history: int64 [S, B]. tokens, positions (up to `last`), steps: int64 [B].
+    This is `engine.Step.take` for greedy decoding. It updates all arguments except `logits` and `last`.
+    logits: float32 or bf16 [B, V]. history: int64 [S, B], the tokens of each step. tokens, positions, steps: int64 [B].
+    last: largest position in the KV cache.
     """
     B, V = logits.shape
     BLOCK = min(16384, triton.next_power_of_2(V))
