@@ -60,7 +60,7 @@ COLUMNS: report.Columns = {
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Measure the decoding and prefill speeds.
 
-    Raises ValueError if a length exceeds the cache or the model's maximum number of positions.
+    Raises ValueError if a sequence length exceeds the KV cache or the model's maximum number of positions.
     """
     from model.config import load_config
     from model.fp8.precision import check_fp8_gpu

@@ -105,9 +105,10 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 def make_programs(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """Return the processes for one round: one per GPU if `ranks` is 1, or a single one with several ranks.
+    """Return the benchmark processes to run at the same time in one round.
 
-    gpus: the number of GPUs on this host.
+    If `ranks` is 1, there is one process per GPU. Otherwise, there is one process that uses several ranks. gpus: the
+    number of GPUs on this host.
     """
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:

@@ -107,7 +107,10 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def training_command(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return the arguments with which train.py trains a benchmark case. A run that has a checkpoint resumes."""
+    """Return the command-line arguments for training a benchmark case with train.py.
+
+    If the run of the case already has a checkpoint, it resumes from this checkpoint.
+    """
     folder = options.work_dir.resolve() / case.name
     has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
     return [
@@ -155,10 +158,10 @@ def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Return each record with the training time up to its step, in seconds, without evaluations and saves.
+    """Pair each record with the training time up to its step, in seconds.
 
-    A log interval below half of the median speed includes compilation or graph capture. The median speed is used for
-    such an interval.
+    Evaluations and saves are excluded. A log interval below half of the median speed includes compilation or graph
+    capture. The median speed is used for such an interval.
     """
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
@@ -171,7 +174,7 @@ def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
 
 
 def speed(records: Sequence[Result]) -> float:
-    """Return the training speed in tokens/s, without the first log interval if there are several."""
+    """Return the training speed in tokens/s. The first log interval is excluded if there are several."""
     timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
     (begin, first), (end, last) = timed[0], timed[-1]
     return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]

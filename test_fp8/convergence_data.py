@@ -108,7 +108,7 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
 
 
 def skip_reason(text: str, kind: str) -> str | None:
-    """Return why a text is not used for training, for example because it is generated code, or None if it is used."""
+    """Return the reason to exclude a text from training, such as generated code, or None if the text is used."""
     data = text.encode()
     if len(data) < MIN_BYTES:
         return f"under {MIN_BYTES} bytes"
@@ -131,7 +131,7 @@ def skip_reason(text: str, kind: str) -> str | None:
 def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
     """Yield (kind, path, text) for each text file in a wheel, ordered by path.
 
-    Files that are not used are counted in `skipped`, by reason.
+    The dictionary `skipped` counts the excluded files by reason.
     """
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
@@ -157,7 +157,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
 
 
 def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
-    """Write the texts in a wheel to `folder`/KIND/NAME.jsonl. Return the numbers of texts, bytes and skipped files."""
+    """Write the texts in a wheel to `folder`/KIND/NAME.jsonl, and count the texts, bytes and skipped files."""
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}

@@ -114,8 +114,8 @@ def matrix() -> Iterator[Case]:
     """Yield all test cases.
 
     The first cases combine each ZeRO stage with each model variant, precision and recipe, with and without gradient
-    checkpointing. The other cases vary optimizer, optimizer states, gradient communication and offloading, and train
-    te_layer in FP8.
+    checkpointing. The other cases use the variant te_layer in FP8 and vary the optimizer, optimizer states, gradient
+    communication and offloading.
     """
     for stage, variant, precision, recompute in product(range(4), VARIANTS, PRECISIONS, (False, True)):
         yield make_case(stage, variant, precision, recompute)
@@ -130,7 +130,7 @@ def matrix() -> Iterator[Case]:
 
 
 def training_settings(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
-    """Return the training configuration of a test case. A step has the same tokens on one rank and on several ranks."""
+    """Return the training configuration of a test case. A step uses the same tokens on one rank as on several ranks."""
     return case.configured(
         {
             "model": {"config": "tiny"},
@@ -207,7 +207,10 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
 
 
 def train_case(case: Case, settings: dict[str, Any], ranks: int, devices: list[Device] | None) -> Result:
-    """Train a test case, and return its outcome ("equal", "refused", "apart" or "failed") and a reason."""
+    """Train a test case, and return the outcome and a reason.
+
+    The outcome is "equal", "refused", "apart" (the losses or gradient norms differ) or "failed".
+    """
     try:
         check(build_arguments(settings), ranks, ranks, devices)
     except (ValueError, UserError) as error:

@@ -21,7 +21,7 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
 
     Args:
         main: The function to decorate. It returns an exit status, or None for success.
-        system_error: The exit status after an OSError.
+        system_error: The exit status to return after an OSError.
 
     Returns:
         The decorated function. It returns 2 after an error that the user can fix, and 130 after Ctrl-C.

@@ -113,7 +113,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
 
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunState) -> list[str]:
-    """Write config.json and the weights to the folder `out`, and return remarks for the user.
+    """Write config.json and the weights to the folder `out`, and return notes for the user.
 
     The weights keep their training dtype, except those that `form` stores in FP8.
     """
@@ -154,7 +154,7 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
     configuration.
 
     Returns:
-        Remarks about the chat template for the user.
+        Notes about the chat template for the user.
 
     Raises:
         DataError: transformers reads token ids from the tokenizer that the model does not have, or a different BOS or
@@ -175,7 +175,7 @@ def _trained_with(state: RunState) -> set[str]:
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
-    """Write the model to the folder `out` with FP8 weights in the decoder layers, and return remarks for the user.
+    """Write the model to the folder `out` with FP8 weights in the decoder layers, and return notes for the user.
 
     Args:
         weights: All weights, keyed by Hugging Face name.

@@ -27,7 +27,10 @@ FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full 
 
 
 def unused_backup_path(path: Path) -> Path:
-    """Return the new path of a file or folder that a run discards. The name contains the time in microseconds."""
+    """Return an unused path to which a run can move a file or folder that it discards.
+
+    The name contains the time in microseconds.
+    """
     return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
@@ -55,7 +58,7 @@ def to_json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error. If the disk is full or not writable, add what the user can do."""
+    """Return the message of an error, with advice for the user if the disk is full or not writable."""
     if not is_persistent(error):
         return str(error)
     return f"{error}. Free disk space, change the permissions, or choose another folder"
@@ -73,7 +76,8 @@ def is_persistent(error: BaseException) -> bool:
 def is_transient(error: BaseException | None) -> bool:
     """Return whether an error was caused by a temporary system error, so that a retry may succeed.
 
-    The first OSError with an errno in the chain of causes decides. A missing or already existing file is not temporary.
+    The result depends on the first OSError with an errno in the chain of causes. A missing or already existing file is
+    not temporary.
     """
     while error is not None:
         if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
@@ -108,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def nearest_existing_path(path: Path) -> Path:
-    """Return `path` if it exists, otherwise its nearest existing parent. Either may be a file or a broken link."""
+    """Return `path` if it exists, otherwise its nearest existing parent. The result may be a file or a broken link."""
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -129,7 +133,7 @@ def data_folder(name: str) -> str:
 def escape_glob_path(folder: Path) -> Iterator[Path]:
     """Yield a path to `folder` that contains no glob patterns, for libraries that do not escape them.
 
-    The path is a symbolic link in a temporary folder. A run folder may have a name such as "run[lr=3e-4]".
+    The path is a symbolic link in a temporary folder. This is needed for run folders with names such as "run[lr=3e-4]".
     """
     with tempfile.TemporaryDirectory() as temporary:
         link = Path(temporary) / "folder"
@@ -140,7 +144,8 @@ def escape_glob_path(folder: Path) -> Iterator[Path]:
 def try_lock(file: IO) -> bool:
     """Lock an open file until it is closed. Return False if another process holds the lock.
 
-    If the file system does not support locks, log a warning and return True. Lustre can be mounted without locks.
+    If the file system does not support locks, log a warning and return True. For example, Lustre can be mounted without
+    lock support.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +169,7 @@ def remove_dead_buffers() -> None:
     """Remove shared-memory files that killed ranks have left behind (Linux).
 
     On a host without a GPU, DeepSpeed creates a file of 66 MB in /dev/shm for each rank. A running rank keeps its file
-    open, so a file that no process has open is left over.
+    open, so a file that no process has open can be removed.
     """
     shared = os.path.realpath("/dev/shm")  # /proc shows the real path
     if buffers := set(glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*")):

@@ -86,7 +86,7 @@ INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requi
 
 
 class LaunchError(UserError, ValueError):
-    """Raised for an invalid launcher setting. `key` names the environment variable or file to change."""
+    """An error raised for an invalid launcher setting. `key` names the environment variable or file to change."""
 
     code = "launch"
 
@@ -123,8 +123,8 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
     """Determine the exit status of a job from the return codes of its failed processes.
 
     Args:
-        failed: Index of each failed process -> return code, in the order in which the processes exited. The return
-            code is -n if signal n killed the process.
+        failed: Maps the index of each failed process to its return code, in the order in which the processes exited.
+            The return code is -n if signal n killed the process.
 
     Returns:
         The exit status, and the index of the process to report as the cause. The index is None if nothing needs to be
@@ -149,7 +149,7 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
 
 
 def grace_period_s(failed: dict[int, int]) -> float:
-    """Return the time in seconds that the other ranks have to exit after a failure.
+    """Return how long the other ranks may take to exit after a failure, in seconds.
 
     Args:
         failed: The failed processes as in `exit_status`.
@@ -163,7 +163,10 @@ def grace_period_s(failed: dict[int, int]) -> float:
 
 
 class Children:
-    """Child processes of the launcher. Starts them, forwards stop requests to them, and waits for them to exit."""
+    """Manager for the launcher's child processes.
+
+    It starts the processes, forwards stop requests to them, and waits for them to exit.
+    """
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
@@ -235,7 +238,7 @@ class Children:
         """Wait until all child processes have exited, or until the grace period after the first failure is over.
 
         Returns:
-            The failed processes as in `exit_status`. After a second Ctrl-C, {0: INTERRUPTED}.
+            The failed processes as in `exit_status`. The result is {0: INTERRUPTED} after a second Ctrl-C.
         """
         failed: dict[int, int] = {}
         deadline = math.inf
@@ -357,7 +360,7 @@ def setting(name: str, default: str = "") -> str:
 
 
 class Supervisor:
-    """Supervisor of a training job. Prepares the data, trains with restarts, and generates sample text.
+    """Supervisor of a training job. It prepares the data, trains with restarts, and generates sample text.
 
     The top of run_training.sh documents the behavior and the settings.
 
@@ -382,7 +385,10 @@ class Supervisor:
         self.options = parse_arguments([*self.rank_options, str(TRAIN)])
 
     def run(self) -> int:
-        """Prepare the data, train, and then requeue the Slurm job or generate sample text. Return the exit status."""
+        """Prepare the data, train, and then either requeue the Slurm job or generate sample text.
+
+        Return the exit status.
+        """
         set_environment(self.options.nproc)
         nodes = f" on each of {self.options.nnodes} nodes" if self.options.nnodes > 1 else ""
         logger.info(f"starting {self.options.nproc} ranks{nodes}")
@@ -423,7 +429,7 @@ class Supervisor:
         return next(filter(None, map(self.children.run_program, programs)), 0)
 
     def train(self) -> int:
-        """Train until the run is complete or stopped, or no restart is left. Return the exit status."""
+        """Train until the run is complete, is stopped or has no restarts left. Return the exit status."""
         first, restarts, is_retry = self.identity_at_first_start(), 0, False
         while True:
             before = read_progress(self.folder)
@@ -511,7 +517,7 @@ def missing_corpus(arguments: TrainingArguments) -> Path | None:
 
 
 def rank_options(most: float, by_srun: bool) -> list[str]:
-    """Translate the environment variables of run_training.sh to command-line options of this launcher.
+    """Convert the environment variables of run_training.sh to command-line options for this launcher.
 
     Args:
         most: Maximum number of ranks per node if NPROC is not set.
@@ -577,7 +583,7 @@ def srun_command() -> list[str]:
 
 
 def set_environment(processes: int) -> None:
-    """Set the environment variables that all child processes inherit, for `processes` ranks on this node."""
+    """Set the environment variables for `processes` ranks on this node. All child processes inherit the variables."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # by default, each process starts one thread per core, which is many times slower
     threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
@@ -585,7 +591,7 @@ def set_environment(processes: int) -> None:
 
 
 def python(script: str, *options: str) -> list[str]:
-    """Return the command that runs a script of this repository with the current Python interpreter."""
+    """Return the command that runs a script in this repository with the current Python interpreter."""
     return [sys.executable, str(ROOT / script), *options]
 
 

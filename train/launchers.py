@@ -24,14 +24,17 @@ PORT = "29500"
 
 
 class LauncherError(UserError, ValueError):
-    """Raised if the environment variables do not describe this rank. `key` names the variable to fix."""
+    """An error raised if the environment variables do not correctly describe this rank.
+
+    `key` names the variable to fix.
+    """
 
     code = "launcher"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of the environment variables of a launcher that does not set torch's variables, such as srun."""
+    """Environment variable names for a launcher that does not set PyTorch's variables, such as srun."""
 
     name: str
     sign: str  # variable that is set only in the processes that this launcher starts
@@ -204,7 +207,7 @@ def _tasks_on_node(tasks: str, node: str) -> str:
 
     Args:
         tasks: The task list, with the number of tasks on each node.
-        node: The index of the node.
+        node: The index of the node in the job.
 
     Returns:
         The number as text, or "" if the list has no entry for the node.

@@ -270,7 +270,9 @@ def build_ds_config(args: TrainingArguments) -> dict[str, Any]:
 
 
 def bytes_to_read(*places: Path | str | None) -> int:
-    """Return the total size in bytes of the files in the given folders. Collective.
+    """Return the total size in bytes of the files in the given folders.
+
+    Collective: all ranks must call this function.
 
     Only rank 0 reads the file sizes, to limit the load on a shared file system.
     """
@@ -278,7 +280,10 @@ def bytes_to_read(*places: Path | str | None) -> int:
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
-    """Group the ranks by the value that each rank passes. Return value -> ranks. Collective."""
+    """Group the ranks by the value that each rank passes. Return value -> ranks.
+
+    Collective: all ranks must call this function.
+    """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return {found: [r for r, other in enumerate(every) if other == found] for found in dict.fromkeys(every)}
@@ -591,7 +596,10 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
 
 
 def describe_start(trainer: Trainer) -> dict[str, Any]:
-    """Return the facts about this start for run.json, or {} on ranks other than 0. Collective."""
+    """Return the facts about this start for run.json, or {} on ranks other than 0.
+
+    Collective: all ranks must call this function.
+    """
     args, state, checkpoint = trainer.args, trainer.state, trainer.first_checkpoint
     hosts = ranks_by_value(socket.gethostname())
     if dist.get_rank() != 0:
@@ -908,7 +916,9 @@ class Trainer:
         return rolls_back
 
     def _mean_loss(self, step: Step) -> float:
-        """Return the mean loss of a step over all ranks. Collective. Waits for the GPU.
+        """Return the mean loss of a step over all ranks.
+
+        Collective: all ranks must call this method. Waits for the GPU.
 
         Raises:
             TrainingError: The loss is not finite although the step was not skipped, or GEMMs did not run in FP8.
@@ -1097,7 +1107,9 @@ def _is_due(number: int, every: int) -> bool:
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
-    """Return the mean of a scalar over all ranks. Collective.
+    """Return the mean of a scalar over all ranks.
+
+    Collective: all ranks must call this function.
 
     All ranks have the same number of tokens, so this is also the mean over tokens.
     """

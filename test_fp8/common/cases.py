@@ -18,15 +18,15 @@ class CaseError(UserError):
 
 
 class Unavailable(UserError):
-    """An error raised if a benchmark case cannot run on this host."""
+    """An error raised if this host cannot run a benchmark case."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A configuration that a benchmark measures.
 
-    overrides: dotted training configuration keys with their values, either JSON values or command-line text.
-    megatron: keys of Megatron-Core's configuration, or None if this project's code trains the case.
+    overrides: dotted training configuration keys with their values, either JSON values or command-line text. megatron:
+    Megatron-Core configuration keys, or None if the case does not use Megatron-Core.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Case:
     megatron: Mapping[str, bool] | None = None
 
     def texts(self) -> dict[str, str]:
-        """Return the configuration keys of the case with their values as command-line text."""
+        """Return the configuration overrides of the benchmark case, with the values as command-line text."""
         return {k: v if isinstance(v, str) else json.dumps(v) for k, v in self.overrides.items()}
 
     def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the training configuration `base` with the keys of the case applied.
+        """Return a copy of the training configuration `base` with the overrides of the benchmark case applied.
 
         base: a JSON object. Raises ValueError for an unknown key or an invalid value.
         """
@@ -53,10 +53,10 @@ class Case:
 def parse_cases(
     given: Sequence[Sequence[str]], taken: Collection[str], allowed: Collection[str] | None = None
 ) -> dict[str, Case]:
-    """Parse benchmark cases from the option --row NAME key=value ...
+    """Parse the benchmark cases that are defined by --row NAME key=value ... options.
 
-    given: the arguments of each --row. taken: names that are already in use. allowed: the keys that a case may set, or
-    None for all keys. Raises CaseError.
+    given: the arguments of each --row option. taken: case names that are already in use. allowed: the keys that a case
+    may set, or None for all keys. Raises CaseError.
     """
     cases: dict[str, Case] = {}
     for name, *pairs in given:

@@ -49,7 +49,7 @@ def make_folder(
 
 
 def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
-    """Write the manifest and the tokenizer placeholder of a prepared data folder."""
+    """Write the manifest of a prepared data folder, and a placeholder for the tokenizer."""
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
     documents = sum(shard.documents for shard in shards)

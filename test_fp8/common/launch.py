@@ -16,11 +16,11 @@ from train.monitor.signals import signal_on_parent_exit
 
 @dataclass
 class Program:
-    """A script of this repository to run in child processes.
+    """A script in this repository that runs in child processes.
 
-    script: path in the repository. options: command-line arguments. log: file to which the output is appended.
-    ranks: number of processes, or 0 for one process without the launcher. gpus: indices of the GPUs to use among those
-    that are visible to this process, or None for all.
+    script: path in the repository. options: command-line arguments. log: file to which the output is appended. ranks:
+    number of processes, or 0 for one process without the launcher. gpus: indices of the GPUs to use among those that
+    are visible to this process, or None for all.
     """
 
     script: str
@@ -66,7 +66,7 @@ def run_together(programs: Sequence[Program]) -> list[int]:
 
 
 def run(*programs: Program) -> None:
-    """Run several scripts at the same time. Raises ValueError if one of them fails."""
+    """Run several scripts at the same time. Raises ValueError if any script fails."""
     for program, status in zip(programs, run_together(programs), strict=True):
         if status:
             raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")

@@ -23,7 +23,7 @@ positive = between(1)
 
 
 class DeviceDefault(NamedTuple):
-    """The default of an option, with one value for hosts with a GPU and one for hosts without."""
+    """The default of a command-line option that depends on whether the host has a GPU."""
 
     gpu: Any
     cpu: Any
@@ -32,7 +32,7 @@ class DeviceDefault(NamedTuple):
 class Option(NamedTuple):
     """A command-line option, or a positional argument if `name` has no dashes.
 
-    keywords: further arguments for argparse's add_argument.
+    keywords: additional keyword arguments for argparse's add_argument.
     """
 
     name: str
@@ -88,9 +88,9 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shared(**defaults: Any) -> list[Option]:
-    """Return options that several benchmarks share, with the given defaults.
+    """Return the command-line options that several benchmarks share, with the given defaults.
 
-    defaults: names of options in `SHARED`, without dashes, and their defaults.
+    defaults: maps option names in `SHARED`, without leading dashes, to default values.
     """
     return [Option(f"--{name}", default, *SHARED[f"--{name}"]) for name, default in defaults.items()]
 
@@ -127,14 +127,14 @@ class Options(argparse.ArgumentParser):
         return options
 
     def command(self, argv: list[str]) -> str:
-        """Return the command line for the report, in which paths are reduced to file names."""
+        """Return the command line for the report, with file names in place of absolute paths."""
         ranks = os.environ.get("WORLD_SIZE", "1")
         launcher = ["train/launch.py", "--nproc", ranks] if ranks != "1" else []
         return shlex.join(["python", *launcher, self.program, *map(strip_folders, argv)])
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
-    """Replace each `DeviceDefault` by its value for this host, which depends on whether it has a GPU."""
+    """Replace each `DeviceDefault` with its value for this host, which depends on whether the host has a GPU."""
     import torch
 
     for key, value in vars(options).items():
@@ -143,5 +143,5 @@ def choose_defaults(options: argparse.Namespace) -> None:
 
 
 def strip_folders(word: object) -> str:
-    """Reduce each absolute path in a command-line argument to its file name."""
+    """Replace each absolute path in a command-line argument with its file name."""
     return ABSOLUTE_FOLDER.sub("", str(word))

@@ -41,8 +41,8 @@ NAMES = ("measure", "row", "shape", "precision", "launch", "ranks")
 class Outcome:
     """The results of a benchmark.
 
-    results: one entry per case. more: further keys of the report. lines: text below the table. failures: reasons for
-    exit status 1. panels, xlabel: the arguments of `plot`.
+    results: one entry per case. more: additional report keys. lines: text to print below the table. failures: reasons
+    to exit with status 1. panels, xlabel: arguments for `plot`.
     """
 
     results: list[Result]
@@ -116,9 +116,9 @@ def print_outcome(outcome: Outcome, columns: Columns) -> None:
 
 
 def write_json(path: Path, command: str, results: Sequence[Result], /, **more: Any) -> None:
-    """Write the JSON report of a benchmark. Numbers that are not finite are written as null.
+    """Write the JSON report of a benchmark. Non-finite numbers are written as null.
 
-    more: further keys of the report. Raises TypeError if one of them is a standard key.
+    more: additional report keys. Raises TypeError if an additional key is also a standard key.
     """
     machine, versions = describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")

@@ -35,12 +35,12 @@ FP8_LOGITS_FACTOR = 1.25
 
 
 class DifferentModel(UserError):
-    """An error raised if a benchmark case computes another model than transformers."""
+    """An error raised if the model of a benchmark case differs from the transformers model."""
 
 
 @dataclass
 class Reference:
-    """The results of the transformers model in bf16, with which all benchmark cases are compared.
+    """The results of the transformers model in bf16, to which all benchmark cases are compared.
 
     All tensors are on the CPU. weights: the weights by their Hugging Face name. logits: float32 logits for the first
     tokens of the batch, [1, PROBE_TOKENS, vocabulary]. losses: the loss of each sample, in nats per token. fp8_error:
@@ -68,7 +68,7 @@ class Reference:
         return cls(weights, logits, losses, relative_error(logits_in_e4m3(model, input_ids), logits))
 
     def logits_tolerance(self) -> dict[str, float]:
-        """Return the largest allowed relative error of the logits for each value of precision.compute."""
+        """Return the largest relative error of the logits that is allowed for each value of precision.compute."""
         return {"bf16": BF16_LOGITS_TOLERANCE, "fp8": FP8_LOGITS_FACTOR * self.fp8_error}
 
 
@@ -76,8 +76,9 @@ class Reference:
 class Conditions:
     """The measurement conditions that are the same for all benchmark cases.
 
-    config: the model configuration. reference: the results of the transformers model. batch: samples, the first of
-    which form a micro-batch. seconds: duration of the timing. steps: minimum number of timed steps.
+    config: the model configuration. reference: the results of the transformers model. batch: token samples. A
+    micro-batch consists of the first samples. seconds: how long to time a case. steps: the minimum number of steps to
+    time.
     """
 
     config: Any
@@ -87,7 +88,7 @@ class Conditions:
     steps: int = 1
 
     def count_steps(self, ms: float) -> int:
-        """Return the number of steps to time, given the duration of a step in milliseconds."""
+        """Return the number of steps to time, given the time per step in milliseconds."""
         return count_calls(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
 
 
@@ -96,9 +97,10 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return the logits of the transformers model with GEMM operands rounded to e4m3, for the tokens of `probe_logits`.
+    """Return the logits of the transformers model with GEMM operands rounded to e4m3.
 
-    The inputs and weights of every linear layer except lm_head are rounded, with one scale per tensor.
+    The logits are for the same tokens as in `probe_logits`. The inputs and weights of every linear layer except lm_head
+    are rounded, with one scale per tensor.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -132,8 +134,9 @@ def check_same_model(
 ) -> float:
     """Check that a model equals the transformers model, and return the relative error of its logits.
 
-    model: the model of a benchmark case. weights: the weights of this model by their Hugging Face name. compute: its
-    value of precision.compute. reference: the results of the transformers model. input_ids: int64 [batch, sequence].
+    model: the model of a benchmark case. weights: the weights of this model by their Hugging Face name. compute: the
+    value of precision.compute for the case. reference: the results of the transformers model. input_ids: int64 [batch,
+    sequence].
 
     Raises DifferentModel if the weights differ or the error of the logits exceeds the tolerance.
     """

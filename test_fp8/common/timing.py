@@ -34,7 +34,10 @@ def record_time() -> Any:
 
 
 def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Return the time of each function call in milliseconds, without waiting for the GPU between calls."""
+    """Call functions one after the other and return the time of each call in milliseconds.
+
+    The GPU is not synchronized between the calls.
+    """
     marks = [record_time()]
     for call in calls:
         call()
@@ -45,7 +48,7 @@ def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def timed_ms(step: Callable[[], Any]) -> float:
-    """Return the time of a function call in milliseconds, up to the end of its last GPU kernel.
+    """Return the time in milliseconds from a function call to the end of its last GPU kernel.
 
     The GPU is idle at the start, so the time includes kernel launches that do not overlap with other kernels.
     """
@@ -87,12 +90,12 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
 
 
 def count_calls(seconds: float, ms: float, min_calls: int, max_calls: int) -> int:
-    """Return how many calls of `ms` milliseconds fit into `seconds`, from `min_calls` to `max_calls`."""
+    """Return how many calls of `ms` milliseconds fit into `seconds`, limited to `min_calls` to `max_calls`."""
     return max(min_calls, min(max_calls, round(seconds * 1e3 / ms)))
 
 
 def memory_facts(before_gib: float) -> dict[str, float]:
-    """Return GPU memory figures for the report, in GiB. Without a GPU, they are 0.
+    """Return GPU memory figures for the report, in GiB. Without a GPU, all figures are 0.
 
     before_gib: the memory that was allocated before the model was built.
     """

@@ -95,9 +95,9 @@ class Linear:
         self.gradient = inputs.gradient.to(dtype)
 
     def run(self, part: str, calls: int) -> Tensors:
-        """Run the part "step" or "forward" several times. Only the FP8 scales of this layer are updated.
+        """Run a training step or a forward pass several times, and update only the FP8 scales of this layer.
 
-        By default, Transformer Engine updates the scales of all modules in the process.
+        By default, Transformer Engine updates the scales of all modules in the process. part: "step" or "forward".
         """
         if self._te_state is None:
             return self._run(part, calls)
@@ -136,12 +136,12 @@ def capture_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
 def checked(
     linear: Linear, part: str, launch: str, calls: int, inputs: Inputs
 ) -> tuple[Callable[[], Tensors], dict[str, float]]:
-    """Run a part of a linear layer's step once and check the results.
+    """Run one part of a linear layer's training step and check the results.
 
-    part: "step" or "forward". launch: "eager" or "graph". calls: the number of repetitions.
+    part: "step" or "forward". launch: "eager" or "graph". calls: the number of times to run the part.
 
-    Returns a function that runs the part, and the relative errors of the results. Raises ValueError if an error exceeds
-    the limit, and StartupCheckError if the expected FP8 GEMMs did not run.
+    Returns a pair: a function that runs the part again, and a dictionary with the relative error of each result. Raises
+    ValueError if an error exceeds the limit, and StartupCheckError if the expected FP8 GEMMs did not run.
     """
     run: Callable[[], Tensors] = partial(linear.run, part, calls)
     if launch == "graph" and not inputs.x.is_cuda:

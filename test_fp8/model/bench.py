@@ -94,8 +94,8 @@ class Series:
     """All measurements of a benchmark case.
 
     case: the benchmark case. measure: "bare" or "step". settings: the settings to try, with their training arguments.
-    found: the results of each setting. reasons: why a setting could not be measured. failed: why the case is wrong, or
-    "". A wrong case is reported without a speed.
+    found: the results for each setting. reasons: why a setting could not be measured. failed: the error of a failed
+    case, or "". A failed case is reported without a speed.
     """
 
     case: Case
@@ -106,12 +106,18 @@ class Series:
     failed: str = ""
 
     def candidates(self, turn: int) -> list[Setting]:
-        """Return the settings to measure in a round. Round 0 tries all settings, and later rounds use the fastest."""
+        """Return the settings to measure in a round.
+
+        The first round tries all settings, and later rounds use only the fastest.
+        """
         best = self.best()
         return list(self.settings) if not turn else [best] if best else []
 
     def refuse(self, setting: Setting, error: BaseException) -> None:
-        """Record why a setting could not be measured. Errors other than unsupported settings mark the case as wrong."""
+        """Record why a setting could not be measured.
+
+        The case is marked as failed unless the setting is unsupported or runs out of memory.
+        """
         text, is_fault = " ".join(str(error).split()), False
         if is_out_of_memory(error):
             text = OUT_OF_MEMORY
@@ -282,8 +288,9 @@ def measure_case(
 ) -> Result:
     """Measure a benchmark case once, and return the values for the report.
 
-    The value "ms" is the time of a pass or step in milliseconds. arguments: the resolved training arguments. Raises
-    Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any error that occurs when the model runs.
+    The value "ms" is the time in milliseconds for a forward and backward pass or for an optimizer step. arguments: the
+    resolved training arguments. Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any error
+    that occurs when the model runs.
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
@@ -432,7 +439,7 @@ def time_passes(
 def time_steps(
     engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Time whole optimizer steps, which run as in train.py."""
+    """Time whole optimizer steps. The steps run in the same way as in train.py."""
     samples = arguments.per_device_train_batch_size
     batch = Batch(*(t[:samples].contiguous() for t in conditions.batch[:2]))
     micro_step = MicroStep(engine, precision, arguments)
@@ -454,9 +461,10 @@ def time_steps(
 
 
 def mean_pass_ms(laps: Sequence[float], accumulation: int) -> float:
-    """Return the mean time of a pass in milliseconds, if the first pass of each step also quantizes the weights.
+    """Return the mean time of a forward and backward pass in milliseconds.
 
-    laps: the times of consecutive passes. accumulation: the number of passes per step.
+    The first pass of each step takes longer, because it also quantizes the weights. laps: the times of consecutive
+    passes in milliseconds. accumulation: the number of passes per optimizer step.
     """
     first = statistics.median(laps[::accumulation])
     later = statistics.median(ms for number, ms in enumerate(laps) if number % accumulation)

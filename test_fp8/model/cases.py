@@ -63,7 +63,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 class Setting(NamedTuple):
-    """A combination of micro-batch size, attention backend and loss that is tried for a benchmark case."""
+    """A combination of micro-batch size, attention backend and loss implementation to try for a benchmark case."""
 
     micro_batch: int
     attention: str  # the requested backend
@@ -141,7 +141,8 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
 def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
     """Return all settings to try for a benchmark case, with their training arguments.
 
-    The settings combine every micro-batch size, starting with the smallest, with every attention backend and loss.
+    The settings combine every micro-batch size, starting with the smallest, with every attention backend and loss
+    implementation.
     """
     sizes, ranks = sorted(options.micro_batch), launchers.world_size()
     te = VARIANTS[training_arguments(case, options, "auto", sizes[0], ranks).model.variant].te

@@ -30,10 +30,10 @@ Gradients = list[dict[str, Tensor]]
 def gradients(
     how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
 ) -> tuple[float, Gradients]:
-    """Return the mean loss and the gradients of a model with the variant te_layer in one precision.
+    """Return the mean loss and the gradients of a model with Transformer Engine layers in one precision.
 
-    how: keys of the section "precision". config: the model configuration. init_from: folder with trained weights, or
-    None for random weights. Raises StartupCheckError if a GEMM did not run in FP8 as configured.
+    how: settings for the configuration section "precision". config: the model configuration. init_from: folder with
+    trained weights, or None for random weights. Raises StartupCheckError if a GEMM did not run in FP8 as configured.
     """
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=SEED, init_from=init_from)

@@ -228,7 +228,8 @@ def free_attention(deterministic: bool) -> Iterator[None]:
 
     Megatron-Core sets these variables and refuses conflicting values.
 
-    deterministic: whether to forbid nondeterministic attention kernels, as Megatron-Core then requires.
+    deterministic: whether to forbid nondeterministic attention kernels, which Megatron-Core requires for deterministic
+    runs.
     """
     te_backend.choose_attention_backend("auto")
     with mock.patch.dict(os.environ):
@@ -308,8 +309,8 @@ class Training:
 def check_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
     """Check that Transformer Engine's attention agrees with torch's SDPA.
 
-    timed: the attention backend that was timed. Raises StartupCheckError if the results differ, and DifferentModel if
-    the check uses another backend.
+    timed: the attention backend that the benchmark has timed. Raises StartupCheckError if the results differ, and
+    DifferentModel if the check uses another backend.
     """
     verify_attention(config, precision, "auto", tokens, document_mask=False)
     checked = te_backend.attention_backend_in_use(precision.te)
@@ -320,7 +321,7 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
 def measure_case(
     arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
 ) -> Result:
-    """Measure training steps with Megatron-Core once. Returns the same values as bench.measure_case.
+    """Measure the training steps of a case with Megatron-Core for one round.
 
     Raises Unavailable if Megatron-Core cannot run, and DifferentModel if the model, the GEMMs or the attention are not
     as configured.

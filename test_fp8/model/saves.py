@@ -85,7 +85,7 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
 
 
 def lost_time_share(results: Sequence[Result]) -> float:
-    """Return the training time lost by a background save, as a fraction of the time lost by a blocking save.
+    """Return the training time lost by a background save, as a fraction of the time lost to a blocking save.
 
     Medians are used, and the first save of each kind is excluded.
     """

@@ -64,14 +64,14 @@ class ConfigurationError(UserError, ValueError):
 
 
 def raise_problems(source: str, problems: Sequence[str]) -> None:
-    """Raise a ConfigurationError that lists all problems found in `source`, or return if the list is empty."""
+    """Raise a ConfigurationError that lists all problems found in `source`. Do nothing if there are no problems."""
     if problems:
         raise ConfigurationError(f"{source} is invalid:", problems=problems)
 
 
 @dataclass(config=STRICT, kw_only=True)
 class ModelArguments:
-    """The "model" section of the configuration."""
+    """The "model" section of the training configuration."""
 
     # config and init_from are free: a resume compares the content of the model configuration, and loads the weights
     # from the checkpoint
@@ -111,7 +111,7 @@ class ModelArguments:
 
 @dataclass(config=STRICT, kw_only=True)
 class DataArguments:
-    """The "data" section of the configuration."""
+    """The "data" section of the training configuration."""
 
     sources: dict[str, str] = option(
         "Training data: an object that maps names of your choice to folders written by prepare_data.py. A "

@@ -14,7 +14,7 @@ from train.files import to_json_text
 
 @dataclass(frozen=True)
 class Difference:
-    """A configuration key whose value differs between two configurations. A missing value is None."""
+    """A configuration key whose value differs between two configurations. A missing value is represented as None."""
 
     key: str
     old: Any
@@ -30,7 +30,7 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
     Args:
         old: The first JSON value.
         new: The second JSON value.
-        what: The dotted key at which both values are stored.
+        what: The dotted key of both values in the configuration.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         prefix = what + "." if what else ""
@@ -41,7 +41,7 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
-    """Return the configuration differences that prevent a resume unless the user allows them.
+    """Return the configuration differences that prevent resuming a run unless the user allows them.
 
     Args:
         old, new: Resolved arguments as returned by `TrainingArguments.to_dict`. Arguments written by another version of
@@ -88,14 +88,17 @@ def config_key(key: str) -> str:
 
 
 def is_free(key: str) -> bool:
-    """Return whether a resume may change the dotted `key` freely. ds_config.KEYS has the rules for DeepSpeed keys."""
+    """Return whether the configuration value at the dotted `key` may change on a resume.
+
+    ds_config.KEYS contains the rules for DeepSpeed keys.
+    """
     if config_key(key) == "deepspeed":
         return KEYS.get(key.removeprefix("deepspeed."), (None, ""))[1] in FREE
     return all_keys()[config_key(key)]["resume"] == "free"
 
 
 def permanent_refusal(difference: Difference) -> str:
-    """Return why a resume can never allow this configuration difference, or "" if it can."""
+    """Return why a resume can never allow this configuration difference, or "" if the user can allow it."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
         return "weights and optimizer state are stored in another type"
     return all_keys()[config_key(difference.key)].get("why", "")

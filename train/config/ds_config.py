@@ -169,7 +169,7 @@ REPLACEMENTS = {
 
 
 def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Load the DeepSpeed configuration without changes.
+    """Load the DeepSpeed configuration without resolving "auto" values.
 
     Args:
         value: The value of the key `deepspeed`: a name or path of a file, an object, or None for the default file.
@@ -244,7 +244,7 @@ def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
 
 
 def _key_problem(path: str, value: Any) -> str:
-    """Return why the key is not supported with this value, or ""."""
+    """Return why a DeepSpeed key is not supported with this value, or "" if it is supported."""
     if path in SECTIONS:
         return f"the value is {json.dumps(value)}, but it must be an object"
     if path not in KEYS:
@@ -260,7 +260,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
     """Return the DeepSpeed values that the training arguments determine.
 
     Returns:
-        A dictionary from each dotted DeepSpeed key to its value and the names of the training arguments behind it.
+        A dictionary from each dotted DeepSpeed key to its value and the training arguments that determine the value.
     """
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps or 1
     compute = arguments.precision.compute
@@ -318,7 +318,8 @@ def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> st
     """Return the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
 
     With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. Transformer
-    Engine's backward pass needs them later. The weights of a leaf module are freed together at its end.
+    Engine's backward pass needs these weights later. The weights of a leaf module are freed only when the whole module
+    has finished.
     """
     variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
     if not (arguments.gradient_checkpointing and VARIANTS[variant].te):
@@ -409,7 +410,7 @@ MSAMP_LEVELS = {
 
 
 def msamp_settings(deepspeed: dict[str, Any]) -> dict[str, str]:
-    """Return the "precision" keys and values that a DeepSpeed configuration's "msamp" section asks for."""
+    """Return the "precision" keys and values that correspond to the "msamp" section of a DeepSpeed configuration."""
     section = deepspeed.get("msamp", {})
     return MSAMP_LEVELS[section.get("opt_level", "O1")] if section.get("enabled", False) else {}
 

@@ -73,10 +73,10 @@ Place = tuple[str | int, ...]  # path to a value in the configuration: key names
 
 
 def load_arguments(argv: list[str]) -> TrainingArguments:
-    """Load the training arguments from a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
+    """Load the training arguments from a command line.
 
-    `--help` and `--schema` print a text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is
-    ignored.
+    The command line has the form `CONFIG [--key value | --key=value | --section.key value]...`. `--help` and `--schema`
+    print a text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is ignored.
 
     Raises:
         ConfigurationError: The file or the command line is invalid.
@@ -175,7 +175,7 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
     """Apply the command-line option `--path text` to the JSON object `raw`.
 
     If the text is JSON of a type that the key accepts, the JSON value is used. Otherwise, the value is the text itself.
-    The path can also point to an entry in the object of a key, such as `data.sources.NAME`.
+    The path can also name an entry of an object-valued key, such as `data.sources.NAME`.
 
     Raises:
         ConfigurationError: An intermediate value on the path is not an object, or the text starts like an object or a
@@ -264,7 +264,7 @@ def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> l
 
 
 def _place(given: Any, error: ErrorDetails) -> Place:
-    """Return the path to the invalid value, which is pydantic's location without the names of types."""
+    """Return the path of an invalid value, without the type names in pydantic's error location."""
     place: list[str | int] = []
     for step in error["loc"]:
         if isinstance(given, list | dict) and (
@@ -396,7 +396,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
 
 
 def resolve_arguments(arguments: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Return a copy of the arguments in which the keys that depend on other keys are set.
+    """Return a copy of the training arguments with values for all keys that depend on other keys.
 
     Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` by
     the object in the DeepSpeed configuration file, and applies the section "msamp" of that object. Arguments that are

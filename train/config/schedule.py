@@ -24,7 +24,7 @@ from train.config.arguments import TrainingArguments
 
 
 def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
-    """Return the index of the precision phase for the next step, given the completed steps and tokens."""
+    """Return the index of the precision.schedule phase for the next step, given the completed steps and tokens."""
     return find_phase(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
@@ -62,7 +62,7 @@ def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
 
 
 def describe_phase(section: PrecisionConfig, number: int) -> str:
-    """Describe a phase in words, for example "phase 2 of 3 of precision.schedule ({...})" with the phase's keys."""
+    """Describe a phase of precision.schedule in words, for example "phase 2 of 3 of precision.schedule ({...})"."""
     phases = section.schedule or [{}]
     own = {key: value for key, value in phases[number].items() if key not in PHASE_ENDS}
     return f"phase {number + 1} of {len(phases)} of precision.schedule ({json.dumps(own)})"
@@ -140,12 +140,12 @@ def _name(number: int, count: int) -> str:
 
 
 def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens: int = 0) -> list[str]:
-    """Return one line per phase of precision.schedule that would have no step.
+    """Return an error message for each phase of precision.schedule that would contain no steps.
 
     Args:
         args: The resolved arguments.
         step, tokens: The number of steps and tokens that the run has completed. Completed phases are not checked. If
-            `step` is None, the numbers are not known yet. Then phases with until_tokens are not checked, because
+            `step` is None, these numbers are not known yet, and phases with until_tokens are not checked, because
             earlier steps may have had another number of tokens.
     """
     phases, begin, found = args.precision.schedule or [], step or 0, []

@@ -128,18 +128,18 @@ def _child(node: Node, step: str | int) -> Node | None:
 
 
 def value_schema(node: Node) -> Node | None:
-    """Return the schema of the values in an object whose names are arbitrary, or None for any other schema."""
+    """Return the schema of the values in an object with arbitrary keys, or None for any other schema."""
     entries = node.get("additionalProperties", False)
     return None if entries is False else {} if entries is True else entries
 
 
 def options(node: Node) -> list[Node]:
-    """Return the alternative JSON schemas that `node` combines with "anyOf", or [node] if it has no alternatives."""
+    """Return the JSON schemas in the "anyOf" list of `node`, or [node] if there is no such list."""
     return node.get("anyOf", [node])
 
 
 def json_type(value: Any) -> str:
-    """Return the name of a JSON value's type in JSON schema, such as "integer"."""
+    """Return the JSON schema type of a JSON value, such as "integer"."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return kinds.get(type(value), "null")
 
@@ -160,13 +160,13 @@ def describe(node: Node) -> str:
 
 
 def example(key: str, node: Node) -> str:
-    """Return "; for example --key JSON" if the value of the key is an object or a list, or else ""."""
+    """Return "; for example --key JSON" if the value of a configuration key is an object or a list, otherwise ""."""
     value = node.get("examples", [node.get("default")])[0]
     return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" with the known key that is most similar to `name`, or "" if none is similar.
+    """Return " (did you mean X?)", where X is the known key most similar to `name`, or "" if no key is similar.
 
     Only the part after the last dot is compared.
     """

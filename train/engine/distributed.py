@@ -38,7 +38,9 @@ ANSWER_S = 3.0
 
 
 def call_on_rank_0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on every rank. Collective.
+    """Call `make` on rank 0 and return its result on every rank.
+
+    Collective: all ranks must call this function.
 
     If `make` raises a UserError or OSError, every rank raises it. `make` must not raise other errors.
     """
@@ -55,7 +57,9 @@ def call_on_rank_0(make: Callable[[], T]) -> T:
 
 
 def init_distributed() -> None:
-    """Initialize the process group from the environment variables of the launcher, or a group of one process.
+    """Initialize the process group from the environment variables that the launcher sets.
+
+    Without these variables, the process group has one process.
 
     Raises:
         LauncherError: The environment variables are incomplete, or the nodes have different numbers of ranks.
@@ -102,10 +106,10 @@ def suppress_prints() -> Iterator[None]:
 
 
 class BuildLock:
-    """Lock for torch's builds of extensions, based on flock.
+    """A flock-based lock that PyTorch uses while it builds an extension.
 
-    It replaces torch.utils.file_baton.FileBaton. A killed process never releases that lock, so all later runs would
-    wait forever.
+    The class replaces torch.utils.file_baton.FileBaton, which a killed process never releases. All later runs would
+    then wait forever.
     """
 
     def __init__(self, path: str, **_: object):
@@ -125,9 +129,10 @@ class BuildLock:
 
 @contextlib.contextmanager
 def compile_exclusively() -> Iterator[None]:
-    """Allow DeepSpeed to compile its CPU communication op during a `with` block, as it does in the first run.
+    """Allow one process at a time to compile DeepSpeed's CPU communication op in a `with` block.
 
-    A message announces the compilation. Torch's build lock is replaced by `BuildLock`.
+    DeepSpeed compiles the op only once, in the first run. A message announces the compilation. PyTorch's build lock is
+    replaced with `BuildLock`.
     """
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and os.environ["LOCAL_RANK"] == "0":
@@ -139,10 +144,12 @@ def compile_exclusively() -> Iterator[None]:
 
 
 def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore | None:
-    """Wait until the ranks of all nodes have connected, and report missing ranks within a minute. Collective.
+    """Wait until the ranks of all nodes have connected, and report missing ranks within a minute.
 
-    torch would wait for half an hour and then report only a socket. With torchrun and accelerate, this function does
-    nothing, because their agents wait for each other.
+    Collective: all ranks must call this function.
+
+    PyTorch would wait for half an hour and then report only a socket error. With torchrun and accelerate, this function
+    does nothing, because their agents wait for each other.
 
     Returns:
         The TCPStore at MASTER_PORT, or None on a single node. Keep a reference until the process group is initialized.
@@ -193,7 +200,7 @@ def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> dict[
     """Wait on rank 0 until all ranks have connected, or until the timeout.
 
     Returns:
-        Rank -> text with its numbers of ranks, for each rank that connected in time.
+        A dictionary from each rank that connected in time to a description of its world size and ranks per node.
     """
     deadline = time.monotonic() + timeout_s
     arrived: dict[int, str] = {}

@@ -21,7 +21,9 @@ def held_out_losses(
     batch_size: int,
     should_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Return the mean loss of each held-out set in nats per token, keyed by loss name. Collective.
+    """Return the mean loss of each held-out set in nats per token, keyed by loss name.
+
+    Collective: all ranks must call this function.
 
     FP8 scales and amax histories are restored after each set, so the evaluation affects neither the training nor the
     other sets.

@@ -45,7 +45,7 @@ def split_float32(master: torch.Tensor, weight: torch.Tensor, remainder: torch.T
 
 
 def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 tensor that `split_float32` has split into a bf16 tensor and an int16 remainder."""
+    """Return the float32 tensor that `split_float32` split into a bf16 tensor and an int16 remainder."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -54,7 +54,9 @@ def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Allocate an AdamW moment of `length` zeros. Return its state entries, which `decode_moment` can read.
+    """Allocate an AdamW moment of `length` zeros, and return its entries for the optimizer state.
+
+    `decode_moment` can read these entries.
 
     Args:
         moment: Name of the moment, an element of MOMENTS.
@@ -98,7 +100,9 @@ def encode_moment(values: torch.Tensor, state: State, moment: str, start: int) -
 
 
 class PackedAdamW(torch.optim.Optimizer):
-    """AdamW optimizer for 1-D bf16 weights. Its state contains the other 16 bits of the float32 weights.
+    """AdamW optimizer for 1-D bf16 weights.
+
+    The optimizer state contains the 16 bits of each float32 weight that bf16 cannot store.
 
     Args:
         groups: Parameter groups, as for torch.optim.AdamW.
@@ -201,8 +205,8 @@ def check_packed_adamw(moments: str, device: torch.device) -> str:
     """Compare three steps of PackedAdamW on random data with torch's AdamW in float32, and return a log line.
 
     Raises:
-        StartupCheckError: The changes of the weights differ by more than 5 %. Rounded moments change them by at most
-            1.4 %.
+        StartupCheckError: The changes of the weights differ by more than 5 %. The expected difference due to rounded
+            moments is at most 1.4 %.
     """
     generator = torch.Generator().manual_seed(0)
     size, options = 5 * STATE_BLOCK + 7, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -236,9 +240,9 @@ def check_packed_adamw(moments: str, device: torch.device) -> str:
 
 @dataclass
 class DecodedSlice:
-    """Range of a packed tensor that is decoded to float32 on access.
+    """A range of a packed optimizer tensor that is decoded to float32 on access.
 
-    It has those methods of a 1-D tensor that train/checkpoint/reshard.py needs.
+    The class implements the methods of a 1-D tensor that train/checkpoint/reshard.py uses.
     """
 
     decode: Callable[[int, int], torch.Tensor]  # (start, end) -> float32
@@ -257,7 +261,7 @@ class DecodedSlice:
 
 
 def decoded_slices(weight: torch.Tensor, state: State) -> tuple[DecodedSlice, dict[str, DecodedSlice]]:
-    """Return the float32 values and the moments of a weight of PackedAdamW, which are decoded on access."""
+    """Return the float32 values and moments of a PackedAdamW weight as slices that are decoded on access."""
 
     whole = DecodedSlice(
         lambda start, end: join_float32(weight[start:end], state["remainder"][start:end]), 0, len(weight)

@@ -47,7 +47,7 @@ RECOVERY_STEPS = 10
 
 
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
-    """Build a DeepSpeed engine with AdamW or Muon that has not done any step.
+    """Build a new DeepSpeed engine with the AdamW or Muon optimizer.
 
     Args:
         ds_config: The DeepSpeed configuration from `resolve_ds_config`.

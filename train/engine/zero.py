@@ -44,22 +44,22 @@ SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the full shape of a parameter, which ZeRO 3 may have partitioned and emptied."""
+    """Return the full shape of a parameter, even if ZeRO 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def parameter_name(engine: Any, parameter: nn.Parameter) -> str:
-    """Return the name of a parameter in the model of the engine."""
+    """Return the name of a parameter in the engine's model."""
     return engine.param_names[parameter]
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of the engine (AdamW, or Muon with AdamW) without DeepSpeed's wrapper."""
+    """Return the engine's optimizer (AdamW, or Muon with AdamW) without DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def adamw_is_fused(engine: Any) -> bool:
-    """Return whether the engine uses the fused kernel of AdamW, which reads the step count on the GPU."""
+    """Return whether the engine uses the fused AdamW kernel, which reads the step count on the GPU."""
     return bool(
         getattr(base_optimizer(engine), "aux_optimizer", base_optimizer(engine)).defaults.get("fused")
     )
@@ -108,7 +108,9 @@ def masters(engine: Any) -> Iterator[Master]:
 
 @contextlib.contextmanager
 def edit_masters(engine: Any) -> Iterator[None]:
-    """Allow changes to the optimizer's tensors (`masters`) during a `with` block. Collective.
+    """Allow changes to the optimizer's tensors (`masters`) during a `with` block.
+
+    Collective: all ranks must call this function.
 
     After the block, the tensors are rounded and copied to the model weights in place.
     """
@@ -132,10 +134,10 @@ def edit_masters(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_settings(engine: Any) -> Iterator[None]:
-    """Restore the optimizer settings of the engine after DeepSpeed has loaded a checkpoint in a `with` block.
+    """Keep the engine's optimizer settings when DeepSpeed loads a checkpoint in a `with` block.
 
-    DeepSpeed replaces the optimizer settings, the choice of the kernel (which differs between CPU and GPU) and the
-    clipping norm with those of the checkpoint.
+    DeepSpeed replaces the optimizer settings, the clipping norm and the choice of the AdamW kernel with the values in
+    the checkpoint. The kernel differs between CPU and GPU.
     """
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
@@ -161,9 +163,9 @@ def replace_loader(engine: Any, load: Callable[..., Any]) -> None:
 
 
 def unlink_moments(engine: Any) -> None:
-    """Drop DeepSpeed's links from weights to moments after loading a checkpoint.
+    """Drop DeepSpeed's references from weights to optimizer moments after loading a checkpoint.
 
-    The links would keep the replaced moments in memory. The next step creates new links.
+    The references would keep the replaced moments in memory. The next step creates new references.
     """
     engine.optimizer._hp_optimizer_states_linked = False
 
@@ -184,7 +186,7 @@ def undo_initial_step(engine: Any) -> None:
     """Undo the step that DeepSpeed runs to allocate the optimizer state (DeepSpeed #5151, #5104).
 
     Without ZeRO, in bf16, DeepSpeed allocates AdamW's state with a step of zero gradients. That step decays the weights
-    and advances the bias correction, so the first real step would be 27 % too short.
+    and advances the bias correction, so the first real step would be 27 % too small.
     """
     if engine.zero_optimization_stage() or base_optimizer(engine) is engine.optimizer:
         return  # with ZeRO or in float32 there is no such step
@@ -197,7 +199,7 @@ def undo_initial_step(engine: Any) -> None:
 def pack_states(engine: Any, moments: str) -> None:
     """Make DeepSpeed's BF16_Optimizer use PackedAdamW (train/engine/states.py). Call this on a new engine.
 
-    The optimizer then stores only those 16 bits of the float32 weights that the bf16 weights lack.
+    The optimizer then stores only the 16 bits of each float32 weight that the bf16 weight lacks.
 
     Args:
         moments: Storage type of the moments.
@@ -235,8 +237,8 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
     """Return the parameters for which this rank calls DeepSpeed's `muon_update` in a step, in the order of the calls.
 
-    BF16_Optimizer calls `muon_update` for the matrices of which this rank has a part. Without ZeRO, Muon calls it for
-    all matrices.
+    BF16_Optimizer calls `muon_update` only for the matrices that are at least partly stored on this rank. Without ZeRO,
+    Muon calls it for all matrices.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "bf16_groups"):
@@ -350,7 +352,7 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
     """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing the file.
 
-    DeepSpeed's conversion scripts are not copied to the checkpoint folder. Use train/export.py instead.
+    DeepSpeed's conversion scripts are not copied to the checkpoint folder. Use train/export.py to export a checkpoint.
 
     Args:
         take: Function that is called with the name and the content of each file.

@@ -193,7 +193,9 @@ class Health:
 
 
 def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
-    """Return rank -> loss for all ranks whose loss is not finite. Collective.
+    """Return rank -> loss for all ranks whose loss is not finite.
+
+    Collective: all ranks must call this function.
 
     Args:
         loss: Loss of this rank, a scalar.

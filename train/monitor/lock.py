@@ -42,7 +42,9 @@ class LockError(UserError):
 
 @contextlib.contextmanager
 def hold_lock(folder: RunFolder) -> Iterator[None]:
-    """Create the run folder and hold its lock during a `with` block. Collective. Rank 0 holds the lock for all ranks.
+    """Create the run folder and hold its lock during a `with` block.
+
+    Collective: all ranks must call this function. Rank 0 holds the lock for all ranks.
 
     Raises (on all ranks):
         LockError: Another run holds the lock.

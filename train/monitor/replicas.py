@@ -22,7 +22,9 @@ class ReplicaError(UserError):
 
 
 def check_replicas(engine: Any, precision: Precision, step: int) -> None:
-    """Check that the weights and the FP8 state are bit-identical on all ranks. Collective. Waits for the GPU.
+    """Check that the weights and the FP8 state are bit-identical on all ranks.
+
+    Collective: all ranks must call this function. Waits for the GPU.
 
     Rank 0 broadcasts one tensor at a time, so the check needs memory for a copy of the largest tensor.
 
@@ -48,7 +50,9 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
 
 @torch.no_grad()
 def differs_from_rank_0(tensor: torch.Tensor) -> torch.Tensor:
-    """Compare a tensor bit by bit with the same tensor on rank 0. Collective.
+    """Compare a tensor bit by bit with the same tensor on rank 0.
+
+    Collective: all ranks must call this function.
 
     Returns:
         An int32 scalar on the device of the tensor. It is 1 if a bit differs, otherwise 0.

@@ -141,7 +141,9 @@ class StopVote:
             self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
-        """Exchange the votes of all ranks. Collective.
+        """Exchange the votes of all ranks.
+
+        Collective: all ranks must call this method.
 
         Args:
             busy: Whether a background save is in progress on this rank.

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Resolve precision.auto by measuring, and return the arguments with the fastest precision settings. Collective.
+    """Resolve precision.auto by measuring, and return the arguments with the fastest precision settings.
+
+    Collective: all ranks must call this function.
 
     Args:
         args: The resolved training arguments. Without precision.auto, they are returned unchanged.

@@ -71,7 +71,9 @@ def check_gradients(
     stream: SampleStream,
     state: RunState,
 ) -> None:
-    """Check that DeepSpeed reduces the gradients of the next step correctly, and log the result. Collective.
+    """Check that DeepSpeed reduces the gradients of the next step correctly, and log the result.
+
+    Collective: all ranks must call this function.
 
     Raises:
         PreflightError: On all ranks, if the optimizer would receive wrong gradients. On a single rank, if its GPU
@@ -145,7 +147,9 @@ def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.
 def compare_gradients(
     engine: Any, micro_step: MicroStep, precision: Precision, batches: list[Batch], max_grad_norm: float
 ) -> list[Comparison]:
-    """Compare DeepSpeed's gradients for one step with a plain all-reduce. Collective. Changes FP8 state.
+    """Compare DeepSpeed's gradients for one step with a plain all-reduce.
+
+    Collective: all ranks must call this function. Changes FP8 state.
 
     Args:
         engine: The DeepSpeed engine.
@@ -253,7 +257,9 @@ def accumulate_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch
 def take_step(
     engine: Any, micro_step: MicroStep, batches: list[Batch], weight: torch.Tensor | None = None
 ) -> tuple[Gradients, float] | None:
-    """Run a training step without the optimizer update. Collective.
+    """Run a training step without the optimizer update.
+
+    Collective: all ranks must call this function.
 
     Args:
         engine: The DeepSpeed engine.

@@ -64,7 +64,9 @@ def is_enabled(args: TrainingArguments) -> bool:
 
 
 def check_configured_alike(args: TrainingArguments) -> None:
-    """Check that all ranks have the same resolved training arguments. Collective.
+    """Check that all ranks have the same resolved training arguments.
+
+    Collective: all ranks must call this function.
 
     The arguments can differ if a user starts each node with its own command and configuration file. Paths, and keys
     that only rank 0 uses, are not compared.
@@ -85,7 +87,9 @@ def check_configured_alike(args: TrainingArguments) -> None:
 
 
 def check_alike(args: TrainingArguments) -> None:
-    """Compare software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
+    """Compare software, hardware and files of all ranks, and log the speed of GPUs and links.
+
+    Collective: all ranks must call this function.
 
     Raises:
         PreflightError: On all ranks, if software or files differ.
@@ -141,7 +145,9 @@ def data_facts(args: TrainingArguments) -> str:
 
 
 def sees_file_of_rank_0(args: TrainingArguments) -> bool:
-    """Return whether this rank sees a file that rank 0 writes to output_dir. Collective.
+    """Return whether this rank sees a file that rank 0 writes to output_dir.
+
+    Collective: all ranks must call this function.
 
     If output_dir does not exist yet, rank 0 writes the file to the nearest existing parent folder.
 
@@ -218,7 +224,10 @@ def gemm_tflops() -> float:
 
 
 def all_reduce_gb_s() -> float:
-    """Measure the all-reduce bus bandwidth per rank, in GB/s. Collective."""
+    """Measure the all-reduce bus bandwidth per rank, in GB/s.
+
+    Collective: all ranks must call this function.
+    """
     device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     tensor = torch.zeros(ALL_REDUCE_BYTES[device] // 4, device=device)
     return 2 * (ranks - 1) / ranks * tensor.nbytes / _seconds(lambda: dist.all_reduce(tensor)) / 1e9
