@@ -308,13 +308,13 @@ class TrainingArguments:
         resume="free",
     )
     save_steps: int = option(
-        "Number of steps between two checkpoints. If 0, the step number does not trigger saves.",
+        "Number of steps between two checkpoints. 0 disables saves by step number.",
         0,
         ge=0,
         resume="free",
     )
     save_minutes: float = option(
-        "Time between two checkpoints in minutes, measured on rank 0. If 0, the time does not trigger saves.",
+        "Minutes between two checkpoints, measured on rank 0. 0 disables saves by time.",
         30.0,
         ge=0,
         resume="free",
