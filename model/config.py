@@ -71,7 +71,7 @@ USUAL_KEYS = frozenset(
     f"{TRAINED_LENGTH}".split()
 ) | set(FIXED)
 YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-# Keys of rope_parameters (older name: rope_scaling) that each type of RoPE reads, and keys that may be in all of them.
+# Keys of rope_parameters (older name: rope_scaling) that each rope_type reads in addition to rope_type and rope_theta.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -158,11 +158,15 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """Load a MistralConfig or LlamaConfig from the name of a file in model/configs, a JSON file, or a folder that
-    contains config.json.
+    """Load a MistralConfig or LlamaConfig.
 
-    Raises ModelConfigError: the file does not exist or is not valid JSON, the model type is not mistral, a key looks
-    misspelled (transformers would ignore it and use the default), or a value has the wrong type or is out of range.
+    Args:
+        name_or_path: name of a file in model/configs, path of a JSON file, or path of a folder with a config.json.
+
+    Raises:
+        ModelConfigError: The file does not exist or is not valid JSON. The model type is not mistral or llama. A key
+            looks misspelled, so transformers would ignore it and use the default. A value has the wrong type or is out
+            of range.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -178,9 +182,10 @@ def load_config(name_or_path: str) -> MistralConfig:
 
 
 def make_config(values: dict[str, Any]) -> MistralConfig:
-    """Make transformers' configuration object from a dictionary. Its class is LlamaConfig for the model_type llama.
+    """Create a MistralConfig or LlamaConfig from the keys of a config.json, depending on its model_type.
 
-    Llama is a Mistral without a sliding window.
+    A LlamaConfig gets the additional attribute `sliding_window` with the value None. All other code can then handle
+    Llama as Mistral without a sliding window.
     """
     config = _config_class(values).from_dict(values)
     config.sliding_window = getattr(config, WINDOW, None)
@@ -223,7 +228,7 @@ def load_sizes(name_or_path: str) -> Any:
 def numeric_settings(config: MistralConfig) -> dict[str, Any]:
     """Return the configuration values that can affect training results. The path and library version are excluded."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
-    # without the key, the model is a Mistral
+    # a missing model_type means mistral
     kind = ("model_type",) if config.model_type == "llama" else ()
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others, *kind)}
 
@@ -305,7 +310,9 @@ def check_config(config: MistralConfig, where: str = "") -> None:
         if (value := getattr(config, key, only)) not in (only, None)
     }
     if config.model_type == "llama" and config.sliding_window:
-        problems[WINDOW] = f"{WINDOW} is {config.sliding_window}, but llama has no window; set it to null"
+        problems[WINDOW] = (
+            f"{WINDOW} is {config.sliding_window}, but llama models have no sliding window; set it to null"
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         problems["num_attention_heads"] = (
             f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of num_key_value_heads "
@@ -323,9 +330,9 @@ def check_config(config: MistralConfig, where: str = "") -> None:
 
 
 def _rope_problems(rope: dict[str, Any]) -> dict[str, str]:
-    """Return messages about `rope_parameters` by their keys."""
+    """Return an error message for each invalid value in `rope`, keyed by configuration key. See `rope_parameters`."""
     if (kind := rope["rope_type"]) not in ROPE_TYPES:
-        return {"rope_type": f"rope_type {kind!r} is not supported; allowed are {', '.join(ROPE_TYPES)}"}
+        return {"rope_type": f"rope_type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}"}
     problems = {}
     for key in ("rope_theta", *ROPE_TYPES[kind]):
         if key == "truncate":
@@ -333,16 +340,19 @@ def _rope_problems(rope: dict[str, Any]) -> dict[str, str]:
         value: Any = rope.get(key, 1.0 if key in YARN_OPTIONS else None)
         if type(value) not in (int, float) or not 0 < value < math.inf or (key == "factor" and value < 1):
             least = "at least 1" if key == "factor" else "more than 0"
-            problems[key] = f"{key} {value!r} (rope_type {kind}) must be a number of {least}"
+            problems[key] = f"{key} is {value!r}; rope_type {kind} requires a number of {least}"
     if kind == "llama3" and not problems and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        problems["low_freq_factor"] = "low_freq_factor must be below high_freq_factor"
+        problems["low_freq_factor"] = "low_freq_factor must be lower than high_freq_factor"
     if rope.get("partial_rotary_factor", 1) != 1:
-        problems["partial_rotary_factor"] = "partial_rotary_factor: only 1 is supported"
+        problems["partial_rotary_factor"] = "partial_rotary_factor must be 1; other values are not supported"
     return problems
 
 
 def rope_parameters(config: MistralConfig) -> dict[str, Any]:
-    """Return rope_theta, rope_type and the keys of RoPE scaling, which older files keep in several places."""
+    """Return rope_theta, rope_type and the RoPE scaling keys in one dictionary.
+
+    Older config.json files store these keys under other names and in several places.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     given = {key: value for key, value in rope.items() if key != "type" and value is not None}
@@ -350,9 +360,9 @@ def rope_parameters(config: MistralConfig) -> dict[str, Any]:
 
 
 def rope_frequencies(config: MistralConfig, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
-    """Return the rotary frequencies, float32 [D / 2], and the factor of queries and keys, as in transformers.
+    """Return the RoPE frequencies, float32 [D / 2] for head dimension D, and the attention factor.
 
-    The factor is 1 except for yarn.
+    As in transformers, rotated queries and keys are multiplied by the attention factor. It is 1 except for yarn.
     """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -366,7 +376,7 @@ def rope_frequencies(config: MistralConfig, device: torch.device | None = None) 
 
 
 def _rope_type(rope: dict[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"  # the older name
+    return rope.get("rope_type") or rope.get("type") or "default"  # "type" is the older name
 
 
 def head_dim(config: MistralConfig) -> int:
@@ -392,9 +402,10 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
 
 
 def softmax_scale(config: MistralConfig) -> float | None:
-    """Return the factor of the scores of attention, or None for the usual 1 / sqrt(D).
+    """Return the softmax scale of attention, or None for the default 1 / sqrt(D) with head dimension D.
 
-    With yarn it includes the factor of `rope_frequencies`, so that queries and keys need not be multiplied by it.
+    With yarn, the scale includes the attention factor from `rope_frequencies` twice, for queries and keys. The model
+    then does not multiply queries and keys by this factor.
     """
     factor = rope_frequencies(config)[1]
     return None if factor == 1 else factor**2 / math.sqrt(head_dim(config))

@@ -77,8 +77,8 @@ class _Baseline:
 
 
 class HuggingFaceMistral(_Baseline, MistralForCausalLM):
-    """transformers' Mistral as a variant."""
+    """Mistral model from transformers, adapted to this project's model interface."""
 
 
 class HuggingFaceLlama(_Baseline, LlamaForCausalLM):
-    """transformers' Llama as a variant."""
+    """Llama model from transformers, adapted to this project's model interface."""

@@ -1,10 +1,12 @@
-"""Numeric check before training: compare the loss and gradients of one decoder layer with float32.
+"""Numeric check before training: compare the loss and gradients of a one-layer model with a float32 reference.
 
-Counting FP8 GEMMs (startup_check.py) does not show that their results are right. A kernel can apply a scale twice, drop
-the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight, and training then continues
-with wrong gradients. `choose_kernels` therefore runs a model with one layer, random weights and the kernels of the run
-forward and backward. It compares the loss and the gradient of every weight with plain torch operations in float32 on
-the same weights. If an optional kernel of the section "speed" causes the error, that kernel is disabled with a warning.
+The startup check (startup_check.py) counts FP8 GEMMs, but does not check their results. A kernel can apply a scale
+twice, drop the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight. Training would
+then continue with wrong gradients.
+
+`choose_kernels` therefore runs the forward and backward pass of a model with one layer and random weights. It uses the
+same kernels as the training run. The reference computes the loss and the gradient of every weight with plain torch
+operations in float32. If an optional kernel (section "speed") causes an error, the kernel is disabled with a warning.
 
 Shape suffixes: B batch, T tokens, H hidden size, N query heads, D head dimension.
 """
@@ -30,16 +32,18 @@ from model.fp8.recipes import fp8_multiple
 from model.startup_check import StartupCheckError
 from model.variants import SpeedConfig
 
-# Limits (relative error, wrong scale) for the loss and each gradient, by precision.compute. docs/fp8.md lists measured
-# values. Rounding errors average out in the scale, so its limit is lower and finds scales that are slightly wrong.
+# Limits for the relative error and the scale error of the loss and of each gradient, keyed by precision.compute.
+# docs/fp8.md lists measured values. Rounding errors average out in the scale error. Its limit is therefore lower, which
+# also detects scales that are only slightly wrong.
 LIMITS = {"fp8": (0.35, 0.06), "bf16": (0.03, 0.008), "fp16": (5e-3, 1.5e-3), "fp32": (1e-5, 3e-6)}
-# Optional kernels of the section "speed", which torch or Transformer Engine can replace.
+# Optional kernels (keys of the section "speed"). When a kernel is disabled, torch or Transformer Engine replaces it.
 KERNELS = ("fused_rope", "fused_swiglu", "fused_embedding", "fused_cross_entropy")
-# Relative error |a - b| / |b| and wrong scale a.b / b.b - 1 by Hugging Face name, where b is in float32.
+# Relative error |a - b| / |b| and scale error a.b / b.b - 1, keyed by Hugging Face name. a is the measured value and b
+# the float32 reference.
 Errors = dict[str, tuple[float, float]]
 MAX_TOKENS = 4096  # the attention check covers longer sequences
 EMULATED_TOKENS = 64
-MAX_LOGITS = 2**28  # number of float32 logits of the reference (1 GiB)
+MAX_LOGITS = 2**28  # maximum number of float32 logits in the reference (1 GiB)
 FP16_LOSS_SCALE = 2.0**16  # DeepSpeed's initial loss scale
 IGNORED = -100
 
@@ -55,19 +59,22 @@ def choose_kernels(
     document_mask: bool = False,
     seed: int = 0,
 ) -> tuple[SpeedConfig, list[str]]:
-    """Check the kernels of a run against float32, and disable optional kernels with wrong results.
+    """Compare the kernels of a training run with a float32 reference, and disable optional kernels with wrong results.
 
     The global random state does not change.
 
     Args:
         variant: te_linear or te_layer.
-        batch_size: samples per micro-batch. Fewer are checked if the float32 logits would need more than 1 GiB.
-        seq_length: tokens per sample. At most 4096 are checked, and at most 64 by the CPU reference
-            implementation.
+        batch_size: number of samples per micro-batch. The check uses fewer samples if the float32 logits would need
+            more than 1 GiB.
+        seq_length: number of tokens per sample. The check uses at most 4096 tokens, or 64 tokens with the CPU
+            reference implementation.
 
-    Returns: `speed` without the kernels that failed, and lines for the log.
+    Returns:
+        `speed` with the failed kernels disabled, and lines for the log.
 
-    Raises StartupCheckError: results are wrong without optional kernels too.
+    Raises:
+        StartupCheckError: The results are wrong even if all optional kernels are disabled.
     """
     probe = _Probe(config, variant, precision, batch_size, seq_length, document_mask, seed)
     errors = probe.errors(speed)
@@ -76,7 +83,7 @@ def choose_kernels(
     off = replace(speed, **dict.fromkeys(KERNELS, False))
     if not probe.accepts(without := probe.errors(off)):
         raise StartupCheckError(
-            f"{probe.describe(without)}. The results of this GPU or of the installed packages are wrong. Install the "
+            f"{probe.describe(without)}. The GPU or an installed package computes wrong results. Install the package "
             "versions in requirements-gpu.txt, or choose another precision.recipe. If only lm_head is wrong, set "
             "precision.fp8_head_gradients to false",
             code="wrong_numbers",
@@ -86,7 +93,7 @@ def choose_kernels(
         name
         for name in KERNELS
         if getattr(speed, name) and not probe.accepts(probe.errors(replace(off, **{name: True})))
-    ] or list(KERNELS)  # only their combination fails
+    ] or list(KERNELS)  # no kernel fails alone, so disable all of them
     return replace(speed, **dict.fromkeys(wrong, False)), [
         f"warning: {probe.describe(errors)}. Disabled the kernels that cause this error: "
         + ", ".join(f"speed.{name}" for name in wrong),
@@ -95,7 +102,7 @@ def choose_kernels(
 
 
 class _Probe:
-    """A random batch for a model with one layer, and its loss and gradients in float32."""
+    """Random batch for a one-layer model, with the float32 reference for the loss and the gradients of the model."""
 
     def __init__(
         self,
@@ -110,8 +117,8 @@ class _Probe:
         self.config = copy.deepcopy(config)
         self.config.num_hidden_layers = 1
         self.variant, self.document_mask, self.seed = variant, document_mask, seed
-        # The layer stands for all layers, so patterns with layer numbers do not apply. Ranks may run different numbers
-        # of passes, so they must not share amaxes.
+        # The layer represents all layers, so patterns with layer numbers do not apply. Ranks can run different numbers
+        # of passes, so they must not reduce amaxes.
         own: dict[str, Any] = {"bf16_modules": ["lm_head"]} if precision.fp8 else {}
         if precision.has_state:
             own["reduce_amax"] = False
@@ -125,7 +132,7 @@ class _Probe:
         V = config.vocab_size
         B = 1 if precision.emulated else max(1, min(batch_size, MAX_LOGITS // (T * V)))
         generator = torch.Generator().manual_seed(seed)
-        # half of the tokens are frequent ones, and an eighth has no label
+        # half of the tokens come from 16 frequent token ids, and an eighth of the labels are ignored
         ids = torch.randint(V, (B, T + 1), generator=generator)
         ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, ids % 16)
         labels = ids[:, 1:].masked_fill(torch.rand(B, T, generator=generator) < 0.125, IGNORED)
@@ -133,10 +140,11 @@ class _Probe:
         self.truth: dict[str, torch.Tensor] = {}
 
     def errors(self, speed: SpeedConfig) -> Errors:
-        """Measure the loss and the gradient of each weight against float32.
+        """Return the errors of the loss and of each weight's gradient, relative to the float32 reference.
 
-        The first pass has other weights, whose FP8 copies the second pass must replace. The last pass uses the copies
-        of the second one. With delayed scaling the passes also set the scales.
+        An FP8 model runs four passes. The first pass has different weights, so the second pass must replace their FP8
+        copies. The last two passes reuse the FP8 copies from the second pass. With delayed scaling, the passes also set
+        the scales.
         """
         passes = [True, True, False, False] if self.precision.fp8 else [None]
         devices = [self.precision.device] if self.precision.device.type == "cuda" else []
@@ -168,7 +176,7 @@ class _Probe:
         }
 
     def accepts(self, errors: Errors) -> bool:
-        # False for NaN
+        # NaN <= limit is False, so NaN is not accepted
         pairs = (
             (abs(value), limit)
             for pair in errors.values()
@@ -177,9 +185,12 @@ class _Probe:
         return all(value <= limit for value, limit in pairs)
 
     def describe(self, errors: Errors) -> str:
-        """Return a line with the largest errors, which come from different gradients."""
+        """Return a log line with the largest relative error and the largest scale error.
+
+        The two errors can belong to different gradients.
+        """
         parts = []
-        for index, what in enumerate(("relative error", "wrong scale")):
+        for index, what in enumerate(("relative error", "scale error")):
             size = {name: abs(pair[index]) for name, pair in errors.items()}
             name = max(size, key=lambda n: math.inf if math.isnan(size[n]) else size[n])
             short = name.removeprefix("model.layers.0.")
@@ -194,13 +205,14 @@ def _reference(
     labels_BT: torch.Tensor,
     loss_scale: float,
 ) -> dict[str, torch.Tensor]:
-    """Compute the loss and the gradients of a model with one layer in float32 with torch's own operations.
+    """Compute the loss and the gradients of a one-layer model in float32 with plain torch operations.
 
     Args:
-        weights: Hugging Face names and tensors.
-        loss_scale: factor of the gradients.
+        weights: weights keyed by Hugging Face name.
+        loss_scale: factor by which the gradients are multiplied.
 
-    Returns: float32 tensors by Hugging Face name, and the loss as "loss".
+    Returns:
+        float32 gradients keyed by Hugging Face name, and the loss with the key "loss".
     """
     w = {name: tensor.detach().float().requires_grad_() for name, tensor in weights.items()}
     layer, D, T = "model.layers.0.", head_dim(config), ids_BT.shape[1]

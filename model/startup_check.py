@@ -168,7 +168,7 @@ def probe_tokens(config: MistralConfig) -> int:
     """Return the sequence length of the random startup batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs
     accept.
     """
-    unit = 2 * FP8_TRAIN_ROW_MULTIPLE  # what MXFP8 needs
+    unit = 2 * FP8_TRAIN_ROW_MULTIPLE  # mxfp8 requires a multiple of 32
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 

@@ -1,8 +1,8 @@
-"""The FP8 recipes of each GPU architecture.
+"""Table of the FP8 recipes that each GPU architecture supports.
 
-At run time, Transformer Engine decides (te_backend.recipe_problem). This table gives the answers of version 2.20.2
-where no GPU or no torch is available: for the documentation, for plan.py and for the preflight check. It also records
-what this project has measured.
+During training, Transformer Engine reports which recipes the GPU supports (te_backend.recipe_problem). This table
+contains the results for Transformer Engine 2.20.2. It is used where no GPU or no torch is available: in the
+documentation, in plan.py and in the preflight check. The table also lists the recipes that this project has measured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ FP8_CAPABILITY: Capability = (8, 9)  # the first GPUs with FP8 tensor cores
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU architecture.
+    """GPU architecture and the features it supports.
 
     Attributes:
-        recipes: the recipes of Transformer Engine that run.
-        measured: recipes that this project has measured.
-        disabled: defaults that are switched off.
+        gpus: examples of GPUs with this architecture.
+        recipes: Transformer Engine recipes that the architecture supports.
+        measured: recipes that this project has measured on the architecture.
+        disabled: configuration keys that are on by default but disabled on the architecture.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Architecture:
 
 HOPPER_RECIPES = ("delayed", "current", "block")
 BLACKWELL_RECIPES = (*HOPPER_RECIPES, "mxfp8")
-# Keys are compute capabilities. A GPU has the architecture with the largest capability that it reaches.
+# Keyed by the lowest compute capability of the architecture.
 ARCHITECTURES: dict[Capability, Architecture] = {
     (8, 0): Architecture("Ampere", "A100, RTX 3090"),
     (8, 9): Architecture(
@@ -51,20 +52,24 @@ RECIPES_OF_TABLE = ("delayed", "current", "block", "mxfp8", "nvfp4")
 
 
 def architecture(capability: Capability) -> Architecture:
-    """Return the architecture of a GPU with this compute capability. GPUs older than Ampere count as Ampere."""
+    """Return the architecture of a GPU with this compute capability. GPUs older than Ampere are treated as Ampere."""
     return ARCHITECTURES[max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))]
 
 
 def emulates_block_scaling(capability: Capability) -> bool:
-    """Return whether Transformer Engine runs block-scaled GEMMs as MXFP8, which keeps only the exponents of scales."""
+    """Return whether Transformer Engine emulates block-scaled GEMMs with MXFP8 on GPUs with this compute capability.
+
+    The emulation uses only the exponents of the scales, so scales must be powers of two.
+    """
     return capability >= (10, 0)
 
 
 def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None) -> str:
-    """Return why a GPU with this name and compute capability does not support FP8, or "" if it does.
+    """Return an error message if a GPU does not support FP8, or "" if it does.
 
     Args:
-        recipe: also check this recipe of Transformer Engine.
+        gpu: name of the GPU for the message.
+        recipe: Transformer Engine recipe to check too.
     """
     found = architecture(capability)
     if capability < FP8_CAPABILITY:
@@ -81,7 +86,10 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
 
 
 def table_rows() -> list[list[str]]:
-    """Return the rows of the table in docs/hardware.md: architecture and GPUs, recipes, and disabled defaults."""
+    """Return the rows of the architecture table in docs/hardware.md.
+
+    The columns are the architecture with its GPUs, the supported recipes, and the disabled defaults.
+    """
     rows = []
     for (major, minor), found in ARCHITECTURES.items():
         recipes = ", ".join(found.recipes) or "none"

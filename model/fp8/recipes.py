@@ -22,7 +22,10 @@ FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def fp8_multiple(recipe: str) -> int:
-    """Return the number that divides features and training rows of an FP8 GEMM: MXFP8 needs whole blocks of 32."""
+    """Return the number by which the features and rows of an FP8 GEMM in training must be divisible.
+
+    The recipe mxfp8 requires complete blocks of 32 values.
+    """
     return 32 if recipe == "mxfp8" else FP8_FEATURE_MULTIPLE
 
 

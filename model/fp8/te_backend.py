@@ -204,7 +204,7 @@ def _head_products() -> dict[str, Any]:
     def gradient_quantizer() -> Any:
         made = quantizer(1)
         made.set_usage(rowwise=True)
-        # te_reference/gemm.py explains why not; as MXFP8, other scales would lose their mantissa
+        # te_reference/gemm.py explains why scales are not powers of two; MXFP8 emulation would drop their mantissa
         made.force_pow_2_scales = power_2_scales
         return made
 
@@ -262,7 +262,7 @@ def _prefer_bundled_cudnn() -> None:
     os.environ.setdefault("CUDNN_HOME", home)
 
 
-# Functions of transformer_engine.pytorch.quantization that tell whether a recipe runs on the current GPU.
+# Names of the functions in transformer_engine.pytorch.quantization that check whether the GPU supports a recipe.
 AVAILABILITY = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
@@ -272,21 +272,21 @@ AVAILABILITY = {
 
 
 def recipe_problem(recipe: str) -> str:
-    """Return why Transformer Engine cannot run `recipe` on the current GPU, or ""."""
+    """Return the reason why Transformer Engine cannot run `recipe` on the current GPU, or "" if it can."""
     quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
     available, reason = getattr(quantization, AVAILABILITY[recipe])(return_reason=True)
     return "" if available else reason
 
 
 def describe_gpu() -> str:
-    """Return a log line: the GPU, the FP8 recipes that Transformer Engine runs on it, and what is switched off."""
+    """Return a log line with the current GPU, the FP8 recipes that it supports, and the defaults that are disabled."""
     capability = torch.cuda.get_device_capability()
     found = architecture(capability)
     recipes = [recipe for recipe in AVAILABILITY if not recipe_problem(recipe)]
     untested = [recipe for recipe in recipes if recipe not in found.measured]
     return (
         f"GPU: {torch.cuda.get_device_name()} ({found.name}, compute capability {capability[0]}.{capability[1]}), "
-        + (f"FP8 recipes {', '.join(recipes)}" if recipes else "no FP8: only bf16")
+        + (f"FP8 recipes {', '.join(recipes)}" if recipes else "no FP8 support, only bf16")
         + (f"; not tested on this GPU: {', '.join(untested)}" if untested else "")
         + (f"; switched off: {', '.join(found.disabled)}" if found.disabled else "")
     )

@@ -61,8 +61,9 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 
 @triton.jit
 def _scale_of(amax, largest, E4M3_MAX: tl.constexpr, POWER_2: tl.constexpr):
-    """Return Transformer Engine's scale for a block with this amax (largest magnitude). POWER_2 rounds to a power of
-    two.
+    """Return the scale that Transformer Engine uses for a block whose largest magnitude is `amax`.
+
+    largest: result if the scale overflows. POWER_2: round the scale down to a power of two.
     """
     scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
@@ -176,6 +177,7 @@ def gradient_in_fp8(
         row_scales: output, inverse scales, float32 [ceil(V / 128), >= M].
         columns_VM: output, e4m3 codes as bytes, transposed [V, M].
         column_scales: output, inverse scales, float32 [ceil(M / 128), >= V].
+        power_2_scales: whether to round scales down to powers of two, which GPUs from Blackwell on require.
     """
     M, V = logits_MV.shape
     _gradient_in_fp8[(triton.cdiv(V, BLOCK), triton.cdiv(M, BLOCK))](

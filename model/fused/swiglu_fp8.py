@@ -25,7 +25,10 @@ def _cast(x, E4M3: tl.constexpr):
 
 @triton.jit
 def _update_amax(amax, scale, scale_inv, largest, is_first):
-    """Update the amax and inverse scale of the tensor as Transformer Engine's kernels do. The amax ignores NaN."""
+    """Update the amax of the FP8 output. The first program also stores the inverse scale.
+
+    largest: largest magnitude in the block of this program, before scaling. As in Transformer Engine, NaN is ignored.
+    """
     tl.atomic_max(amax, tl.maximum(largest, 0.0), sem="relaxed")
     if is_first:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
