@@ -261,7 +261,7 @@ class TrainingArguments:
     )
 
     hang_timeout_s: float = option(
-        "Time limit in seconds for a step, an evaluation batch or a save. If it is exceeded, the run stops "
+        "Time limit in seconds for a step, an evaluation batch or a save. After this time, the run stops "
         "and reports the rank that hangs. The first step and each phase of startup and shutdown have at "
         "least 1800 seconds. If 0, there is no limit.",
         1800.0,
@@ -321,7 +321,7 @@ class TrainingArguments:
     )
     save_strategy: Literal["steps", "no"] = option(
         "Whether to save. steps saves checkpoints at the intervals save_steps and save_minutes and at the "
-        "end of the run. no saves neither checkpoints nor the exported model in hf/.",
+        "end of the run. no saves neither checkpoints nor the exported model.",
         "steps",
         resume="free",
     )
@@ -336,7 +336,7 @@ class TrainingArguments:
     )
     on_save_failure: Literal["stop", "continue"] = option(
         "Action if a save fails, for example because the disk is full. stop ends the run. continue trains "
-        "until the next save. The run always stops if its last save fails.",
+        "until the next save, but the last save must succeed.",
         "stop",
         resume="free",
     )
