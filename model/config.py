@@ -107,14 +107,15 @@ def read_json_file(path: Path) -> Any:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:  # json keeps the last one silently
             raise JsonError(
-                f"{path}: an object has the duplicate key {', '.join(twice)}; remove one of the entries",
+                f"{path}: a JSON object contains the key {', '.join(twice)} more than once; keep only one "
+                "entry",
                 code="duplicate_key",
                 key=twice[0],
             )
         return dict(pairs)
 
     def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is not valid JSON; use a finite number")
+        raise ValueError(f"{name} is not valid JSON. Use a finite number")
 
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
@@ -143,8 +144,8 @@ def config_file(name_or_path: str) -> Path:
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise ModelConfigError(
-            f"model.config: {name_or_path!r} does not exist. Pass the path of a JSON file, a folder that contains "
-            f"config.json (such as a run's hf/), or one of {names}",
+            f"model.config: {name_or_path!r} does not exist. Pass the path of a JSON file, a folder that "
+            f"contains config.json (such as a run's hf folder), or one of {names}",
             code="not_found",
             key=name_or_path,
         )
@@ -247,7 +248,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ModelConfigError(message, code="not_an_object", key=str(path))
     if (kind := values.get("model_type")) not in ("mistral", "llama"):
         raise ModelConfigError(
-            f"model.config: {path} has the model_type {kind!r}; only mistral and llama are supported",
+            f"model.config: {path} has model_type {kind!r}, but only mistral and llama are supported",
             key="model_type",
         )
     _refuse(

@@ -90,8 +90,9 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if wrong := sorted(name for name in {*expected, *given} if given.get(name) != expected.get(name)):
         raise ConversionError(
-            f"{len(wrong)} weights do not match the model: {', '.join(wrong[:5])}. {wrong[0]} has shape "
-            f"{given.get(wrong[0])}, but the model needs {expected.get(wrong[0])} (None means no such tensor)",
+            f"{len(wrong)} weights do not match the model: {', '.join(wrong[:5])}. For example, {wrong[0]} "
+            f"has shape {given.get(wrong[0])}, but the model expects {expected.get(wrong[0])} (None means "
+            "that the tensor does not exist)",
             key=wrong[0],
         )
     for name, parameter in parameters.items():

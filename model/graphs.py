@@ -198,7 +198,9 @@ def use_cuda_graphs(
     Raises ValueError: the model has a document mask, but `documents` is None.
     """
     if model.document_mask and documents is None:
-        raise ValueError("the model has a document mask, so CUDA graphs need documents; pass documents=")
+        raise ValueError(
+            "the model uses a document mask, so capturing CUDA graphs requires the argument documents"
+        )
     eager = model.forward
     capacity = None if documents is None else documents.padded(CAPACITY_FACTOR * documents.pieces)
     passes = _Passes(model, input_ids.clone(), labels.clone(), capacity and capacity.clone())

@@ -84,8 +84,8 @@ def check_init_from(folder: str, config: Any) -> None:
         )
     if method := read_quantization_config(folder).get("quant_method"):
         raise WeightsError(
-            f"model.init_from: the weights of {folder!r} are quantized for serving ({method}). Pass a folder with "
-            "unquantized weights: a run's hf/, or an export with --format hf",
+            f"model.init_from: the weights in {folder!r} are quantized for inference ({method}). Pass a "
+            "folder with unquantized weights: a run's hf folder, or an export with --format hf",
             code="quantized",
             key="model.init_from",
         )
@@ -130,10 +130,11 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
         tensor, needed = found.get(name), shapes.get(name)
         if tensor is None or tensor.shape != needed:
             problems.append(
-                f"{name} has shape {tensor and tensor.shape}, but the model needs {needed} (None means no such tensor)"
+                f"{name} has shape {tensor and tensor.shape}, but the model expects {needed} (None means that "
+                "the tensor does not exist)"
             )
         elif tensor.dtype not in COMPUTE and name not in quantized:
-            problems.append(f"{name} has dtype {tensor.dtype}; allowed are {', '.join(COMPUTE)}")
+            problems.append(f"{name} has dtype {tensor.dtype}, but only {', '.join(COMPUTE)} are supported")
     _refuse(folder, problems)
     return {
         name: replace(found[name], scale=found[f"{name}{suffix}"] if name in quantized else None)
@@ -181,16 +182,17 @@ def read_hf_folder(
             if ((values.view(torch.uint8) & FP8_NAN) == FP8_NAN).any():
                 extremes *= torch.nan
         if not extremes.isfinite().all():
-            problems.append(f"{name} has values that are not finite; use another checkpoint")
+            problems.append(f"{name} contains NaN or infinite values; use another checkpoint")
         elif not extremes.to(dtype).isfinite().all():
             problems.append(
-                f"{name} has values up to {float(extremes.abs().max()):g}, too large for {dtype}; choose bf16 or fp32"
+                f"{name} contains values up to {float(extremes.abs().max()):g}, which are too large for "
+                f"{dtype}; choose bf16 or fp32"
             )
     _refuse(folder, problems)
     if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():
         raise WeightsError(
-            f"{folder}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set tie_word_embeddings "
-            "to false",
+            f"{folder}: config.json sets tie_word_embeddings to true, but {HEAD} differs from {EMBEDDING}; "
+            "set tie_word_embeddings to false",
             key=HEAD,
         )
     return {name: weights[name] for name in weight_shapes(config)}
@@ -217,8 +219,8 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise WeightsError(
-            f"{file} cannot be read as safetensors ({error}). If it is a Git LFS pointer, run git lfs pull in its "
-            "folder; otherwise copy or download it again",
+            f"{file} cannot be read as a safetensors file ({error}). If it is a Git LFS pointer, run git lfs "
+            "pull in its folder. Otherwise, copy or download the file again",
             code="not_safetensors",
             key=str(file),
         ) from error
@@ -240,8 +242,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         raise WeightsError(
-            f"{folder} has no weights: neither model.safetensors nor {index.name}. Only safetensors files are read; "
-            "pass a Hugging Face folder that has them, such as a run's hf/",
+            f"{folder} contains neither model.safetensors nor {index.name}. Pass a Hugging Face folder with "
+            "safetensors weights, such as a run's hf folder. Other weight formats are not supported",
             code="no_weights",
             key=str(folder),
         )

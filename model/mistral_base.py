@@ -234,7 +234,8 @@ class MistralBase(nn.Module):
             return Documents.whole_rows(B, T, input_ids.device)
         if not self.document_mask:
             raise ValueError(
-                "documents were passed to a model without a document mask; build it with document_mask=True"
+                "documents were passed to a model without a document mask; build the model with "
+                "document_mask=True"
             )
         return documents
 

@@ -73,8 +73,8 @@ class TrainedFP8:
     ):
         if precision.recipe == "mxfp8":
             raise PrecisionError(
-                "weights trained with recipe mxfp8 cannot be exported in FP8, because no stored format of MXFP8 is "
-                "supported. Export with --format hf",
+                "weights trained with recipe mxfp8 cannot be exported in FP8, because none of the supported "
+                "export formats can store MXFP8. Export with --format hf",
                 code="no_stored_format",
                 key="precision.recipe",
             )
@@ -99,7 +99,8 @@ class TrainedFP8:
         if not self.names:
             raise PrecisionError(
                 f"no layer of this checkpoint uses FP8 weights with recipe {precision.recipe}, because "
-                "precision.bf16_modules and precision.on_trouble exclude all layers. Export with --format hf",
+                "precision.bf16_modules and the fallbacks of precision.on_trouble exclude all layers. Export "
+                "with --format hf",
                 code="no_fp8_module",
             )
         if self.blocks:
@@ -115,9 +116,9 @@ class TrainedFP8:
         if uneven:
             more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
             raise PrecisionError(
-                f"with block scaling, inference servers need sizes divisible by {BLOCK}, but this model has "
-                f"{', '.join(uneven[:3])}{more}. Export with --format hf, or train with precision.recipe current or "
-                "delayed",
+                f"with block scaling, inference servers require weight dimensions divisible by {BLOCK}, but "
+                f"this model has {', '.join(uneven[:3])}{more}. Export with --format hf, or train with "
+                "precision.recipe current or delayed",
                 code="block_dimensions",
                 key=uneven[0].partition(" ")[0],
             )
@@ -212,8 +213,8 @@ def _module_matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if not tensor.isfinite().all():
         raise PrecisionError(
-            f"{name} has values that are not finite, so training diverged before this checkpoint. Choose an earlier "
-            "checkpoint",
+            f"{name} contains NaN or infinite values, so training diverged before this checkpoint was saved. "
+            "Choose an earlier checkpoint",
             code="not_finite",
             key=name,
         )

@@ -85,11 +85,11 @@ def check_startup(
         return [*lines, attention]
     lines.append("attention: transformers with torch SDPA")
     if model.compiled:
-        lines.append("torch.compile: compiles each decoder layer in the first step")
+        lines.append("torch.compile: each decoder layer is compiled during the first step")
     elif precision.torchao and not precision.emulated:
         lines.append(
-            "warning: torchao's FP8 without torch.compile is slower than bf16, because scaling and rounding run as "
-            "separate kernels; remove model.compile: false"
+            "warning: torchao's FP8 without torch.compile is slower than bf16, because scaling and rounding "
+            "run as separate kernels; set model.compile to true"
         )
     return lines
 
@@ -143,9 +143,9 @@ def check_attention(model: nn.Module, precision: Precision, checked: str) -> Non
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
     if ran.split(",")[0] != checked.split(",")[0]:
         raise StartupCheckError(
-            f"the startup check verified attention {checked}, but the first step used {ran}, because Transformer "
-            f"Engine's choice depends on the batch size. Set model.attention_backend to {ran.split()[0]}, or change "
-            "per_device_train_batch_size",
+            f"the startup check verified attention backend {checked}, but the first step used {ran}, because "
+            "Transformer Engine's choice depends on the batch size. Set model.attention_backend to "
+            f"{ran.split()[0]}, or change per_device_train_batch_size",
             code="attention_changed",
             key="model.attention_backend",
         )
@@ -155,9 +155,9 @@ def _check_cudnn() -> str:
     theirs, torchs = te_backend.cudnn_versions()
     if theirs != torchs:
         raise StartupCheckError(
-            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two versions make attention slow. Start "
-            "training with run_training.sh, or set CUDNN_HOME to the folder of the package "
-            "nvidia.cudnn and put its lib folder first in LD_LIBRARY_PATH",
+            f"Transformer Engine loaded cuDNN {theirs}, but torch loaded cuDNN {torchs}. Mixing two versions "
+            "makes attention slow. Start training with run_training.sh, or set CUDNN_HOME to the folder of "
+            "the package nvidia.cudnn and put its lib folder first in LD_LIBRARY_PATH",
             code="two_cudnns",
             key="CUDNN_HOME",
         )
@@ -202,14 +202,15 @@ def verify_attention(
     backend = te_backend.attention_backend_in_use(precision.te)
     if backend == te_backend.NO_ATTENTION:
         raise StartupCheckError(
-            "Transformer Engine did not report its attention backend, so the installed version is not supported. Run "
-            "pip install -r requirements-gpu.txt",
+            "Transformer Engine did not report its attention backend, so the installed version is not "
+            "supported. Install the supported version with pip install -r requirements-gpu.txt",
             code="no_attention",
         )
     if backend == "unfused" and requested != "unfused":
         raise StartupCheckError(
-            "Transformer Engine chose unfused attention, which is about five times slower and needs quadratic memory. "
-            "Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set model.attention_backend to unfused to allow it",
+            "Transformer Engine chose unfused attention, which is about five times slower and needs memory "
+            "quadratic in the sequence length. Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set "
+            "model.attention_backend to unfused to use it anyway",
             code="unfused_attention",
             key="model.attention_backend",
         )

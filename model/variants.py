@@ -73,7 +73,7 @@ class SpeedConfig:
         True,
     )
     fused_embedding: bool = option(
-        "Accumulate the embedding gradient in float32 and round it once (te_linear and te_layer).",
+        "Accumulate the embedding gradient in float32 and round it only once (te_linear and te_layer).",
         True,
     )
     fused_cross_entropy: bool = option(
@@ -82,8 +82,8 @@ class SpeedConfig:
         True,
     )
     main_grad: bool = option(
-        "Let weight-gradient GEMMs add directly into the float32 accumulation buffer (te_linear and "
-        "te_layer at ZeRO 1 with data_types.grad_accum_dtype fp32).",
+        "Let weight-gradient GEMMs add their results directly to the float32 accumulation buffer (te_linear "
+        "and te_layer at ZeRO 1 with data_types.grad_accum_dtype fp32).",
         True,
     )
     cuda_graphs: bool = option(
@@ -126,8 +126,9 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
         )
     if compile and not VARIANTS[variant].compiles:
         problems.append(
-            f"model.compile: torch.compile does not support the Transformer Engine modules of {variant}; remove "
-            f"model.compile, or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
+            "model.compile is true, but torch.compile does not support the Transformer Engine modules of "
+            f"model.variant {variant}; remove model.compile, or set model.variant to "
+            f"{' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
         )
     return problems
 

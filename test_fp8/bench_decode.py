@@ -27,20 +27,22 @@ OPTIONS = [
     option(
         "--cache",
         DeviceDefault(512, 24),
-        "Length of the cache in tokens, for a prompt and its answer.",
+        "KV cache length in tokens (prompt plus generated tokens).",
         type=positive,
     ),
-    option("--prefill_batch", DeviceDefault(64, 2), "Number of prompts in a prefill.", type=positive),
+    option(
+        "--prefill_batch", DeviceDefault(64, 2), "Number of prompts in the prefill benchmark.", type=positive
+    ),
     option(
         "--prefill_length",
         DeviceDefault(2048, 32),
-        "Number of tokens per prompt in a prefill.",
+        "Length of each prompt in the prefill benchmark, in tokens.",
         type=positive,
     ),
     option(
         "--transformers_batches",
         DeviceDefault([1, 64], [1]),
-        "Batch sizes to decode with transformers. Compiling takes about a minute per batch size.",
+        "Batch sizes for decoding with transformers. Compilation takes about a minute per batch size.",
         type=positive,
         nargs="*",
     ),
@@ -72,8 +74,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         )
     config = load_config(options.config)
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
-        raise ValueError(f"--cache, --prefill_length: {longest} tokens exceed the model's "
-                         f"{config.max_position_embeddings} positions; choose a smaller length")  # fmt: skip
+        raise ValueError(f"--cache and --prefill_length: {longest} tokens exceed the model's maximum of "
+            f"{config.max_position_embeddings} positions; choose a smaller length")  # fmt: skip
     check_fp8_gpu()
     results = decoding.measure(options, config)
     bf16 = {(r["what"], r["batch"]): r["tokens_per_s"] for r in results if r["row"] == "bf16"}

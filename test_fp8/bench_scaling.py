@@ -52,7 +52,7 @@ OPTIONS = [
     option(
         "--gpus",
         None,
-        "Numbers of GPUs to measure. Default: 1, 2, 4, ... up to all GPUs.",
+        "GPU counts to measure. Default: 1, 2, 4, ... up to all GPUs of the host.",
         type=positive,
         nargs="+",
     ),

@@ -61,21 +61,27 @@ TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate 
 
 OPTIONS = [
     option("config", "train_config_convergence", "Training configuration.", nargs="?", metavar="CONFIG"),
-    option("--rows", ["bf16", *RECIPES], "Names of the cases to train.", nargs="*", choices=list(PRESETS)),
+    option(
+        "--rows",
+        ["bf16", *RECIPES],
+        "Names of the benchmark cases to train.",
+        nargs="*",
+        choices=list(PRESETS),
+    ),
     *shared(row=[]),
-    option("--baseline", "bf16", "Name of the case with which the other cases are compared."),
+    option("--baseline", "bf16", "Name of the baseline case, with which all other cases are compared."),
     option(
         "--tolerance",
         0.005,
-        "Largest allowed relative difference in evaluation loss.",
+        "Largest allowed relative difference between the evaluation losses of a case and the baseline.",
         type=between(0, 1, float),
     ),
     option("--max_steps", None, "Number of steps per run. Default: max_steps in CONFIG.", type=positive),
-    option("--nproc", 1, "Number of processes per run, with one GPU each.", type=positive),
+    option("--nproc", 1, "Number of processes per run. Each process uses one GPU.", type=positive),
     option(
         "--work_dir",
         Path("output/compare_convergence"),
-        "Folder that contains the folders of all runs.",
+        "Folder in which an output folder is created for each run.",
         type=Path,
     ),
 ]
@@ -102,7 +108,9 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
     if options.baseline not in cases:
-        raise CaseError(f"--baseline {options.baseline}: unknown case; choose one of {', '.join(cases)}")
+        raise CaseError(
+            f"--baseline {options.baseline}: there is no case with this name; choose one of {', '.join(cases)}"
+        )
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 

@@ -33,16 +33,22 @@ OPTIONS = [
     option(
         "--config",
         DeviceDefault("mistral_0.4b", "tiny"),
-        "Model configuration. The weights are random.",
+        "Model to compare, as the name or path of a model configuration. The weights are random.",
         type=model_config,
     ),
     option(
         "--init_from",
         None,
-        "Hugging Face folder with a trained model, which replaces --config.",
+        "Hugging Face folder with a trained model, which is used instead of --config.",
         type=model_config,
     ),
-    option("--data", None, "Folder with prepared data. Default: random tokens.", type=Path, metavar="FOLDER"),
+    option(
+        "--data",
+        None,
+        "Folder with prepared data. Default: the inputs are random tokens.",
+        type=Path,
+        metavar="FOLDER",
+    ),
     option(
         "--rows", list(PRECISIONS), "Names of the precisions to compare.", nargs="+", choices=list(PRECISIONS)
     ),

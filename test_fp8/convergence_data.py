@@ -57,13 +57,21 @@ PIP_OPTIONS = [
 ]
 
 OPTIONS = [
-    option("--packages", ROOT / "test_fp8/packages.txt", "File with the list of pinned wheels.", type=Path),
+    option(
+        "--packages",
+        ROOT / "test_fp8/packages.txt",
+        "File that lists the pinned wheels to download.",
+        type=Path,
+    ),
     option("--work_dir", None, "Folder for all output files.", type=Path, required=True, metavar="DIR"),
     option("--vocab_size", 32_000, "Vocabulary size of the tokenizer.", type=between(260)),
     option(
-        "--tokenizer_bytes", 40_000_000, "Amount of text for training the tokenizer, in bytes.", type=positive
+        "--tokenizer_bytes",
+        40_000_000,
+        "Size of the text on which the tokenizer is trained, in bytes.",
+        type=positive,
     ),
-    option("--eval_fraction", 0.005, "Fraction of the documents in the eval split.", type=float),
+    option("--eval_fraction", 0.005, "Fraction of the documents to put in the eval split.", type=float),
     option("--workers", 1, "Number of processes for prepare_data.py.", type=positive),
 ]
 # The quality filter is designed for prose, not for code.

@@ -43,7 +43,7 @@ OPTIONS = [
     option(
         "--iterations",
         DeviceDefault(20, 3),
-        "Maximum number of timed samples for each measurement.",
+        "Maximum number of timing samples per measurement.",
         type=positive,
     ),
 ]

@@ -67,7 +67,8 @@ OPTIONS = [
     option(
         "--ranks",
         2,
-        "Number of ranks for the comparison with one rank. On a host with GPUs, each rank uses one.",
+        "Number of ranks in the runs that are compared with a single-rank run. On a host with GPUs, each "
+        "rank uses one GPU.",
         type=between(2),
     ),
     option("--steps", 4, "Number of training steps per run.", type=positive),

@@ -157,27 +157,30 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
 
     Raises PrecisionError: the model or GPU does not support the configured precision.
     """
-    logger.info("precision.auto: timing FP8 and bf16 steps; this takes about a minute")
+    logger.info("precision.auto: timing FP8 and bf16 training steps. This takes about a minute")
     plain, computes = task.resolved("bf16"), COMPUTE
     try:
         task.resolved("fp8")
     except PrecisionError as error:
         if error.code not in ("gpu_without_fp8", "recipe_not_available"):
             raise
-        logger.warning(f"precision.auto: {error}. Only bf16 is timed")
+        logger.warning(f"precision.auto times only bf16: {error}")
         computes = ("bf16",)
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
         candidates = measure_steps(task, attention_backends(task, plain), timer, computes)
     logger.info(
-        f"time for forward and backward of {task.batch_size} x {task.seq_length} tokens; {memory_gib:.1f} GiB of GPU "
-        "memory available:"
+        f"time for the forward and backward pass of {task.batch_size} x {task.seq_length} tokens "
+        f"({memory_gib:.1f} GiB of GPU memory are available):"
     )
     for c in candidates:
         logger.info(f"  {c.choice}: {c.note or f'{c.ms:.3f} ms, {c.peak_gib:.1f} GiB'}")
     choice = choose(candidates, memory_gib)
     if choice is None:
-        logger.info("precision.auto: no candidate ran and fits into memory; keeping the configured settings")
+        logger.info(
+            "precision.auto: every candidate failed to run or did not fit in GPU memory. The configured settings "
+            "are kept"
+        )
         return Choice(computes[0], task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: using {choice}")
     return choice
@@ -204,7 +207,7 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
         try:
             verify_attention(task.config, precision, name, task.seq_length, task.document_mask)
         except Exception as failure:  # each package raises its own errors
-            logger.info(f"  attention_backend {name} cannot be used: {one_line(failure)}")
+            logger.info(f"  attention_backend {name} fails the startup check: {one_line(failure)}")
         else:
             right.append(name)
     return right or ["auto"]

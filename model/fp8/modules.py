@@ -188,14 +188,15 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
         if not fnmatch.filter(names, pattern):
             examples = ", ".join(names[:3] + names[-1:])
             raise PrecisionError(
-                f"precision.bf16_modules: {pattern!r} matches no module; examples of module names: {examples}",
+                f"precision.bf16_modules: no module name matches {pattern!r}. Examples of module names: "
+                f"{examples}",
                 code="no_such_module",
                 key="precision.bf16_modules",
             )
     report = fp8_modules(model, precision)
     if not report.planned and MOVED_TO_BF16 not in report.kept.values():
         raise PrecisionError(
-            f"precision.bf16_modules {patterns} excludes every module from FP8; remove patterns, or set "
+            f"precision.bf16_modules {patterns} excludes every module from FP8; remove some patterns, or set "
             "precision.compute to bf16",
             code="no_fp8_module",
             key="precision.bf16_modules",
@@ -218,7 +219,7 @@ def _check_features(model: nn.Module, planned: list[str], multiple: int) -> None
     if patterns:
         raise PrecisionError(
             f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {multiple}; change the "
-            f"model's sizes, or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
+            f"dimensions of the model, or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
             code="fp8_dimensions",
             key=next(iter(patterns)),
         )

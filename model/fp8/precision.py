@@ -94,8 +94,9 @@ class Precision:
             raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
         if config.auto:
             raise PrecisionError(
-                "precision.auto is true, but only training can measure precisions; set auto to false, or use the "
-                "precision section in a run's train_config.json, which contains the measured choice",
+                "precision.auto is true, but only a training run can measure which precision is fastest. Set "
+                "precision.auto to false, or use the precision section from a run's train_config.json, which "
+                "contains the measured choice",
                 key="precision.auto",
             )
         self.config = config

@@ -122,61 +122,73 @@ class PrecisionSettings:
 
     compute: Compute = option("Precision of matrix multiplications.", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
-        "FP8 scaling recipe. The variant torchao supports tensorwise and rowwise. te_linear and te_layer "
-        "support the other recipes.",
+        "FP8 scaling recipe. model.variant torchao supports tensorwise and rowwise. te_linear and te_layer "
+        "support all other recipes.",
         "delayed",
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
-        "FP8 number format. hybrid stores gradients in e5m2 and all other values in e4m3.",
+        "FP8 number format. hybrid uses e5m2 for gradients and e4m3 for all other tensors.",
         "e4m3",
     )
-    margin: int = option("Divide each scale by 2^margin (recipe delayed only).", 0, ge=0)
+    margin: int = option(
+        "Safety margin of the scales: each scale is divided by 2^margin (recipe delayed only).", 0, ge=0
+    )
     amax_history_len: int = option(
-        "Number of previous amax values from which a scale is computed (recipe delayed only).",
+        "Number of recent amax values (largest absolute values) from which each scale is computed (recipe "
+        "delayed only).",
         16,
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "Whether the largest or the most recent amax in the history determines the scale (recipe delayed only).",
+        "Which value in the amax history determines the scale: the largest (max) or the most recent (recipe "
+        "delayed only).",
         "max",
     )
-    reduce_amax: bool = option("Use the largest amax of all ranks (recipe delayed only).", True)
+    reduce_amax: bool = option(
+        "Whether to compute scales from the largest amax across all ranks (recipe delayed only).", True
+    )
     calibration_passes: int = option(
-        "Number of passes over the first micro-batch to set the initial scales (recipe delayed only). With 0, all "
-        "scales start at 1.",
+        "Number of passes over the first micro-batch that set the initial scales (recipe delayed only). If "
+        "0, all scales start at 1.",
         4,
         ge=0,
     )
     power_2_scales: bool | None = option(
-        "Round scales down to powers of two (recipes current and block only). null means true for block and false "
-        "for current.",
+        "Whether to round scales down to powers of two (recipes current and block only). If null, this is "
+        "true for block and false for current.",
         None,
     )
-    amax_epsilon: float = option("Lower bound for amax (recipes current and block only).", 0.0, ge=0)
+    amax_epsilon: float = option(
+        "Lower bound on amax, the largest absolute value from which a scale is computed (recipes current and "
+        "block only).",
+        0.0,
+        ge=0,
+    )
     fast_accumulation_wgrad: bool = option(
-        "Compute weight gradients with faster but less exact accumulation (recipes delayed and current "
-        "only).",
+        "Whether to use the faster but less precise FP8 accumulation for weight gradients (recipes delayed "
+        "and current only).",
         False,
     )
     bf16_modules: list[str] = option(
-        "Name patterns (* and ?) for modules that stay in bf16, including their submodules.",
+        "Name patterns of modules that stay in bf16, including their submodules. The wildcards * and ? are "
+        "allowed.",
         ["lm_head"],
     )
     fp8_head_gradients: bool | None = option(
-        "Compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer). "
-        "If null, they are in FP8 on GPUs that support block scaling.",
+        "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and "
+        "te_layer). If null, FP8 is used on GPUs that support block scaling.",
         None,
         before=False,
     )
     health_steps: int = option(
-        "Number of steps between FP8 health checks (te_linear and te_layer). 0 disables the checks.",
+        "Number of steps between FP8 health checks (te_linear and te_layer). If 0, the checks are disabled.",
         100,
         ge=0,
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "Action if FP8 health checks find a problem. warn only logs the problem. escalate permanently "
-        "switches a module that fails two of four checks to a safer recipe.",
+        "Action if FP8 health checks find a problem. warn only logs a warning. escalate permanently switches "
+        "a module that fails two of four consecutive checks to a safer recipe.",
         "warn",
         resume="free",
     )
@@ -184,12 +196,12 @@ class PrecisionSettings:
 
 # The end of a phase. The next phase starts there. The last phase lasts until the end of the run.
 PHASE_ENDS = {
-    "until_step": Annotated[int, Field(gt=0, description="The phase ends after this training step.")],
+    "until_step": Annotated[int, Field(gt=0, description="Training step after which the phase ends.")],
     "until_tokens": Annotated[
-        int, Field(gt=0, description="The phase ends after this number of training tokens.")
+        int, Field(gt=0, description="Number of training tokens after which the phase ends.")
     ],
     "until_share": Annotated[
-        float, Field(gt=0, lt=1, description="The phase ends after this share of max_steps.")
+        float, Field(gt=0, lt=1, description="Fraction of max_steps after which the phase ends.")
     ],
 }
 if TYPE_CHECKING:
@@ -237,34 +249,35 @@ class PrecisionConfig(PrecisionSettings):
     """
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "FP8 implementation. auto uses Transformer Engine on a GPU, and otherwise the CPU reference "
-        "implementation.",
+        "FP8 implementation. auto uses Transformer Engine if a GPU is available, and the CPU reference "
+        "implementation otherwise.",
         "auto",
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "Storage format for AdamW states. fp32 stores float32 master weights and moments. The other formats"
-        " take fewer bytes and need ZeRO 1 with data_types.grad_accum_dtype fp32.",
+        "Storage format of the AdamW states. fp32 stores float32 master weights and moments. The other "
+        "formats need less memory but require ZeRO 1 with data_types.grad_accum_dtype fp32.",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option(
-        "Type of AdamW's two moments if optimizer_states is bf16_remainder.", "bf16"
+        "Data type of the two AdamW moments (optimizer_states bf16_remainder only).", "bf16"
     )
     gradient_communication: Literal["fp32", "bf16"] | None = option(
-        "Data type in which ranks reduce gradients. If null, it is the type of the weights.",
+        "Data type in which gradients are reduced across ranks. If null, the data type of the weights is "
+        "used.",
         None,
     )
     schedule: list[PrecisionPhase] | None = option(
-        "List of phases with different precisions. Each phase contains the keys of this section that it "
-        "changes. Each phase except the last also contains its end: until_step, until_tokens or "
-        "until_share.",
+        "Precision schedule: a list of phases. Each phase contains the keys of this section that it changes. "
+        "Each phase except the last also sets its end with until_step, until_tokens or until_share.",
         None,
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
-        "At startup, measure FP8, bf16, CUDA graphs and attention backends for about a minute, and use the "
-        "fastest combination (te_linear and te_layer with compute fp8). A resumed run keeps the choice.",
+        "Whether to time FP8, bf16, CUDA graphs and attention backends at startup and use the fastest "
+        "combination (te_linear and te_layer with compute fp8). This takes about a minute. A resumed run "
+        "keeps the choice.",
         False,
         resume="free",
     )
@@ -313,8 +326,8 @@ class PrecisionConfig(PrecisionSettings):
         if self.auto and (self.compute != "fp8" or torchao):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.package == "te")
             problems.append(
-                f"precision.auto needs precision.compute fp8 and recipe {theirs}, but compute is {self.compute} and "
-                f"the recipe is {self.recipe}; change compute or recipe, or set auto to false"
+                f"precision.auto needs precision.compute fp8 and recipe {theirs}, but compute is "
+                f"{self.compute} and recipe is {self.recipe}; change compute or recipe, or set auto to false"
             )
         if self.compute == "fp8":
             defaults = PrecisionConfig()
@@ -328,13 +341,13 @@ class PrecisionConfig(PrecisionSettings):
                     )
             if self.on_trouble == "escalate" and not (self.health_steps or torchao):
                 problems.append(
-                    "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; set "
-                    "health_steps, for example to 100, or set on_trouble to warn"
+                    "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; "
+                    "set health_steps to a positive number such as 100, or set on_trouble to warn"
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
-                    f"precision.backend transformer_engine does not support torchao's recipe {self.recipe}; remove "
-                    "backend"
+                    f"precision.backend transformer_engine does not support torchao's recipe {self.recipe}; "
+                    "remove precision.backend"
                 )
         if self.compute in ("fp16", "fp32"):
             if self.optimizer_states != "fp32":
@@ -344,12 +357,12 @@ class PrecisionConfig(PrecisionSettings):
                 )
             if self.gradient_communication == "bf16":
                 problems.append(
-                    f"precision.gradient_communication bf16 would round gradients, which are {self.compute} according "
-                    "to precision.compute; remove gradient_communication, or set it to fp32"
+                    f"precision.gradient_communication is bf16, but the gradients are {self.compute} because "
+                    "of precision.compute; remove gradient_communication, or set it to fp32"
                 )
         if self.optimizer_states != "bf16_remainder" and self.optimizer_moments != "bf16":
             problems.append(
-                "precision.optimizer_moments applies only to optimizer_states bf16_remainder, but optimizer_states is "
-                f"{self.optimizer_states}; remove optimizer_moments"
+                "precision.optimizer_moments applies only to optimizer_states bf16_remainder, but "
+                f"optimizer_states is {self.optimizer_states}; remove optimizer_moments"
             )
         return problems

@@ -72,8 +72,9 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     shapes, expected = ({key: tuple(t.shape) for key, t in tensors.items()} for tensors in (loaded, state))
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
         raise PrecisionError(
-            f"{len(wrong)} tensors in the saved FP8 state do not match the model. For example, {wrong[0]} has shape "
-            f"{shapes.get(wrong[0])}, but the model needs {expected.get(wrong[0])} (None means no such tensor)",
+            f"{len(wrong)} tensors in the saved FP8 state do not match the model. For example, {wrong[0]} has "
+            f"shape {shapes.get(wrong[0])}, but the model expects {expected.get(wrong[0])} (None means that "
+            "the tensor does not exist)",
             code="fp8_state",
             key=wrong[0],
         )

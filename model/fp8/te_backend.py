@@ -145,7 +145,8 @@ def _register_fused_swiglu() -> str:
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
         _warn_about_swiglu(
-            f"Transformer Engine {package_version('transformer_engine')} has no table of activations"
+            f"Transformer Engine {package_version('transformer_engine')} does not have the expected table of "
+            "activation functions"
         )
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
@@ -480,9 +481,10 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
     offered = document_backends()
     if dtype not in (torch.bfloat16, torch.float16) or not offered or name not in ("auto", *offered):
         raise BackendError(
-            f"data.document_mask: model.attention_backend {name} does not support document masks with {dtype}. "
-            f"Available here, in 16 bits: {' or '.join(offered) or 'none'}. flash needs a FlashAttention package (pip "
-            "install -r requirements-gpu.txt), and fused (cuDNN) needs full_determinism false",
+            f"data.document_mask: model.attention_backend {name} does not support document masks with "
+            f"{dtype}. In 16-bit precision, this GPU supports document masks with: "
+            f"{' or '.join(offered) or 'none'}. flash needs a FlashAttention package (pip install -r "
+            "requirements-gpu.txt), and fused (cuDNN) needs full_determinism false",
             key="data.document_mask",
         )
     return offered[0] if name == "auto" else name

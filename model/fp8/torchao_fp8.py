@@ -42,7 +42,7 @@ def _torchao(module: str = "float8") -> Any:
         return importlib.import_module(f".{module}", "torchao")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"torchao cannot be imported ({error}). Install torchao with {install_command('torchao')}, or choose "
+            f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or choose "
             "another model.variant or precision.optimizer_states",
             code="not_installed",
         ) from error

@@ -165,7 +165,8 @@ def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
     left, right = window_size or (-1, 0)
     if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
         raise ValueError(
-            f"window_size is {window_size}, but must be None, (-1, 0) or (number of keys before the query, 0)."
+            f"window_size is {window_size}, but must be None, (-1, 0) or (N, 0), where N is the number of "
+            "previous tokens that each query attends to."
         )
     return left, 0
 
@@ -173,6 +174,6 @@ def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
 def _check_layout(layout: str, mask_type: str) -> None:
     if MASK_OF_FORMAT.get(layout) != mask_type:
         raise ValueError(
-            f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}) is not supported on a CPU; use "
-            f"{' and '.join(f'{f!r} with {m!r}' for f, m in MASK_OF_FORMAT.items())}."
+            f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}) is not supported on a "
+            f"CPU; use {' and '.join(f'{f!r} with {m!r}' for f, m in MASK_OF_FORMAT.items())}."
         )

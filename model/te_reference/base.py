@@ -201,9 +201,10 @@ def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool, mu
     rows, sizes = math.prod(inp.shape[:-1]), (inp.shape[-1], weight.shape[1])
     if rows % divisor or weight.shape[0] % divisor or any(size % multiple for size in sizes):
         raise ValueError(
-            f"{name}: the input has shape {list(inp.shape)} and the weight {list(weight.shape)}. FP8 needs in_features "
-            f"divisible by {multiple}, and out_features and the number of rows (product of the input's leading "
-            f"dimensions) divisible by {divisor}. Pad the tensors, or run this module under autocast(enabled=False)."
+            f"{name}: the input has shape {list(inp.shape)} and the weight {list(weight.shape)}. FP8 needs "
+            f"in_features divisible by {multiple}. It also needs out_features and the number of rows (the "
+            f"product of the input's leading dimensions) divisible by {divisor}. Pad the tensors, or run this "
+            "module under autocast(enabled=False)."
         )
 
 

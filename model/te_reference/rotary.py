@@ -71,7 +71,8 @@ def apply_rotary_pos_emb(
     """
     if not fused or tensor_format != "bshd" or t.shape[1] > len(freqs):
         raise ValueError(
-            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} angles for "
-            f"{t.shape[1]} tokens is not supported on a CPU; use 'bshd' with fused=True and an angle for each token."
+            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} angles "
+            f"for {t.shape[1]} tokens is not supported on a CPU; use tensor_format='bshd' and fused=True with "
+            "one angle per token."
         )
     return _FusedRotation.apply(t, freqs[: t.shape[1]].transpose(0, 1))

@@ -62,7 +62,8 @@ def parse_cases(
     for name, *pairs in given:
         if not re.fullmatch(r"\w[\w.-]*", name) or name in taken or name in cases:
             raise CaseError(
-                f"--row {name}: the name is invalid or already in use; choose a new name of letters, digits, _, - and ."
+                f"--row {name}: the name is invalid or already in use; choose another name that consists of "
+                "letters, digits, _, - and ."
             )
         for pair in pairs:
             key, equals, _ = pair.partition("=")
@@ -83,5 +84,5 @@ def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> l
     """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
-            raise CaseError(f"{option} {pattern}: no case has this name; choose from {', '.join(cases)}")
+            raise CaseError(f"{option} {pattern}: no case matches this name; choose from {', '.join(cases)}")
     return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

@@ -90,7 +90,7 @@ class Benchmark:
                 measure = importlib.import_module(measure).measure
             outcome = measure(options)  # type: ignore[operator]
             if not outcome.results:
-                raise ValueError("no case is selected; select at least one")
+                raise ValueError("no benchmark case is selected; select at least one")
         except (ValueError, OSError, UserError) as error:
             print(f"error: {describe_error(error)}", file=sys.stderr)
             return 2

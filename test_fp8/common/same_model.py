@@ -142,14 +142,15 @@ def check_same_model(
     """
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
-        raise DifferentModel(f"the model has {parameters:,} parameters, expected {expected:,}")
+        raise DifferentModel(f"the model has {parameters:,} parameters, but {expected:,} were expected")
     if problems := weight_problems(weights, reference.weights):
         raise DifferentModel(f"{len(problems)} weights differ: {'; '.join(problems[:3])}")
     error = relative_error(probe_logits(model, input_ids), reference.logits)
     allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:
         raise DifferentModel(
-            f"the relative error of the logits is {error:.1e}; in {compute}, at most {allowed:.1e} is allowed"
+            f"the relative error of the logits is {error:.1e}, but in {compute} at most {allowed:.1e} is "
+            "allowed"
         )
     return error
 
@@ -176,7 +177,7 @@ def loss_error(loss: float, compute: str, reference: Reference, samples: int) ->
     error = abs(loss - expected) / expected
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(
-            f"the loss is {loss:.5f}, but the transformers model in bf16 has {expected:.5f}; the relative error is "
-            f"{error:.1e}, and at most {LOSS_TOLERANCE[compute]:.0e} is allowed in {compute}"
+            f"the loss is {loss:.5f}, but the transformers model in bf16 has a loss of {expected:.5f}. The "
+            f"relative error is {error:.1e}, and at most {LOSS_TOLERANCE[compute]:.0e} is allowed in {compute}"
         )
     return error

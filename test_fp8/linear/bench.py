@@ -180,7 +180,8 @@ def measure_shape(
             try:
                 if gpu and precision == "fp32" and flop > FP32_LIMIT_FLOP:
                     raise PrecisionError(
-                        f"fp32 is measured only up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP per step"
+                        f"fp32 is skipped, because it is measured only up to {FP32_LIMIT_FLOP / 1e12:.0f} "
+                        "TFLOP per step"
                     )
                 linear = Linear(shape, precision, inputs)
                 for _ in range(2):

@@ -184,7 +184,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     longest, parameters = config.max_position_embeddings, num_parameters(config)
     if options.seq_length % FP8_TRAIN_ROW_MULTIPLE or options.seq_length > longest:
         raise ValueError(
-            f"--seq_length {options.seq_length}: expected a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to {longest}"
+            f"--seq_length {options.seq_length}: the sequence length must be a multiple of "
+            f"{FP8_TRAIN_ROW_MULTIPLE} and at most {longest}"
         )
     series = [Series(case, name, settings) for name, case, settings in chosen_cases(options)]
     flops = flops_per_token(config, options.seq_length)
@@ -368,9 +369,14 @@ def use_loss(model: Any, name: str) -> None:
 
 def _liger(model: Any) -> Callable[..., torch.Tensor]:
     if not is_installed(LIGER) or not torch.cuda.is_available():
-        raise Unavailable(f"the loss 'liger' needs a GPU and {LIGER} (requirements-gpu.txt)")
+        raise Unavailable(
+            f"the loss implementation 'liger' needs a GPU and the package {LIGER} (pip install -r "
+            "requirements-gpu.txt)"
+        )
     if type(model.lm_head) is not nn.Linear:
-        raise Unavailable("the loss 'liger' needs a bf16 lm_head, but this case has an FP8 lm_head")
+        raise Unavailable(
+            "the loss implementation 'liger' needs a bf16 lm_head, but this case has an FP8 lm_head"
+        )
     return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
 
 
@@ -387,7 +393,7 @@ def check_case(
     lines = check_startup(model, precision, asked_for, arguments.seed, arguments.max_seq_length)
     attention = attention_in_use(model, precision)
     if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
-        raise DifferentModel(f"attention {asked_for} was requested, but {attention} ran")
+        raise DifferentModel(f"attention backend {asked_for} was requested, but {attention} was used")
     planned = len(fp8_modules(model, precision).planned)
     return {"logits_error": error, "fp8_modules": planned, "attention": attention, "startup_checks": lines}
 

@@ -132,8 +132,8 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
         for measure, case, settings in found:
             if measure == "bare" or case.megatron is not None or len(settings) > 1:
                 raise CaseError(
-                    f"case {case.name}: this case cannot run on several ranks; use --measure step without the cases "
-                    "megatron_core_*, and a single --micro_batch, --attention, --sdpa and --loss"
+                    f"case {case.name}: on several ranks, use --measure step without megatron_core_* cases, "
+                    "and only one value each for --micro_batch, --attention, --sdpa and --loss"
                 )
     return found
 
@@ -176,6 +176,7 @@ def training_arguments(
     arguments = resolve_arguments(build_arguments(case.configured(base), f"case {case.name}"), ranks)
     if arguments.precision.compute not in COMPUTED or arguments.precision.auto:
         raise CaseError(
-            f"case {case.name}: set precision.compute to {' or '.join(COMPUTED)}, and precision.auto to false"
+            f"case {case.name}: the benchmark does not support these settings; set precision.compute to "
+            f"{' or '.join(COMPUTED)}, and precision.auto to false"
         )
     return arguments

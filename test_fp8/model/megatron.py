@@ -55,11 +55,11 @@ def require_megatron() -> None:
     """Raise Unavailable if there is no GPU, or if the supported version of Megatron-Core is not installed."""
     if (found := te_backend.package_version(PACKAGE)) != VERSION:
         raise Unavailable(
-            f"{PACKAGE} {VERSION} is needed (installed: {found}). Run pip install --no-deps {PACKAGE}=={VERSION} with "
-            "Python 3.12."
+            f"{PACKAGE} {VERSION} is required (installed: {found}). Run pip install --no-deps "
+            f"{PACKAGE}=={VERSION} with Python 3.12."
         )
     if not torch.cuda.is_available():
-        raise Unavailable("Megatron-Core with Transformer Engine's modules needs a GPU")
+        raise Unavailable("Megatron-Core needs a GPU to use Transformer Engine modules")
 
 
 def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
@@ -192,7 +192,8 @@ def build(
     shapes = [{(name, tuple(t.shape)) for name, t in tensors.items()} for tensors in (parameters, given)]
     if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
         raise DifferentModel(
-            f"the converted weights do not match Megatron-Core's parameters: {', '.join(differing[:4])}"
+            "the converted weights do not match the parameters of the Megatron-Core model: "
+            f"{', '.join(differing[:4])}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -302,7 +303,7 @@ class Training:
         updated, *_ = self.optimizer.step()
         if not updated:
             raise DifferentModel(
-                "Megatron-Core's optimizer skipped the step, because gradients are not finite"
+                "Megatron-Core's optimizer skipped the step, because the gradients are not finite"
             )
 
 
@@ -315,7 +316,7 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
     verify_attention(config, precision, "auto", tokens, document_mask=False)
     checked = te_backend.attention_backend_in_use(precision.te)
     if checked.split(",")[0] != timed.split(",")[0]:  # the part after the comma is cuDNN's kernel
-        raise DifferentModel(f"the attention backend {timed} was timed, but the check used {checked}")
+        raise DifferentModel(f"attention backend {timed} was timed, but the correctness check used {checked}")
 
 
 def measure_case(
@@ -345,7 +346,9 @@ def measure_case(
         prepare_s = time.perf_counter() - start
         planned = FP8_GEMMS_A_LAYER * config.num_hidden_layers if compute == "fp8" else 0
         if len(gemms) != planned:
-            raise DifferentModel(f"expected {planned} FP8 GEMMs in a pass, but {len(gemms)} ran")
+            raise DifferentModel(
+                f"expected {planned} FP8 GEMMs in one forward and backward pass, but {len(gemms)} ran"
+            )
         error = loss_error(loss, compute, reference, samples)
         attention = te_backend.attention_backend_in_use(precision.te)
         if attention == "unfused":
