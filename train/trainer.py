@@ -125,7 +125,7 @@ FP8_ADVICE = (
 
 
 class TrainingError(UserError):
-    """Raised if the training cannot continue. The message names the step and a remedy."""
+    """An error raised if the training cannot continue. The message names the step and a remedy."""
 
     code = "training"
 
@@ -211,7 +211,8 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
     """Run the preflight checks and build the first Trainer, without writing to the run folder.
 
     Raises:
-        PreflightError: The ranks differ, or the gradients of the first step are wrong.
+        PreflightError: The software, files or configuration of the ranks differ, or the gradients of the first step are
+            wrong.
         Other errors: See the functions called here.
     """
     if is_enabled(args):
@@ -280,7 +281,7 @@ def bytes_to_read(*places: Path | str | None) -> int:
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
-    """Group the ranks by the value that each rank passes. Return value -> ranks.
+    """Return a dictionary from each value to the ranks that passed this value.
 
     Collective: all ranks must call this function.
     """
@@ -796,7 +797,10 @@ class Trainer:
             raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
-        """Run the forward and backward passes of all micro-batches and the optimizer step, without a GPU sync."""
+        """Run the forward and backward passes of all micro-batches and the optimizer step.
+
+        This method does not wait for the GPU.
+        """
         args, state, engine, stream = self.args, self.state, self.engine, self.data.train
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
@@ -918,7 +922,7 @@ class Trainer:
     def _mean_loss(self, step: Step) -> float:
         """Return the mean loss of a step over all ranks.
 
-        Collective: all ranks must call this method. Waits for the GPU.
+        Collective: all ranks must call this method. The call waits for the GPU.
 
         Raises:
             TrainingError: The loss is not finite although the step was not skipped, or GEMMs did not run in FP8.
@@ -1002,7 +1006,7 @@ class Trainer:
         """Add the losses on the evaluation data, and the loss of a unigram model, to `record`.
 
         Returns:
-            Whether the evaluation was completed. All ranks return False if a stop is requested meanwhile.
+            Whether the evaluation was completed. All ranks return False if a stop is requested during the evaluation.
         """
 
         def should_stop() -> bool:
@@ -1040,7 +1044,9 @@ class Trainer:
         self._start_clock()
 
     def _finish_save(self, is_last: bool = False) -> None:
-        """Wait for the pending save, if there is one, and log its result. Collective, except after an error.
+        """Wait for the pending save, if there is one, and log its result.
+
+        Collective: all ranks must call this method, except after an error.
 
         Args:
             is_last: Whether this is the last save.
@@ -1073,7 +1079,7 @@ class Trainer:
 
 
 def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
-    """Build the Trainer with the precision of the next step from the last checkpoint of the previous Trainer.
+    """Build a Trainer for the precision of the next step from the previous Trainer's last checkpoint.
 
     The memory of the previous Trainer is freed first.
 

@@ -76,7 +76,10 @@ OPERAND_WORDS = {
 
 
 class FP8Alarms:
-    """Alarms of the FP8 health checks. Compares statistics with limits, with the same result on every rank."""
+    """Tracker for FP8 health alarms.
+
+    It compares FP8 statistics with limits, and gives the same result on every rank.
+    """
 
     def __init__(self) -> None:
         self.load_state_dict({})
@@ -92,7 +95,7 @@ class FP8Alarms:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, or {} for a new run."""
+        """Restore the state that `state_dict` returned. For a new run, `saved` is {}."""
         self.count: int = saved.get("count", 0)  # number of alarms in the run
         # step at which the alarm of each operand began
         self.active: dict[Operand, int] = {

@@ -36,7 +36,7 @@ MAX_LISTED_WINDOWS = (
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike: a step whose loss or gradient norm is far above the values of recent steps."""
+    """A step whose loss or gradient norm is far above the values of recent steps."""
 
     step: int
     first_sample: int
@@ -53,12 +53,13 @@ class Spike:
 
 
 class SpikeDetector:
-    """Detector for values above median + factor * spread of the last `window` values. A factor of 0 disables it.
+    """Detector for values far above the median of the last `window` values.
 
-    The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median.
-    Unlike the mean and the standard deviation, these are hardly affected by single spikes. Spikes are also added to the
-    window. So a higher level that persists is accepted once it fills half of the window. No spike is reported before
-    the window is full, because gradient norms of several times the median are harmless at the beginning of a training.
+    The threshold is median + factor * spread. A factor of 0 disables the detector. The spread is 1.4826 times the
+    median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median. Unlike the mean and the standard
+    deviation, these statistics are hardly affected by single spikes. Spikes are also added to the window. So a higher
+    level that persists is accepted once it fills half of the window. No spike is reported before the window is full,
+    because gradient norms of several times the median are harmless at the beginning of a training.
     """
 
     def __init__(self, window: int, factor: float, recent: Iterable[float] = ()) -> None:
@@ -85,7 +86,10 @@ class SpikeDetector:
 
 
 class Health:
-    """Recorder for the losses and gradient norms of a run that finds spikes. Only `find_spikes` waits for the GPU."""
+    """Recorder for the losses and gradient norms of a run, which also finds spikes.
+
+    Only `find_spikes` waits for the GPU.
+    """
 
     def __init__(self, window: int, factor: float) -> None:
         self.window, self.factor = window, factor
@@ -107,7 +111,10 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, or {} for a new run. Steps that were not judged yet are dropped."""
+        """Restore the state that `state_dict` returned, and drop all steps that were not judged yet.
+
+        For a new run, `saved` is {}.
+        """
         # step, its first sample, weights of the sources, [loss, share of labelled tokens] of this rank, gradient norm
         self._steps: list[tuple[int, int, dict[str, float], torch.Tensor, torch.Tensor]] = []
         self._previous_sample: int | None = None
@@ -148,7 +155,9 @@ class Health:
         self._steps.append((step, first_sample, data_weights, of_rank, norm))
 
     def find_spikes(self, tokens: int) -> list[Spike]:
-        """Return the spikes among the steps since the last call. Collective, with the same result on all ranks.
+        """Return the spikes among the steps since the last call.
+
+        Collective: all ranks must call this method. The result is the same on all ranks.
 
         When the weights of the data sources change, a new window begins, because losses on different data are not
         comparable.
@@ -193,7 +202,7 @@ class Health:
 
 
 def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
-    """Return rank -> loss for all ranks whose loss is not finite.
+    """Return a dictionary from rank to loss for all ranks whose loss is not finite.
 
     Collective: all ranks must call this function.
 
@@ -206,7 +215,9 @@ def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
 
 
 def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:
-    """Describe consecutive samples for metrics.jsonl: their positions in the order of samples and their windows.
+    """Return a metrics.jsonl entry that describes consecutive training samples.
+
+    The entry contains the positions of the samples in the training order, and their windows.
 
     A window is the index of a sample within its data source.
     """

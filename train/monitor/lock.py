@@ -35,7 +35,7 @@ LEASE_S = 60.0  # much longer than a write takes on a busy file system or under 
 
 
 class LockError(UserError):
-    """Raised if another run holds the lock of the output_dir. The message identifies the other run."""
+    """An error raised if another run holds the lock on the output_dir. The message identifies the other run."""
 
     code = "lock"
 
@@ -173,7 +173,7 @@ def is_local(holder: dict[str, Any]) -> bool:
 
 
 def machine() -> str:
-    """Return an id of the current boot of this host, the process namespace and the user, or "" without /proc.
+    """Return an identifier for this boot of the host, the process namespace and the user, or "" without /proc.
 
     The process namespace is included because process ids are not comparable between containers.
     """
@@ -185,7 +185,7 @@ def machine() -> str:
 
 
 def process_started(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot, or None if the process has ended.
+    """Return the start time of a process in clock ticks since boot, or None if the process has exited.
 
     The start time distinguishes processes that use the same process id one after the other.
     """

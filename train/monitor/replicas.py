@@ -16,7 +16,10 @@ from model.fp8.state import fp8_state
 
 
 class ReplicaError(UserError):
-    """Raised if weights or FP8 state differ between ranks. The message names the ranks and the first tensor."""
+    """An error raised if weights or FP8 state differ between ranks.
+
+    The message names the ranks and the first tensor that differs.
+    """
 
     code = "replica"
 
@@ -24,7 +27,7 @@ class ReplicaError(UserError):
 def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     """Check that the weights and the FP8 state are bit-identical on all ranks.
 
-    Collective: all ranks must call this function. Waits for the GPU.
+    Collective: all ranks must call this function. The call waits for the GPU.
 
     Rank 0 broadcasts one tensor at a time, so the check needs memory for a copy of the largest tensor.
 
@@ -79,7 +82,7 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
 
 
 def describe_difference(differs: list[list[int]], names: list[str]) -> str | None:
-    """Describe the ranks at fault and the first differing tensor. Return None if no tensor differs.
+    """Describe which ranks differ, and name the first tensor that differs. Return None if no tensor differs.
 
     Args:
         differs: For each rank and each tensor, whether the tensor differs from the tensor on rank 0.

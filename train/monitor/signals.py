@@ -40,7 +40,7 @@ _is_training = False  # whether Ctrl-C waits for the current step
 
 
 class Stopped(Exception):
-    """Raised when a run stops on request.
+    """An exception raised when a run stops on request.
 
     Args:
         step: Number of completed steps.
@@ -59,9 +59,9 @@ class Stopped(Exception):
 
 
 class Interrupted(SystemExit):
-    """Raised on a Ctrl-C outside of training.
+    """An exception raised on Ctrl-C outside of training.
 
-    It is a SystemExit, so `except Exception` does not catch it and no traceback is printed.
+    The class derives from SystemExit, so `except Exception` does not catch it and no traceback is printed.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def defer_first_interrupt() -> Iterator[None]:
-    """Treat the first Ctrl-C during a `with` block as a request to stop after the current step, like SIGTERM."""
+    """Treat the first Ctrl-C in a `with` block like SIGTERM: as a request to stop after the current step."""
     global _is_training
     _is_training = True
     try:
@@ -119,7 +119,7 @@ def install(handler: Callable[[int, FrameType | None], None] = _record) -> None:
 
 
 def signal_on_parent_exit(number: int) -> Callable[[], object] | None:
-    """Return a preexec_fn for subprocess, with which a child receives the signal `number` when its parent ends.
+    """Return a preexec_fn for subprocess that sends the signal `number` to the child when its parent exits.
 
     This also works if the parent is killed by SIGKILL. Returns None on systems other than Linux.
     """
@@ -129,7 +129,7 @@ def signal_on_parent_exit(number: int) -> Callable[[], object] | None:
 
 
 class StopVote:
-    """Vote of all ranks on whether to stop. It uses gloo on the CPU, so that no rank waits for a GPU."""
+    """Vote of all ranks on whether to stop the run. The vote uses gloo on the CPU, so that no rank waits for a GPU."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -141,7 +141,7 @@ class StopVote:
             self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
-        """Exchange the votes of all ranks.
+        """Exchange the votes of all ranks on stopping and saving.
 
         Collective: all ranks must call this method.
 
@@ -150,8 +150,8 @@ class StopVote:
             due: Whether a save is due according to this rank.
 
         Returns:
-            Whether any rank has received a stop signal, whether any rank is busy, and whether any rank finds a save
-            due.
+            A tuple of three booleans: whether any rank has received a stop signal, whether any rank is busy, and
+            whether a save is due according to any rank.
         """
         if self.group is None:
             return bool(received), busy, due

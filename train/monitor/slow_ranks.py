@@ -29,10 +29,10 @@ PATIENCE = 3
 
 
 def count_slow_windows(before: list[int], times_s: list[float]) -> list[int]:
-    """Return the number of consecutive slow windows of each rank, including the latest window.
+    """Return the number of consecutive windows in which each rank was slow, up to and including the latest window.
 
     Args:
-        before: The numbers before the latest window.
+        before: The number of consecutive slow windows of each rank before the latest window.
         times_s: Time of each rank in the latest window, in seconds.
     """
     counts = []
@@ -80,7 +80,11 @@ class SlowRanks:
         return event
 
     def step(self, step: int) -> None:
-        """Compare the ranks if a window ends with step number `step`, and warn about slow ranks."""
+        """At the end of a measurement window, compare the speed of all ranks and warn about slow ranks.
+
+        Args:
+            step: Number of the step that has finished.
+        """
         if not self.on or step % WINDOW_STEPS:
             return
         times: list[Any] = [None] * dist.get_world_size(self.group)
@@ -98,7 +102,10 @@ class SlowRanks:
                 )
 
     def _median_s(self) -> float | None:
-        """Return the median time of a micro-batch in this window in seconds, or None if no micro-batch has finished."""
+        """Return the median time of a micro-batch in this window.
+
+        The time is in seconds, or None if no micro-batch has finished.
+        """
         pairs, self._pairs = self._pairs, []
         if not self.on_gpu:
             times = [end - start for start, end in pairs]

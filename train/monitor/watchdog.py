@@ -83,8 +83,8 @@ class Watchdog:
         """Restart the timeout after the ranks have synchronized.
 
         Args:
-            name: Current position of this rank for reports.
-            after_step: Whether a training step is done. The timeout is longer until the first step.
+            name: What this rank is doing now, shown in hang reports.
+            after_step: Whether a training step has finished. The timeout is longer until the first step.
         """
         self.set_position(name)
         if after_step:
@@ -93,7 +93,7 @@ class Watchdog:
         self._waited_s = 0.0
 
     def set_position(self, name: str) -> None:
-        """Record what this rank is currently doing, for reports."""
+        """Record what this rank is doing now, for hang reports."""
         self._position = name
         self._progress += 1
 
@@ -131,7 +131,7 @@ class Watchdog:
             time.sleep(1.0)
 
     def _describe_rank(self) -> dict[str, Any]:
-        """Return the position of this rank: its progress, current activity, host and code location.
+        """Return the status of this rank: its progress, current activity, host and code location.
 
         "waits" is true if a thread of this rank is in a collective, where it waits for other ranks.
         """
@@ -148,7 +148,10 @@ class Watchdog:
 
 
 def _exchange(found: dict[int, dict[str, Any]], rank: int, world: int) -> None:
-    """Send the position of this rank, and add the positions of other ranks to `found` until all have arrived."""
+    """Publish the status of this rank, and add the status of each other rank to `found`.
+
+    Returns when all ranks have responded.
+    """
     store = dist.distributed_c10d._get_default_store().clone()
     store.set(f"hang/{rank}", json.dumps(found[rank]))
     while len(found) < world:
@@ -162,7 +165,7 @@ def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[in
     """Return the ranks that caused the hang, or [] if they are unknown.
 
     Args:
-        found: Rank -> position, for each rank that sent its position.
+        found: Maps each rank that responded to its status.
         world: Number of ranks.
     """
     silent = [rank for rank in range(world) if rank not in found]

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Resolve precision.auto by measuring, and return the arguments with the fastest precision settings.
+    """Replace precision.auto by the fastest precision settings, which are found by timing training steps.
 
     Collective: all ranks must call this function.
 
@@ -63,7 +63,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
 
 
 def make_task(args: TrainingArguments, world_size: int) -> Task:
-    """Return the description of a training run that `autotune` needs for its measurements."""
+    """Describe the training run for `autotune`, which needs this description for its measurements."""
     ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
     stage = ds_config["zero_optimization"]["stage"]
     main_grad = (

@@ -55,11 +55,11 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
-        """Return the peak of the memory in tensors, in GiB."""
+        """Return the peak of the memory that tensors use, in GiB."""
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """List the memory for each purpose as text, without negligible amounts."""
+        """Format the memory for each purpose as text. Negligible amounts are omitted."""
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 
     def needed_gib(self, ranks: int) -> float:

@@ -136,7 +136,10 @@ class Setting:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether memory and speed can be predicted, which needs te_layer or te_linear in FP8 or bf16."""
+        """Return whether memory and speed can be predicted.
+
+        This is possible for the model variants te_layer and te_linear in FP8 or bf16.
+        """
         return VARIANTS[self.args.model.variant].te and {phase.compute for _, phase in self.phases} <= PLANNED
 
     @property
@@ -156,9 +159,9 @@ class Setting:
 
     @property
     def micro_batch_unit(self) -> int:
-        """Return the number of samples of which the micro-batch size must be a multiple.
+        """Return the number of samples that must divide the micro-batch size evenly.
 
-        FP8 GEMMs need a number of rows (batch size x sequence length) that is divisible by 16 (mxfp8: 32).
+        The number of rows in an FP8 GEMM (batch size x sequence length) must be divisible by 16, or by 32 with mxfp8.
         """
         multiple = fp8_multiple(self.recipe)
         return multiple // gcd(multiple, self.seq_length) if self.fp8 else 1
@@ -170,7 +173,7 @@ class Setting:
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the size of AdamW's states, in bytes per parameter."""
+        """Return the size of AdamW's optimizer states, in bytes per parameter."""
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return optimizer_state_bytes(self.optimizer_states, self.moments)
@@ -192,7 +195,7 @@ class Setting:
 
     @property
     def layer_matrices(self) -> int:
-        """Return the number of matrix elements in a decoder layer, which excludes norm weights."""
+        """Return the number of matrix elements in a decoder layer. Norm weights are excluded."""
         return layer_matrix_parameters(self.sizes) // self.sizes.num_hidden_layers
 
     @property

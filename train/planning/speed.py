@@ -146,7 +146,10 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """Return the predicted time of the optimizer step including clipping, in seconds. ZeRO divides it by the ranks."""
+    """Return the predicted time of the optimizer step including clipping, in seconds.
+
+    With ZeRO, the time is divided by the number of ranks.
+    """
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     if s.args.optim == "muon":

@@ -29,11 +29,11 @@ EXAMPLE = "train_args/accelerate_fp8.yaml is an example for train_config_fp8.jso
 
 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:
-    """Return an error for each setting in which accelerate and the training arguments differ.
+    """Return an error for each setting that differs between accelerate and the training arguments.
 
     Args:
         args: The training arguments.
-        environment: The environment variables. Without those that `accelerate launch` sets, the result is [].
+        environment: The environment variables. The result is [] if `accelerate launch` did not start the process.
     """
     mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION")
     if mixed_precision is None:

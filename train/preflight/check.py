@@ -64,7 +64,7 @@ class PreflightError(UserError):
 def check(
     args: TrainingArguments, world_size: int, local_ranks: int, devices: list[Device] | None
 ) -> list[str]:
-    """Check that a training run can start, and return warnings. Changes no file.
+    """Check that a training run can start, and return warnings. This function changes no files.
 
     Args:
         args: The training arguments.

@@ -50,7 +50,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing DeepSpeed's reduced gradients with plainly all-reduced gradients.
+    """The result of comparing DeepSpeed's reduced gradients with gradients from a plain all-reduce.
 
     Attributes:
         problem: Description of the difference, or "" if it is within the limit.
@@ -149,7 +149,7 @@ def compare_gradients(
 ) -> list[Comparison]:
     """Compare DeepSpeed's gradients for one step with a plain all-reduce.
 
-    Collective: all ranks must call this function. Changes FP8 state.
+    Collective: all ranks must call this function. The call changes the FP8 state.
 
     Args:
         engine: The DeepSpeed engine.
@@ -300,7 +300,7 @@ def take_step(
 def compare(
     engine: Any, reduced: Gradients, norm: float, plain: Gradients, max_grad_norm: float, allowed: float
 ) -> Comparison:
-    """Compare DeepSpeed's reduced gradients with plainly all-reduced gradients.
+    """Compare DeepSpeed's reduced gradients with gradients from a plain all-reduce.
 
     Args:
         engine: The DeepSpeed engine.

@@ -27,7 +27,7 @@ QUERY_TIMEOUT_S = 120  # loading the driver after a reboot takes half a minute
 
 
 class Device(NamedTuple):
-    """A CUDA device: its memory in bytes and its compute capability."""
+    """Memory size in bytes and compute capability of a CUDA device."""
 
     memory: int
     capability: Capability
@@ -52,7 +52,7 @@ def cuda_devices() -> list[Device] | None:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return the first line of an out-of-memory error, for GPU or host memory, or "" for other errors."""
+    """Return the first line of an error message if GPU or host memory ran out, or "" for other errors."""
     text = str(error)  # torch has an exception type for GPU memory, but none for host memory
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         line = text.splitlines()[0] if text else "no memory left"

@@ -109,7 +109,7 @@ def check_alike(args: TrainingArguments) -> None:
 
 
 def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
-    """Collect the software, files and hardware of this rank, and measure the speed of its GPU.
+    """Collect facts about the software, files and hardware of this rank, including the measured speed of its GPU.
 
     Args:
         args: The training arguments.
@@ -176,7 +176,7 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
     """Compare the properties of all ranks.
 
     Returns:
-        The problems with which the run cannot start, and the warnings.
+        Two lists: the problems that prevent the run from starting, and the warnings.
     """
     names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
     problems = unequal(
@@ -199,7 +199,7 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
 
 
 def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
-    """Return a message for each value that differs from the most frequent value over all ranks.
+    """Return a message for each value on a rank that differs from the most frequent value among all ranks.
 
     Args:
         facts: One dictionary per rank with the values to compare, by name.

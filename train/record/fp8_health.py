@@ -26,11 +26,11 @@ OPERANDS = ("input", "weight", "gradient")
 def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
     """Reduce the statistics of an FP8 health check over all ranks, and return them in the format of metrics.jsonl.
 
-    Collective: all ranks must call this function. Waits for the GPU.
+    Collective: all ranks must call this function. The call waits for the GPU.
 
     Args:
         check: The FP8 health check of this rank.
-        layers: The number of layers of the model.
+        layers: The number of layers in the model.
     """
     import torch.distributed as dist
 

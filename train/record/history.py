@@ -19,7 +19,7 @@ SMOOTHED_SHARE = 50  # a loss curve is smoothed over 1/50 of its values
 
 
 class HistoryError(UserError, ValueError):
-    """Raised if a run has no metrics yet."""
+    """An error raised if a run has no metrics yet."""
 
     code = "history"
 
@@ -80,7 +80,7 @@ class History:
 
 
 def typical_speed(speeds: list[float]) -> float | None:
-    """Return the median of the speeds, or None if there are none.
+    """Return the median of the training speeds, or None if there are none.
 
     The first of several speeds is ignored, because it includes compilation and memory allocation.
     """
@@ -132,7 +132,7 @@ def is_number(value: Any) -> bool:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the bias-corrected exponential moving average over about 1/50 of the values."""
+    """Return the exponential moving average with bias correction, over a window of about 1/50 of the values."""
     decay = 1 - 1 / max(1.0, len(values) / SMOOTHED_SHARE)
     out, mean, weight = [], 0.0, 0.0
     for value in values:

@@ -159,7 +159,7 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | None:
-    """Move the lines of later steps from metrics.jsonl to another file.
+    """Move the lines of all steps after `step` from metrics.jsonl to another file.
 
     Lines that cannot be parsed, and lines of `step` that have a key in `again`, are also moved. The last line that is
     kept ends with a newline.

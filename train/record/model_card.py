@@ -80,9 +80,9 @@ def write_card(
 
 
 def _run_facts(run: Path, step: int) -> dict[str, str]:
-    """Return model card entries about the training: the losses at `step`, startup check, GPUs, versions and commit.
+    """Return model card entries about the training, or {} if the run has no metrics.
 
-    If the run has no metrics, return {}.
+    The entries are the losses at `step`, the startup check, the GPUs, the package versions and the commit.
     """
     try:
         history = read_history(run)

@@ -80,11 +80,11 @@ class RunRecord:
         self._write()
 
     def add_phase(self, phase: dict[str, Any]) -> None:
-        """Record a change of the precision.
+        """Record a change of the precision during the run.
 
         Args:
-            phase: "step", "phase" (description), "new_phase" (true: a phase of precision.schedule, false: fallbacks),
-                "took_s", "fp8" and "startup_checks".
+            phase: The facts to record, with the keys "step", "phase" (description), "new_phase" (true: a phase of
+                precision.schedule, false: fallbacks), "took_s", "fp8" and "startup_checks".
         """
         self.start["phases"].append(phase)
         self._write()

@@ -26,7 +26,7 @@ FLUSH_S = 30  # maximum delay in seconds until metrics appear in TensorBoard
 
 
 class TrackerError(UserError, ValueError):
-    """Raised if a tracker in report_to is not installed."""
+    """An error raised if the package for a tracker in report_to is not installed."""
 
     code = "tracker_not_installed"
 
@@ -100,8 +100,8 @@ class Trackers:
 class Wandb:
     """Tracker that logs to wandb. It logs offline if there is no API key in WANDB_API_KEY or netrc.
 
-    wandb cannot delete metrics. After a rollback or a resume from an earlier step, the wandb run has the repeated steps
-    twice. The later values are valid.
+    wandb cannot delete metrics. After a rollback or a resume from an earlier step, the wandb run contains the repeated
+    steps twice, and only the later values are valid.
     """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):
