@@ -14,7 +14,9 @@ from pathlib import Path
 
 
 def require_packages(what: str, *packages: str, requirements: str = "requirements.txt") -> None:
-    """Exit with status 2 if one of `packages` is not installed, usually because the environment is not activated.
+    """Exit with status 2 if one of `packages` is not installed.
+
+    The usual reason is that the virtual environment is not activated.
 
     Args:
         what: name of the command that needs the packages, for the message.
@@ -32,6 +34,6 @@ def require_packages(what: str, *packages: str, requirements: str = "requirement
 
 
 def install_command(*packages: str, requirements: str = "requirements.txt") -> str:
-    """Return the pip command that installs optional packages in the tested versions, which `requirements` lists."""
+    """Return the pip command that installs optional packages in the tested versions listed in `requirements`."""
     file = Path(__file__).resolve().parent.parent / requirements
     return shlex.join([sys.executable, "-m", "pip", "install", "-c", str(file), *packages])

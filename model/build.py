@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 def choose_attention(
     requested: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
 ) -> str:
-    """Select Transformer Engine's attention backend for a model and return its name. Takes effect in the next forward
-    pass.
+    """Select Transformer Engine's attention backend for a model and return its name.
+
+    The choice takes effect in the next forward pass.
 
     Args:
-        asked: the value of model.attention_backend.
+        requested: the value of model.attention_backend.
 
     Raises BackendError: `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
     """

@@ -84,13 +84,19 @@ MISSPELT = 0.7
 
 
 class JsonError(UserError, ValueError):
-    """Raised when a JSON file written by the user is invalid. `key` is the path or the duplicate key."""
+    """An error raised when a JSON file written by the user is invalid.
+
+    `key` is the duplicate key if that is the error, otherwise the path of the file.
+    """
 
     code = "json"
 
 
 class ModelConfigError(UserError, ValueError):
-    """Raised when a model configuration is invalid or unsupported. `key` is the field of config.json or the path."""
+    """An error raised when a model configuration is invalid or unsupported.
+
+    `key` is the field of config.json if a field is invalid, otherwise the path of the file.
+    """
 
     code = "model_config"
 
@@ -203,7 +209,7 @@ def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
     Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim is
-    optional) and no unusual key. Returns the result of `load_config` for all other files.
+    optional) and no unusual keys. Returns the result of `load_config` for all other files.
 
     Raises ModelConfigError: for the same reasons as `load_config`.
     """

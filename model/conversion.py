@@ -28,7 +28,7 @@ Parts = list[tuple[str, int]]
 
 
 class ConversionError(UserError, ValueError):
-    """Raised when the names or shapes of weights do not match the model."""
+    """An error raised when the names or shapes of weights do not match the model."""
 
     code = "conversion"
 

@@ -88,8 +88,9 @@ class Documents:
         self.cu_seqlens[len(other.cu_seqlens) :].fill_(self.positions.numel())
 
     def attention_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that restrict te.DotProductAttention or te.TransformerLayer to pieces (format
-        "thd").
+        """Return the keyword arguments that restrict attention in Transformer Engine modules to document pieces.
+
+        The arguments are for te.DotProductAttention and te.TransformerLayer. They use the format "thd".
         """
         return {
             "cu_seqlens_q": self.cu_seqlens,

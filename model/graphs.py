@@ -81,7 +81,7 @@ class _Captured:
     """A captured forward and backward pass with its static tensors.
 
     The value of `is_first_microbatch` and an optional FP8 health check are fixed during capture. The totals of the
-    health check are static tensors, too.
+    health check are also static tensors.
     """
 
     def __init__(

@@ -17,10 +17,10 @@ from model.mistral_base import causal_lm_loss
 
 
 class _Baseline:
-    """The forward signature of the other variants for a model class of transformers.
+    """Adapter that gives a transformers model class the forward signature of the other model variants.
 
     Attributes:
-        variant: hf, or torchao, which replaces the Linears of the same model by FP8 ones.
+        variant: "hf", or "torchao", which replaces the Linear modules of the same model with FP8 modules.
     """
 
     variant: str

@@ -31,7 +31,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightsError(UserError, ValueError):
-    """Raised when the weights in a Hugging Face folder are missing, damaged or do not match the model."""
+    """An error raised when the weights in a Hugging Face folder are missing, damaged or do not match the model."""
 
     code = "weights"
 

@@ -12,7 +12,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class HubError(UserError, ValueError):
-    """Raised when a Hugging Face Hub repository cannot be downloaded."""
+    """An error raised when a Hugging Face Hub repository cannot be downloaded."""
 
     code = "hub"
 

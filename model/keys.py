@@ -78,7 +78,11 @@ def unicode(text: str) -> str:
 
 
 def given_path(text: str) -> Path:
-    """Argparse type for a path. Rejects "", usually an unset shell variable, which would mean the current folder."""
+    """Argparse type for a path.
+
+    An empty path is rejected, because it would mean the current folder. It is usually caused by an unset shell
+    variable.
+    """
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)
@@ -94,8 +98,9 @@ def json_file(text: str) -> Path:
 
 
 def file_problem(path: Path) -> str:
-    """Return why the user cannot write the file `path`, or "" if the file can be written. Its folder may not exist
-    yet.
+    """Return why the user cannot write the file `path`, or "" if the file can be written.
+
+    The folder of the file may not exist yet.
     """
     return "is a folder; pass the path of a file" if path.is_dir() else folder_problem(path.parent)
 

@@ -86,7 +86,9 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """Causal language model around the decoder layers of a variant. Other parameters have Hugging Face's names.
+    """Causal language model that contains the decoder layers of a model variant.
+
+    The parameters outside of the decoder layers have Hugging Face names.
 
     Args:
         document_mask: whether attention stays within documents and positions restart at 0 in each document. The

@@ -38,7 +38,7 @@ ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
 class StartupCheckError(UserError, RuntimeError):
-    """Raised when the startup check finds that the model does not compute as configured."""
+    """An error raised when the startup check finds that the model does not compute as configured."""
 
     code = "startup_check"
 
@@ -192,7 +192,7 @@ def verify_attention(
     """Compare Transformer Engine's attention with torch's SDPA and return a log line with the relative errors.
 
     Args:
-        asked_for: the configured attention backend.
+        requested: the configured attention backend.
         seq_length: number of tokens per sequence in the comparison.
 
     Raises StartupCheckError: attention is unfused although another backend is configured, or its results differ from

@@ -72,7 +72,7 @@ class Task:
     other_memory_gib: float = 0.0
 
     def resolved(self, compute: Compute) -> Precision:
-        """Return the configured precision with another value of `compute`.
+        """Return the configured precision with the given value of `compute`.
 
         Amaxes (largest magnitudes) are not reduced over ranks, because the other ranks do not measure.
         """
@@ -120,7 +120,7 @@ class Candidate:
     """A combination of settings and its measurements.
 
     Attributes:
-        times_ms: time for forward and backward of one micro-batch in ms, one value per measurement round.
+        times_ms: time for the forward and backward pass of one micro-batch in ms, one value per measurement round.
         peak_gib: peak GPU memory of the model in GiB.
         note: the reason why the candidate cannot be chosen, or "".
     """
@@ -198,7 +198,10 @@ def _memory_gib(task: Task) -> float:
 
 
 def attention_backends(task: Task, precision: Precision) -> list[str]:
-    """Return the attention backends to time: the configured one, or for "auto" those that pass the startup check."""
+    """Return the attention backends to time.
+
+    These are the configured backend or, if it is "auto", all backends that pass the startup check.
+    """
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
     right = []
@@ -216,7 +219,7 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
 def measure_steps(
     task: Task, backends: list[str], timer: Timer, computes: tuple[Compute, ...] = COMPUTE
 ) -> list[Candidate]:
-    """Time forward and backward for each attention backend, in FP8 and bf16, with and without CUDA graphs."""
+    """Time the forward and backward pass for each attention backend, in FP8 and bf16, with and without CUDA graphs."""
     candidates = {
         (backend, compute, graphs): Candidate(Choice(compute, graphs, backend))
         for backend, compute, graphs in product(backends, computes, task.graph_modes())
@@ -264,7 +267,10 @@ class Step:
             self.documents = documents.to(precision.device)
 
     def __call__(self, index: int) -> torch.Tensor:
-        """Run pass `index` (counted from 0) and return the detached loss. Gradients are kept until the next call."""
+        """Run forward and backward pass number `index`, counted from 0, and return the detached loss.
+
+        Gradients are kept until the next call.
+        """
         self.model.zero_grad(set_to_none=True)
         first = index % self.cycle == 0 if self.cycle > 1 else None
         loss = self.forward(
@@ -274,7 +280,7 @@ class Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Return the time for one pass in ms, as the median of ROUNDS measurements.
+        """Return the time for one forward and backward pass in ms, as the median of ROUNDS measurements.
 
         Raises StartupCheckError: FP8 did not run (see `verify_fp8`).
         """
@@ -289,14 +295,15 @@ class Step:
         return statistics.median(timer(lambda: run(count)) for _ in range(ROUNDS)) / count
 
     def peak_gib(self) -> float:
-        """Return the peak GPU memory in GiB, or 0 on a CPU. With CUDA graphs, this includes the free memory in their
-        pool.
+        """Return the peak GPU memory in GiB, or 0 on a CPU.
+
+        With CUDA graphs, the value includes free memory in the memory pool of the graphs.
         """
         peak = torch.cuda.max_memory_reserved if self.captured else torch.cuda.max_memory_allocated
         return peak() / GIB
 
     def capture(self) -> None:
-        """Capture the pass as CUDA graphs, which all later calls replay."""
+        """Capture the forward and backward pass as CUDA graphs, which all later calls replay."""
         self.model.zero_grad(set_to_none=True)
         use_cuda_graphs(self.model, self.precision, self.ids, self.labels, self.cycle > 1, self.documents)
         self.captured = True

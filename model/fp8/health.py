@@ -70,7 +70,10 @@ class HealthCheck:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect totals inside this context manager, also from a CUDA graph that was captured with a health check."""
+        """Collect the totals of all FP8 operands inside this context manager.
+
+        The totals of CUDA graphs that were captured with a health check are included.
+        """
         with intercept_quantizations(self.precision.te, self._record_operand), _innermost(self):
             yield
 
@@ -123,7 +126,10 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 
 
 def has_health_checks(model: nn.Module, precision: Precision) -> bool:
-    """Return whether FP8 health checks run for `model` (precision.health_steps). torchao and mxfp8 have none."""
+    """Return whether FP8 health checks run for `model` (precision.health_steps).
+
+    torchao and mxfp8 do not support health checks.
+    """
     reads_key = "health_steps" in RECIPES[precision.config.recipe].knobs
     is_on = precision.config.health_steps > 0 and precision.fp8 and reads_key
     return is_on and bool(modules_with_operands(model, precision))

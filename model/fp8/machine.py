@@ -84,5 +84,5 @@ def _driver_version() -> str | None:
 
 
 def _cudnn(number: int) -> str:
-    """Convert cuDNN 9's integer version to text: 91900 -> "9.19.0"."""
+    """Convert cuDNN 9's integer version number to text, for example 91900 to "9.19.0"."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

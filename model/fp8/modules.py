@@ -28,12 +28,13 @@ MOVED_TO_BF16 = "precision.on_trouble moved it to bf16"
 
 @dataclass
 class FP8Report:
-    """The GEMM modules planned to run FP8, and the reasons why others do not. gemms.py counts the modules that actually
-    run FP8.
+    """The GEMM modules planned to run FP8, and the reasons why others do not.
+
+    gemms.py counts the modules that actually run FP8.
 
     Attributes:
         planned: names of the modules planned to run FP8.
-        kept: the other modules, with the reason.
+        kept: the modules that do not run FP8, with the reason.
         fallbacks: the modules in `planned` that use a fallback, with its name.
     """
 
@@ -68,7 +69,10 @@ def format_names(names: list[str]) -> str:
 
 
 def run_with_recipe(module: nn.Module, te: Any, recipe: Any) -> None:
-    """Run `module` and all its submodules in a separate autocast context with `recipe`. None disables FP8."""
+    """Run `module` and all its submodules in a separate autocast context with `recipe`.
+
+    If `recipe` is None, FP8 is disabled.
+    """
     stack: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -105,8 +109,9 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a module that GEMMs multiply, each [outputs, inputs]. With ZeRO 3, the weights are
-    partitioned.
+    """Return the weight matrices of a module that are used in GEMMs, each with shape [outputs, inputs].
+
+    With ZeRO 3, the weights are partitioned.
     """
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
@@ -121,7 +126,7 @@ def bf16_pattern(name: str, patterns: list[str]) -> str | None:
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Return which GEMM modules of `model` are planned to run FP8, and why the others are not."""
+    """Return which GEMM modules of `model` are planned to run FP8, and the reasons why the others are not."""
     report = FP8Report([], {}, {})
     for name, module in gemm_modules(model, precision).items():
         reason = None
@@ -226,6 +231,6 @@ def _check_features(model: nn.Module, planned: list[str], multiple: int) -> None
 
 
 def _rounds_scales_of_gradients(recipe: Any) -> bool:
-    """Return whether a recipe rounds gradient scales to powers of two."""
+    """Return whether an FP8 recipe rounds the scales of gradients to powers of two."""
     parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
     return parameters is not None and parameters.power_2_scale

@@ -38,7 +38,7 @@ FALLBACK_ADVICE = (
 
 
 class PrecisionError(UserError, ValueError):
-    """Raised when the configured precision is unavailable on this hardware or contradictory."""
+    """An error raised when the configured precision is contradictory or unavailable on this hardware."""
 
     code = "precision"
 
@@ -57,7 +57,9 @@ def first_key(problem: str) -> str:
 
 
 def resolve_head_gradients(config: PrecisionConfig) -> PrecisionConfig:
-    """Return `config` with fp8_head_gradients set for this machine if it is null. The variant must be te_*.
+    """Return `config` with fp8_head_gradients set for this machine if it is null.
+
+    The model variant must be te_linear or te_layer.
 
     Raises PrecisionError: the backend cannot be loaded.
     """

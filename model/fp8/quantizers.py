@@ -220,7 +220,7 @@ def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, scale_inv) of a Transformer Engine tensor with block scaling.
 
-    If the tensor has no rowwise data, these are the columnwise data, which are stored as rows of the transpose [N, M].
+    If the tensor has no row-wise data, return the column-wise data, which are stored as rows of the transpose [N, M].
     """
     dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
     way = "columnwise" if made._rowwise_data is None else "rowwise"

@@ -228,8 +228,9 @@ def phase_end_step(phase: PrecisionPhase, max_steps: int) -> int:
 
 
 def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int) -> bool:
-    """Return whether a precision phase has ended after `step` steps and `tokens` tokens. It must not be the last
-    phase.
+    """Return whether a precision phase has ended after `step` steps and `tokens` tokens.
+
+    The phase must not be the last one.
     """
     if "until_tokens" in phase:
         return tokens >= phase["until_tokens"]

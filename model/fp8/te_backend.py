@@ -36,7 +36,10 @@ FUSED_SWIGLU = "fused_swiglu"
 
 
 class BackendError(UserError, RuntimeError):
-    """Raised when a required backend or package is missing or unsupported. The message says what is missing."""
+    """An error raised when a required backend or package is missing or unsupported.
+
+    The message says what is missing.
+    """
 
     code = "backend"
 
@@ -339,7 +342,7 @@ def cudnn_versions() -> tuple[int, int]:
 def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
     """Call `note` for each GEMM with two FP8 operands that `te` runs inside this context manager, forward and backward.
 
-    All GEMMs call one function, whose first and third arguments are the operands.
+    All GEMMs in Transformer Engine call one function, whose first and third arguments are the operands.
     """
     if te.name == "reference":
         module: Any = importlib.import_module("model.te_reference.quantize")

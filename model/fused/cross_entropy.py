@@ -148,8 +148,9 @@ def loss_and_statistics(
 def gradient_in_place(
     logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Overwrite the logits with the gradient of the mean cross entropy times the scalar `upstream`, and return the
-    gradient.
+    """Overwrite the logits with the gradient of the mean cross entropy, multiplied by the scalar `upstream`.
+
+    Return the gradient.
     """
     M, V = logits_MV.shape
     _gradient[(M,)](logits_MV, *statistics, upstream, V, IGNORED=IGNORED, PIECE=PIECE, num_warps=4)

@@ -39,7 +39,7 @@ INPUT, WEIGHT = 0, 1
 
 @dataclass
 class Quantizer:
-    """Quantizes one tensor of a module with the module's recipe.
+    """Quantizer for one tensor of a module, which uses the module's recipe.
 
     Attributes:
         state: FP8 state for the direction (forward or backward).
@@ -138,8 +138,9 @@ class FP8Module(nn.Module):
         self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Allocate the FP8 state for `recipe`, unless the module already has a state. The recipe of a module cannot
-        change.
+        """Allocate the FP8 state for `recipe`, unless the module already has FP8 state.
+
+        The recipe of a module cannot change.
         """
         for key, forward, tensors in (("scaling_fwd", True, 3), ("scaling_bwd", False, 2)):
             if key not in self.fp8_meta:

@@ -100,7 +100,9 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """One power-of-two scale per 32 values along the contraction, from their amax. GPUs from Blackwell on have it.
+    """FP8 recipe with one power-of-two scale per 32 values along the contraction dimension.
+
+    The scale is computed from the largest magnitude of the 32 values. Blackwell and newer GPUs support this recipe.
 
     Attributes:
         backward_override: as in Float8CurrentScaling.

@@ -120,8 +120,8 @@ def register(state: DelayedScalingState) -> None:
 def update_scales(forward: bool) -> None:
     """Update the scales for one direction (forward or backward) with delayed scaling.
 
-    Reduces the current amaxes over ranks, rolls the amax histories and computes new scales. Runs one all-reduce for all
-    modules with the same recipe.
+    This function reduces the current amaxes over ranks, rolls the amax histories and computes new scales. It runs one
+    all-reduce for all modules with the same recipe.
     """
     for (direction, _), members in _registry.items():
         states = list(members)
