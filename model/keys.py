@@ -100,7 +100,7 @@ def json_file(text: str) -> Path:
 def file_problem(path: Path) -> str:
     """Return why the user cannot write the file `path`, or "" if the file can be written.
 
-    The folder of the file may not exist yet.
+    The folder of the file does not have to exist yet.
     """
     return "is a folder; pass the path of a file" if path.is_dir() else folder_problem(path.parent)
 

@@ -19,7 +19,7 @@ def export_folder_problem(out: Path) -> str:
 
 
 class RunFolder:
-    """Paths of the files in a run folder. The files may not exist.
+    """Paths of the files in a run folder. The files do not necessarily exist.
 
     Args:
         path: output_dir of the resolved arguments.
