@@ -3,7 +3,7 @@
 In the logits gradient of a token, the entry for the label is thousands of times larger than most others. With one e4m3
 scale per tensor, the small entries would become zero, and the gradients of all earlier layers would be wrong. One scale
 per 128 entries preserves them. The forward pass stays in bf16, because FP8 would add as much error there as in all
-decoder layers together (docs/performance.md).
+decoder layers together (docs/validation.md).
 
 If labels are passed, the head also computes the loss. The gradient kernel of the loss then writes FP8 directly, so the
 bf16 gradient of the logits is never stored. Shape suffixes: M tokens, H hidden size, V vocabulary size.

@@ -33,8 +33,8 @@ from model.startup_check import StartupCheckError
 from model.variants import SpeedConfig
 
 # Limits for the relative error and the scale error of the loss and of each gradient, keyed by precision.compute.
-# docs/fp8.md lists measured values. Rounding errors average out in the scale error. Its limit is therefore lower, which
-# also detects scales that are only slightly wrong.
+# Rounding errors average out in the scale error. Its limit is therefore lower, which also detects scales that are only
+# slightly wrong.
 LIMITS = {"fp8": (0.35, 0.06), "bf16": (0.03, 0.008), "fp16": (5e-3, 1.5e-3), "fp32": (5e-3, 1e-3)}
 # Optional kernels (keys of the section "speed"). When a kernel is disabled, torch or Transformer Engine replaces it.
 KERNELS = ("fused_rope", "fused_swiglu", "fused_embedding", "fused_cross_entropy")

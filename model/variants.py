@@ -54,7 +54,7 @@ ATTENTION_BACKENDS = {
 }
 
 # Head dimensions at which FlashAttention-4 is faster than cuDNN on an H200, in FP8 and in bf16, with and without
-# deterministic kernels (docs/performance.md).
+# deterministic kernels.
 FLASH_HEAD_DIMS = (64, 128, 256)
 
 

@@ -54,9 +54,8 @@ SWITCHES: list[dict[str, Any]] = [
 ]
 PRECISIONS = ("bf16", "fp8")
 # Largest allowed relative differences over all steps, and in the first step, in which the weights are still equal.
-# docs/validation.md has the measured values. The tolerance for FP8 is wider, because a different rounding of a sum can
-# change an FP8 number. Also, delayed scaling updates its scales in each micro-batch, and with several ranks each rank
-# has fewer micro-batches.
+# The tolerance for FP8 is wider, because a different rounding of a sum can change an FP8 number. Also, delayed scaling
+# updates its scales in each micro-batch, and with several ranks each rank has fewer micro-batches.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
     "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
