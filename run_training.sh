@@ -1,45 +1,64 @@
 #!/usr/bin/env bash
-# Train a model: install missing packages, prepare the embedded corpus if the configuration uses it, train, and generate
-# a few lines with the result.
+# Train a model. The script installs missing packages, prepares the embedded corpus if the configuration uses it,
+# trains the model, and generates a few lines of text with it.
 #
-#   ./run_training.sh                                            a tiny model on the embedded corpus, at most two GPUs
-#   ./run_training.sh train_args/train_config_fp8.json           all GPUs of this machine
+#   ./run_training.sh                                            train a tiny model on the embedded corpus
+#   ./run_training.sh train_args/train_config_fp8.json           train on all GPUs of this host
 #   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    override any key of CONFIG
 #
-# With CONFIG, relative paths start at the current folder. Without CONFIG, they start at the repository's root.
-# The same command resumes from the newest checkpoint; to start from scratch, pass --resume_from_checkpoint never.
-# Without a GPU, two processes train with the CPU reference of the FP8 modules. This is slow, but it is the same job.
+# Without CONFIG, the script uses at most two GPUs. Relative paths are then relative to the repository root. With
+# CONFIG, they are relative to the current folder.
 #
-# Several nodes in a Slurm job (on a shared file system; srun starts one launcher per node):
+# Run the same command again to resume from the newest checkpoint. To start from scratch, pass
+# --resume_from_checkpoint never.
+#
+# Without a GPU, two processes train with the CPU reference implementation of the FP8 modules. This is slow, but it runs
+# the same training job.
+#
+# To train on several nodes in a Slurm job, put the repository on a shared file system. srun starts one launcher per
+# node:
 #
 #   #SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --exclusive
 #   #SBATCH --requeue --signal=B:USR1@300
 #   ./run_training.sh train_args/train_config_fp8.json
 #
-# or `sbatch --nodes=4 ... run_training.sh CONFIG` from the repository's root. Without Slurm, run the command on each node:
+# You can also run `sbatch --nodes=4 ... run_training.sh CONFIG` in the repository root. Without Slurm, run this
+# command on each node:
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
 #
-# Ctrl-C: the run finishes its step, saves and stops with status 75. A second Ctrl-C, or one outside training, ends it at
-# once with status 130. SIGTERM, SIGUSR1 and SIGHUP also save and stop it. The status is then 75; a Slurm job is requeued
-# and resumes. (The line with --signal asks Slurm to send the signal 300 seconds before the time limit.)
-# If a process crashes, the training restarts from the last checkpoint, at most MAX_RESTARTS times and while each start
-# makes progress. A start without progress is repeated once, after 30 seconds.
+# Ctrl-C finishes the current step, saves a checkpoint and exits with status 75. A second Ctrl-C, or Ctrl-C outside
+# training, exits immediately with status 130. SIGTERM, SIGUSR1 and SIGHUP also save a checkpoint and exit with status
+# 75. A Slurm job is then requeued and resumes. In the example, --signal=B:USR1@300 makes Slurm send SIGUSR1 300
+# seconds before the time limit.
 #
-# Exit status: 0 done; 75 stopped on request, the same command resumes; 130 ended by Ctrl-C without a save; 2 the
-# configuration or the disk must be fixed first, or the training diverged; anything else is a crash.
+# If a process crashes, the training restarts from the last checkpoint, at most MAX_RESTARTS times. A restart without
+# progress is repeated only once, after 30 seconds.
 #
-# Settings: NPROC (processes per node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: do
-# not requeue the Slurm job), DEMO_PROMPT, and the settings of scripts/setup_env.sh. In a Slurm job with Pyxis:
-# CONTAINER_IMAGE (for srun --container-image; only the ranks run in the container), CONTAINER_MOUNTS (FROM:TO,... in
-# addition to the repository and the working folder), CONTAINER_PYTHON (default python3).
+# Exit status:
+#   0    The training is complete.
+#   2    The configuration or the disk must be fixed first, or the training diverged.
+#   75   The training was stopped on request. The same command resumes it.
+#   130  The training was stopped by Ctrl-C without a checkpoint.
+# Any other status means that the training crashed.
+#
+# Environment variables:
+#   NPROC             number of processes per node; default: number of GPUs, or 2 without a GPU
+#   MASTER_PORT       port of the process with rank 0
+#   MAX_RESTARTS      maximum number of restarts after a crash; default: 3
+#   REQUEUE           set to 0 to not requeue the Slurm job
+#   DEMO_PROMPT       prompt for the text that is generated after the training
+# scripts/setup_env.sh lists more variables. For a Slurm job with Pyxis:
+#   CONTAINER_IMAGE   image for srun --container-image; only the ranks run in the container
+#   CONTAINER_MOUNTS  mounts FROM:TO,... in addition to the repository and the working folder
+#   CONTAINER_PYTHON  Python in the container; default: python3
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # Slurm runs a copy of the batch script from its spool folder. The repository is the folder where sbatch was called.
 if [[ ! -f "$ROOT/train/train.py" && -n "${SLURM_SUBMIT_DIR:-}" ]]; then ROOT="$SLURM_SUBMIT_DIR"; fi
 if [[ ! -f "$ROOT/scripts/setup_env.sh" ]]; then
-  echo "run_training.sh: $ROOT is not the repository's root; call it (or sbatch) from there" >&2
+  echo "run_training.sh: $ROOT is not the repository root; run the script (or sbatch) in the repository root" >&2
   exit 1
 fi
 # shellcheck source=scripts/setup_env.sh

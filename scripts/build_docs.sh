@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Build the documentation site in output/site. A broken link is an error.
+# Build the documentation site in output/site. The build fails if a link is broken.
 #
-#   scripts/build_docs.sh [PYTHON]      a Python with requirements-dev.txt; default: .venv's
+#   scripts/build_docs.sh [PYTHON]
+#
+# PYTHON is a Python interpreter with the packages in requirements-dev.txt. The default is .venv/bin/python.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 PY="${1:-.venv/bin/python}"
-# MkDocs walks its whole source folder: a copy of the pages avoids walking .venv and data.
+# MkDocs reads its whole source folder. A copy of the pages excludes large folders such as .venv.
 pages="$(mktemp -d)"
 trap 'rm -rf "$pages"' EXIT
 tar c README.md LICENSE mkdocs.yml docs tests/README.md test_fp8/results | tar x -C "$pages"

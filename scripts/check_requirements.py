@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Print the requirements that pip must install in this environment, one per line.
 
-Uses only the standard library, because it runs before any package is installed. A line of a requirements file is
-`name[extras]==version  # from X, optional: why`. The comment and each of its parts can be omitted.
+This script uses only the standard library, because it runs before any package is installed. Each line in a requirements
+file has the form `name[extras]==version  # from X, optional: why`. The comment and each of its parts can be omitted.
 
-- With --exact (for .venv), every installed package must have its pinned version.
-- Without --exact (for the user's environment), any version from `from` on is accepted and reported on standard error.
-- An `optional` package may be missing, unless --optional is given. Without --exact, standard error reports it.
+- With --exact (for .venv), every installed package must have the pinned version.
+- Without --exact (for the user's environment), version X and all later versions are accepted. Each accepted version
+  that differs from the pinned version is reported on standard error.
+- An optional package can be missing, unless --optional is passed. Without --exact, standard error reports a missing
+  optional package.
 
-With --keep, nothing is printed unless an installed package would be replaced. In that case, standard error lists all
-packages that would be installed, and the exit status is 3.
+With --keep, the script only checks whether an installed package would be replaced. In that case, it lists all packages
+to install on standard error and exits with status 3. Otherwise, it prints nothing.
 """
 
 import argparse
@@ -27,12 +29,12 @@ LINE = re.compile(
 
 
 def parse(text: str) -> list[re.Match]:
-    """Parse the text of a requirements file into matches of LINE.
+    """Parse the text of a requirements file and return one match of the regular expression LINE per requirement.
 
-    Groups: spec (for pip), name, version, floor (the lowest version known to work), optional (the package may be
-    missing) and why (the feature that needs it).
+    The groups are spec (for pip), name, version, floor (lowest version known to work), optional (whether the package
+    can be missing) and why (the feature that uses the package).
 
-    Raises ValueError for a line that is not `name==version`.
+    Raises ValueError for a line that does not have the form `name==version`.
     """
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -40,19 +42,21 @@ def parse(text: str) -> list[re.Match]:
             continue
         match = LINE.match(line.strip())
         if match is None:
-            raise ValueError(f"line {number} is not 'name==version  # from X, optional': {line!r}")
+            raise ValueError(
+                f"line {number} is invalid: {line!r}. Use the form 'name==version  # from X, optional'."
+            )
         found.append(match)
     return found
 
 
 def numbers(version: str) -> list[int]:
-    """Return the release part of a version for comparison: "2.11.0+cu130" -> [2, 11, 0]."""
+    """Return the numbers in the release part of a version, for comparisons. "2.11.0+cu130" returns [2, 11, 0]."""
     release = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in release.group().split(".")] if release else []
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution without its local part ("+cpu"), or None."""
+    """Return the version of an installed package without a local part such as "+cpu", or None if it is missing."""
     try:
         return metadata.version(name).split("+")[0]
     except metadata.PackageNotFoundError:
@@ -62,7 +66,7 @@ def installed_version(name: str) -> str | None:
 def to_install(
     requirements: list[re.Match], exact: bool, optional: bool = False
 ) -> tuple[list[re.Match], list[str]]:
-    """Return the requirements that pip must install, and remarks about accepted or missing packages."""
+    """Return the requirements that pip must install, and a list of remarks on accepted and missing packages."""
     wanted, remarks = [], []
     for requirement in requirements:
         name, version, floor = requirement.group("name", "version", "floor")
@@ -74,7 +78,7 @@ def to_install(
             if not exact:
                 remarks.append(f"{name} is not installed (optional{needed}; tested version: {version})")
         elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
-            remarks.append(f"{name} {have} is kept (tested version: {version})")
+            remarks.append(f"keeping the installed {name} {have} (tested version: {version})")
         else:
             wanted.append(requirement)
     return wanted, remarks
@@ -83,7 +87,7 @@ def to_install(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="requirements files")
-    parser.add_argument("--exact", action="store_true", help="accept only the pinned versions")
+    parser.add_argument("--exact", action="store_true", help="accept only pinned versions")
     parser.add_argument("--optional", action="store_true", help="also install missing optional packages")
     parser.add_argument("--keep", action="store_true", help="fail if an installed package would be replaced")
     arguments = parser.parse_args()
@@ -105,7 +109,7 @@ def main() -> int:
         for requirement in wanted:
             print(requirement["spec"])
     for remark in remarks:
-        with contextlib.suppress(OSError):  # continue if the console is gone
+        with contextlib.suppress(OSError):  # ignore errors if standard error is closed
             os.write(2, f"  {remark}\n".encode())
     return 3 if arguments.keep else 0
 

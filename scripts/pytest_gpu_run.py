@@ -1,9 +1,9 @@
-"""Pytest plugin for ./run_tests.sh --gpu: counts a skipped test as a failure and writes a report.
+"""Pytest plugin for ./run_tests.sh --gpu that treats a skipped test as a failure and writes a report.
 
-A machine that runs the GPU tests has a GPU, so a skip would hide a missing check. With --results FOLDER, the plugin
-writes FOLDER/gpu_tests.json (on a machine with one GPU: gpu_tests_one_gpu.json) with the commit, the date, the machine,
-the versions, and the passed, failed and skipped tests. The report is committed, so that readers see when the GPU tests
-last passed.
+All required hardware is available on a GPU node, so a skipped test would hide a missing check. With --results FOLDER,
+the plugin writes FOLDER/gpu_tests.json, or FOLDER/gpu_tests_one_gpu.json on a node with one GPU. The report contains
+the commit, the date, the hardware, the software versions, and the passed, failed and skipped tests. It is committed to
+the repository to document when the GPU tests last passed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-MAX_REPORT_CHARACTERS = 2000  # characters shown from the end of a failure
+MAX_REPORT_CHARACTERS = 2000  # number of characters printed from the end of a failure message
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # a worker of pytest-xdist sees only its share of the tests
+    # a pytest-xdist worker runs only a part of the tests
     worker = hasattr(config, "workerinput")
     run = GPURun(None if worker else config.getoption("--results"), config)
     config.pluginmanager.register(run)
@@ -36,14 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 class GPURun:
     def __init__(self, folder: Path | None, config: pytest.Config):
         self.folder, self.config, self.start = folder, config, time.monotonic()
-        self.passed: Counter[str] = Counter()  # by file
+        self.passed: Counter[str] = Counter()  # number of passed tests per file
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.skipped: list[str] = []
         self.began: dict[str, float] = {}  # start times of the running tests
 
     def terminated(self, *_: object) -> None:
-        """Handle SIGTERM, sent when the time on the machine ends: print the tests that are still running."""
+        """Handle SIGTERM, which is sent at the time limit. Print the tests that are still running."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
@@ -67,7 +67,7 @@ class GPURun:
     def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
-            # print it at once: the time on the machine may end before pytest's summary
+            # print the failure immediately, because the time limit can end the run before pytest prints its summary
             if terminal := self.config.pluginmanager.get_plugin("terminalreporter"):
                 terminal.write_line(
                     f"\nFAILED {report.nodeid}\n{report.longreprtext[-MAX_REPORT_CHARACTERS:]}"
@@ -78,7 +78,7 @@ class GPURun:
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         if self.folder:
-            # writing the report takes only seconds; do not lose it to a SIGTERM
+            # ignore SIGTERM, so that the report is complete; writing it takes only seconds
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         yield
         if self.skipped and session.exitstatus == pytest.ExitCode.OK:
@@ -108,6 +108,6 @@ class GPURun:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.skipped:
-            terminalreporter.section("skipped, which counts as failed here", sep="=", red=True)
+            terminalreporter.section("skipped tests (treated as failures)", sep="=", red=True)
             for nodeid in self.skipped:
                 terminalreporter.line(nodeid)

@@ -1,34 +1,41 @@
 # shellcheck shell=bash
-# Sourced by run_training.sh and run_tests.sh, which set ROOT (the repository root) and then call
+# Choose a Python environment and install missing packages. run_training.sh and run_tests.sh source this file, set
+# ROOT to the repository root, and call
 #
-#   setup_env [dev]    (dev: also install the packages of the tests, and missing optional packages)
+#   setup_env [dev]
 #
-# It sets PY (the Python to use) and HAS_GPU (0 or 1), and puts PY's folder first on PATH. PY is the Python of the active
-# environment (venv or conda). Without one, it is a Python that has all packages, or else that of ROOT/.venv, which the
-# first run creates. In an active environment other than ROOT/.venv, only missing packages are installed; installed
-# packages are not replaced.
+# With dev, setup_env also installs the packages for the tests and missing optional packages.
 #
-# Settings: SETUP_REPLACE=1 (allow replacing packages of the active environment); PYTHON (path of the Python that creates
-# .venv); TORCH_INDEX_URL (index for torch on a machine without a GPU; default: torch's index of CPU builds if it
-# answers and pip has no other index, because pip's default wheel for Linux brings 5 GB of CUDA packages); PIP_* (see
-# pip); TORCH_EXTENSIONS_DIR (folder for DeepSpeed's compiled extensions; default: torch_extensions in the environment).
+# setup_env sets PY (the Python to use) and HAS_GPU (0 or 1), and puts the folder of PY first on PATH. PY is the
+# Python in the active environment (venv or conda). Without an active environment, PY is a Python that has all
+# packages. If there is none, PY is the Python in ROOT/.venv, which the first run creates. In an active environment
+# other than ROOT/.venv, missing packages are installed, but installed packages are not replaced.
+#
+# Environment variables:
+#   SETUP_REPLACE         set to 1 to allow replacing packages in the active environment
+#   PYTHON                path of the Python that creates .venv
+#   TORCH_INDEX_URL       package index for torch on a host without a GPU. By default, torch's index of CPU builds is
+#                         used if it is reachable and pip has no other index. pip's default wheel for Linux installs 5 GB
+#                         of CUDA packages.
+#   PIP_*                 options of pip
+#   TORCH_EXTENSIONS_DIR  folder for DeepSpeed's compiled extensions; default: torch_extensions in the environment
 
 MIN_PYTHON="3.11"
-# Tested versions. Transformer Engine 2.20.2 was measured with torch 2.11 on H200.
+# Tested versions of torch. Transformer Engine 2.20.2 was measured with torch 2.11 on an H200.
 TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
 CPU_BUILDS="https://download.pytorch.org/whl/cpu"
-ANSWER_S=8 # seconds that the index of CPU builds may take to answer
-NEWS_S=6   # seconds between progress lines
+ANSWER_S=8 # timeout in seconds for the index of CPU builds
+NEWS_S=6   # seconds between two progress lines
 DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
-  echo "set-up: bash >= 4.4 is needed, this is $BASH_VERSION" >&2
+  echo "set-up: bash >= 4.4 is required, but this is bash $BASH_VERSION" >&2
   exit 1
 fi
 
-say() { printf '%s\n' "$*" || true; } # continue if the console is gone
+say() { printf '%s\n' "$*" || true; } # ignore errors if standard output is closed
 
 die() {
   printf 'set-up: %s\n' "$*" >&2
@@ -39,14 +46,14 @@ python_is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-# Prints the Python of the active environment, or nothing. Ignores conda's base, which is not a project environment.
+# Prints the path of the Python in the active environment, or nothing. Ignores the base environment of conda.
 active_python() {
   if [[ -n "${VIRTUAL_ENV:-}" ]]; then
     printf '%s\n' "$VIRTUAL_ENV/bin/python"
   elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-}" != "base" ]]; then
     printf '%s\n' "$CONDA_PREFIX/bin/python"
   elif python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
-    command -v python3 # a virtual environment that is first on PATH but not activated
+    command -v python3 # a virtual environment that is first on PATH without being activated
   fi
 }
 
@@ -59,7 +66,7 @@ find_python() {
     fi
   done
   candidate="$(python3 --version 2>/dev/null || true)"
-  die "Python >= $MIN_PYTHON is needed (found: ${candidate:-none}). Install it, or set PYTHON: PYTHON=/path/to/python3.12 $0"
+  die "Python >= $MIN_PYTHON is required (found: ${candidate:-none}). Install Python, or run PYTHON=/path/to/python3.12 $0"
 }
 
 has_torch() {
@@ -70,52 +77,53 @@ has_cuda_torch() {
   "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
 }
 
-# Prints the specifications that pip must install for the given files; remarks go to standard error.
+# Prints the requirements in the given files that pip must install. Prints remarks to standard error.
 missing_requirements() {
   "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} ${OPTIONAL:+"$OPTIONAL"} "$@" ||
-    die "the requirements could not be read; see the line above"
+    die "a requirements file could not be read; see the message above"
 }
 
 need_compiler() {
   local compiler
   for compiler in ${CXX:+"$CXX"} c++ g++ clang++; do
     if command -v "$compiler" >/dev/null 2>&1; then
-      export CXX="$compiler" # torch's builder uses c++ by default
+      export CXX="$compiler" # by default, torch uses c++ to build extensions
       return
     fi
   done
-  die "no C++ compiler found; DeepSpeed needs one to build its CPU communication: apt-get install g++, or set CXX"
+  die "no C++ compiler found. DeepSpeed requires a compiler for its CPU communication op. Run apt-get install g++, or set CXX"
 }
 
 need_python_headers() {
   local include
   include="$("$PY" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
   [[ -f "$include/Python.h" ]] ||
-    die "$include/Python.h is missing; DeepSpeed's build needs Python's headers: apt-get install python3-dev"
+    die "$include/Python.h is missing. DeepSpeed's build requires the Python headers. Run apt-get install python3-dev"
 }
 
-# torch's extension builder does not quote the path of torch's libraries.
+# torch cannot build extensions if the path of its libraries contains a space, because it does not quote the path.
 need_path_without_space() {
   [[ "$1" != *[[:space:]]* ]] ||
-    die "$1 has white space in its path, which breaks torch's builds of extensions. Activate an environment" \
-      "in a path without white space (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and run again"
+    die "the path $1 contains white space, so torch cannot build extensions. Activate an environment" \
+      "in a path without white space (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and try again"
 }
 
 need_disk() {
   local need_gib="$1" free_kib
   free_kib="$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')"
   ((free_kib >= need_gib * 1024 * 1024)) ||
-    die "the packages need $need_gib GiB of free disk in $ROOT, but only $((free_kib / 1024 / 1024)) GiB are free"
+    die "the packages require $need_gib GiB of free disk space in $ROOT, but only $((free_kib / 1024 / 1024)) GiB are free"
 }
 
-# Copies its input to the file $1, if given, and prints the elapsed time and the last line every NEWS_S seconds.
+# Every NEWS_S seconds, prints the elapsed time and the last line of standard input. Copies the input to file $1, if
+# given.
 news() {
   local line part="" last="" status began="$SECONDS" told="$SECONDS"
   while true; do
     status=0
     IFS= read -r -t "$NEWS_S" line || status=$?
     part+="$line"
-    if ((status <= 128)); then # a line or the end, not a timeout
+    if ((status <= 128)); then # a line or the end of the input, not a timeout
       if [[ -n "${1:-}" ]]; then printf '%s\n' "$part" >>"$1"; fi
       if [[ -n "$part" ]]; then last="$part"; fi
       part=""
@@ -128,24 +136,24 @@ news() {
   done
 }
 
-# With KEEP, the installed versions are passed to pip as constraints, so that it fails rather than replaces a package.
+# If KEEP is set, pip gets the installed versions as constraints. It then fails instead of replacing a package.
 pip_install() {
   "$PY" -m pip --version >/dev/null 2>&1 ||
-    die "$PY has no pip. Install it, or use another environment. Packages to install: $*"
-  # standard error does not pass through `news`, so that warnings and errors are shown
+    die "$PY has no pip. Install pip, or use another environment. Packages to install: $*"
+  # standard error does not pass through `news`, because warnings and errors must be visible
   { [[ -z "${KEEP:-}" ]] || "$PY" -m pip list --format=freeze --disable-pip-version-check; } |
     "$PY" -m pip install --use-pep517 --disable-pip-version-check -c /dev/stdin "$@" | news ||
-    die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror${KEEP:+. $KEEP}"
+    die "pip could not install $*. See the messages above. Check the network, or set PIP_INDEX_URL to a mirror${KEEP:+. $KEEP}"
 }
 
-# Succeeds if pip has a configured index. torch then comes from that index too.
+# Returns success if a package index is configured for pip. torch is then installed from this index too.
 pip_is_configured() {
   local configuration
   configuration="$("$PY" -m pip config list 2>/dev/null)" || true
   [[ "$configuration" =~ \.(index-url|extra-index-url|find-links|no-index)= ]]
 }
 
-# The alarm also limits the DNS lookup, which has no time limit of its own.
+# Returns success if the URL $1 is reachable. The alarm also limits the time for the DNS lookup.
 answers() {
   "$PY" -c '
 import signal, sys, urllib.request
@@ -165,27 +173,27 @@ install_torch() {
     if answers "$CPU_BUILDS/torch/"; then
       index="$CPU_BUILDS"
     else
-      say "set-up: $CPU_BUILDS does not answer; using pip's default build of torch, which may bring 5 GB of CUDA packages"
+      say "set-up: $CPU_BUILDS is not reachable; installing pip's default build of torch with up to 5 GB of CUDA packages"
     fi
   fi
   say "set-up: installing torch $TORCH_CPU${index:+ from $index}"
-  # among equal versions pip prefers the one with a local part: 2.13.0+cpu
+  # among equal versions, pip prefers a version with a local part, such as 2.13.0+cpu
   pip_install "torch==$TORCH_CPU" ${index:+--extra-index-url "$index"}
 }
 
 make_venv() {
   need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
   local site=()
-  if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
+  if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the torch installed in the image
   say "set-up: creating .venv with $("$PY" --version)"
   { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
     rm -rf "$ROOT/.venv"
-    die "$PY could not create a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
+    die "$PY could not create a virtual environment. On Debian and Ubuntu, run apt-get install python3-venv"
   }
 }
 
-# Sets PY, EXACT ("--exact" if PY is .venv's, which gets the pinned versions) and KEEP (why packages may not be replaced).
-# Creates .venv if needed.
+# Sets PY, EXACT and KEEP, and creates .venv if necessary. EXACT is "--exact" if PY is in .venv, which has pinned
+# versions. KEEP is the reason why installed packages must not be replaced.
 choose_environment() {
   local files=("$@") prefix
   EXACT="" KEEP=""
@@ -193,24 +201,24 @@ choose_environment() {
   prefix="${PY%/bin/*}"
   if [[ -n "$PY" && ! "$prefix" -ef "$ROOT/.venv" ]]; then
     python_is_new_enough "$PY" ||
-      die "the active environment has $("$PY" --version 2>&1 || true); Python >= $MIN_PYTHON is needed"
+      die "the active environment has $("$PY" --version 2>&1 || true), but Python >= $MIN_PYTHON is required"
     need_path_without_space "$prefix" ""
     if [[ "${SETUP_REPLACE:-}" == 1 ]]; then return; fi
-    KEEP="Packages of the active environment $prefix are not replaced: deactivate it to use $ROOT/.venv, or set SETUP_REPLACE=1"
+    KEEP="Packages in the active environment $prefix are not replaced. Deactivate it to use $ROOT/.venv, or set SETUP_REPLACE=1"
     "$PY" "$ROOT/scripts/check_requirements.py" --keep "${files[@]}" ||
-      die "the active environment has other versions than needed; see the list above. $KEEP"
+      die "package versions in the active environment do not match; see the list above. $KEEP"
     return
   fi
   if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
     PY="$(find_python)"
     if has_torch "$PY" && [[ -z "$(missing_requirements "${files[@]}" 2>/dev/null)" ]]; then
-      return # an image or a node with all packages
+      return # an image or a node on which all packages are installed
     fi
   fi
   need_path_without_space "$ROOT/.venv" ", or clone the repository into such a path"
   [[ -x "$ROOT/.venv/bin/python" ]] || make_venv
   PY="$ROOT/.venv/bin/python"
-  python_is_new_enough "$PY" || die ".venv is broken or its Python is older than $MIN_PYTHON; remove .venv and run again"
+  python_is_new_enough "$PY" || die ".venv is damaged, or its Python is older than $MIN_PYTHON. Remove .venv and try again"
   if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT="--exact"; fi
 }
 
@@ -223,8 +231,8 @@ install_requirements() {
     say "set-up: installing ${specs[*]}"
     if [[ "$file" == */requirements-gpu.txt ]]; then
       command -v nvcc >/dev/null 2>&1 ||
-        die "nvcc is missing; it compiles Transformer Engine's torch extension: install CUDA or load its module"
-      # Compile against the installed torch, not against one in a build sandbox.
+        die "nvcc is missing. Transformer Engine requires it to compile its torch extension. Install CUDA, or load the CUDA module"
+      # Compile against the installed torch, not against a torch in pip's build environment.
       pip_install setuptools wheel pybind11
       pip_install --no-build-isolation -c "$ROOT/constraints-gpu.txt" "${specs[@]}"
     else
@@ -233,7 +241,7 @@ install_requirements() {
   done
 }
 
-# Makes Transformer Engine load torch's cuDNN. With the system's cuDNN it fails or runs an attention that is 5 times slower.
+# Makes Transformer Engine load torch's cuDNN. With a system cuDNN, it fails or its attention is 5 times slower.
 use_torchs_cudnn() {
   local home
   home="$("$PY" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null || true)"
@@ -242,20 +250,20 @@ use_torchs_cudnn() {
   export LD_LIBRARY_PATH="$home/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-# Compiles DeepSpeed's communication between CPU ranks, which takes a minute. Each environment has its own folder, because
-# torch compiles again for every other environment.
+# Compiles the DeepSpeed op for communication between CPU ranks, which takes a minute. Each environment has its own
+# folder, because torch compiles the op again when the environment changes.
 build_communication() {
   local prefix log
   prefix="$(dirname "$(dirname "$PY")")"
-  [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # a system Python: the first run builds it
+  [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # with a system Python, the first run builds the op
   export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
   if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
-  say "set-up: building DeepSpeed's CPU communication; this happens once and takes about a minute"
+  say "set-up: building DeepSpeed's CPU communication op; this happens only once and takes about a minute"
   mkdir -p "$TORCH_EXTENSIONS_DIR"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
   rm -f "$log"
   PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.distributed import init_distributed; init_distributed()' 2>&1 |
-    news "$log" || die "DeepSpeed's CPU communication could not be built: $(<"$log")"
+    news "$log" || die "DeepSpeed's CPU communication op could not be built: $(<"$log")"
   : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
 }
 
@@ -266,7 +274,7 @@ setup_env() {
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
-  # Several nodes or terminals may start in one folder: one creates the environment, the others wait.
+  # If several nodes or terminals start in one folder, one of them creates the environment and the others wait.
   local lock="" kind=-x
   if command -v flock >/dev/null 2>&1; then
     { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""
@@ -275,10 +283,10 @@ setup_env() {
     local status=0
     flock -n "$kind" "$lock" || status=$?
     if ((status == 1)); then
-      say "set-up: another set-up is under way in $ROOT; waiting for it"
+      say "set-up: waiting for another set-up in $ROOT"
       flock "$kind" "$lock"
-    elif ((status)); then # e.g. Lustre mounted without locks; flock has printed the error
-      say "set-up: the file system of $ROOT has no locks, so set-ups cannot wait for each other: start one at a time"
+    elif ((status)); then # for example, Lustre without locks; flock has printed the error
+      say "set-up: the file system of $ROOT does not support locks, so do not start two set-ups at the same time"
     fi
   fi
   choose_environment "${files[@]}"
@@ -288,7 +296,7 @@ setup_env() {
   export PATH PY HAS_GPU EXACT
   install_torch
   install_requirements "${files[@]}"
-  command -v ninja >/dev/null 2>&1 || die "the package ninja is installed, but its command is not on PATH; add its folder"
+  command -v ninja >/dev/null 2>&1 || die "the package ninja is installed, but the command ninja is not on PATH. Add its folder to PATH"
   if ((HAS_GPU)); then
     use_torchs_cudnn
   else

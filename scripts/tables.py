@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Generate the tables of docs/ from the code and test_fp8/results/.
+"""Generate the tables in docs/configuration.md and docs/hardware.md from the code and test_fp8/results/.
 
-python scripts/tables.py    updates docs/configuration.md (all keys) and docs/hardware.md (memory, disk and time)
+    python scripts/tables.py
+
+docs/configuration.md lists all configuration keys. docs/hardware.md lists memory, disk space and training time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it wri
 SEQ_LENGTH = 2048
 GB = 1e9
 
-# First key of each part of docs/configuration.md, in the order of the configuration's fields.
+# Headings in docs/configuration.md, keyed by the first configuration key below each heading.
 PARTS = {
     "max_steps": "Length and batch",
     "optim": "Learning rate, optimizer and seed",
@@ -37,9 +39,9 @@ PARTS = {
     "precision": "`precision`: bf16 or FP8, and its recipe",
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
-# Short forms of a key's `resume` rule (model/keys.py) and of JSON schema limits for the table.
+# Short names for the `resume` rule of a key (model/keys.py).
 RESUME_LABELS = {"free": "free", "allowed": "flag", "structural": "no"}
-# Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, at the micro-batch of the training.
+# Benchmarks of complete training steps (test_fp8/results/) that docs/hardware.md shows.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
     "te_layer_bf16": "bf16",
@@ -56,7 +58,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def configuration() -> str:
-    """Return one table of keys for each part of the configuration."""
+    """Return the Markdown tables of all configuration keys, one per heading in PARTS."""
     parts: dict[str, list[list[str]]] = {}
     title = ""
     for key, node in all_keys().items():
@@ -81,7 +83,10 @@ def _described(key: str, node: Node) -> list[str]:
 
 
 def hardware() -> str:
-    """Return the memory, disk space and work of each model in model/configs, and the speed of the measured ones."""
+    """Return the Markdown tables for docs/hardware.md.
+
+    They list the memory, disk space and FLOPs for each model in model/configs, and the measured training speeds.
+    """
     models = {path.stem: load_sizes(path.stem) for path in CONFIGS.glob("*.json")}
     models = dict(sorted(models.items(), key=lambda item: num_parameters(item[1])))
 
@@ -139,7 +144,7 @@ PAGES = {ROOT / "docs/configuration.md": configuration, ROOT / "docs/hardware.md
 
 
 def page_with(page: Path, written: str) -> str:
-    """Return the page with `written` between its markers. Raises ValueError if the markers are missing."""
+    """Return the page with `written` between the two marker lines. Raises ValueError if a marker line is missing."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

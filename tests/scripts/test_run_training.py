@@ -133,4 +133,4 @@ def test_slurm_copies_the_script(tmp_path: Path) -> None:
         run = subprocess.run(["bash", str(copy), "--help"], env=environment, capture_output=True, text=True)
         assert run.returncode == status
         assert ("./run_training.sh" in run.stdout) == (status == 0)
-    assert f"{tmp_path} is not the repository's root" in run.stderr
+    assert f"{tmp_path} is not the repository root" in run.stderr

@@ -145,7 +145,7 @@ def test_cpu_build_of_torch(
     asked = tmp_path / "asked.txt"
     said = installing_torch(tmp_path, f'echo "$*" >> {asked}', configured, answers, torch_index)
     assert asked.read_text().partition("torch==2.13.0")[2].strip() == (index or "")
-    assert ("does not answer" in said) == (index is None)
+    assert ("is not reachable" in said) == (index is None)
 
 
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
@@ -183,11 +183,11 @@ def break_pip(machine: dict[str, str], tmp_path: Path) -> None:
     ("breaking", "message"),
     [
         (break_compiler, "C++ compiler"),
-        (break_python, "Python >= 3.11 is needed (found: Python 3.9.2)"),
-        (break_active_python, "the active environment has Python 3.8.1; Python >= 3.11"),
+        (break_python, "(found: Python 3.9.2)"),
+        (break_active_python, "the active environment has Python 3.8.1"),
         (break_disk, "8 GiB of free disk"),
         (break_ninja, "ninja"),
-        (break_pip, "pip could not install: torch=="),
+        (break_pip, "pip could not install torch=="),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
