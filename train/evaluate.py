@@ -57,21 +57,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "model",
         metavar="MODEL",
         type=Path,
-        help="output_dir of a run, a checkpoint, a Hugging Face folder, or the ORG/NAME of a model on the Hugging Face "
-        "Hub",
+        help="output_dir of a run, a checkpoint, a Hugging Face folder, or the name ORG/NAME of a model on the "
+        "Hugging Face Hub",
     )
     add(
         "data",
         metavar="DATA",
         nargs="*",
         type=unicode,
-        help=f"prepared data, or input files and folders of these kinds: {ALLOWED} (default: the training data of the "
-        "checkpoint)",
+        help=f"folders with prepared data, or input files and folders of these kinds: {ALLOWED} (default: the "
+        "training data of the checkpoint)",
     )
     add(
         "--precision",
         choices=("fp8", "bf16", "fp16", "fp32"),
-        help="compute precision (default: the precision of the checkpoint, or the dtype of the Hugging Face weights)",
+        help="precision of the computation (default: the precision of the checkpoint, or the dtype of the Hugging "
+        "Face weights)",
     )
     add(
         "--by",
@@ -83,8 +84,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--max_seq_length",
         type=between(1),
-        help="sample length in tokens (default: max_seq_length of the training; for a Hugging Face folder that does "
-        "not record it, max_position_embeddings; at most 2048 for a Hugging Face folder)",
+        help="sample length in tokens (default: max_seq_length of the training run; for a Hugging Face folder, "
+        "the sequence length recorded in config.json or max_position_embeddings, but at most 2048)",
     )
     add(
         "--stride",
@@ -95,20 +96,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--max_samples",
         type=between(1),
-        help="maximum number of samples, which are evenly spaced over the prepared data; for text inputs and with --by "
-        "document, the maximum number of documents per DATA (default: all)",
+        help="maximum number of samples, which are evenly spaced over the prepared data; for text inputs and with "
+        "--by document, maximum number of documents for each DATA argument (default: all)",
     )
     add(
         "--batch_size",
         type=between(1),
-        help="number of samples per batch on each rank (default: the evaluation batch size of the training, or 8 for a "
-        "Hugging Face folder)",
+        help="number of samples per batch on each rank (default: the evaluation batch size of the training run, "
+        "or 8 for a Hugging Face folder)",
     )
     add(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="folder with the model's tokenizer, needed only if neither the model nor its data includes the tokenizer",
+        help="folder with the model's tokenizer; needed only if neither the model nor its data includes the "
+        "tokenizer",
     )
     add(
         "--text_key",
@@ -129,7 +131,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.stride and args.by != "document":
         parser.error("--stride requires --by document")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
-        parser.error("DATA contains the same path twice. Pass each path once")
+        parser.error("DATA contains the same path more than once. Pass each path once")
     args.model = Path(local_folder(str(args.model)))
     args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
     return args

@@ -130,8 +130,9 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
     setattr(config, TRAINED_LENGTH, length)
     if length < positions and rope_parameters(config)["rope_type"] == "default":
         lines.append(
-            f"the model was trained on {length:,} tokens per sequence ({TRAINED_LENGTH} in config.json), but its "
-            f"max_position_embeddings is {positions:,}; limit servers that do not read the former to {length:,} tokens"
+            f"the model was trained on sequences of {length:,} tokens ({TRAINED_LENGTH} in config.json), but "
+            f"its max_position_embeddings is {positions:,}. Limit the context length to {length:,} tokens in "
+            f"inference servers that do not read {TRAINED_LENGTH}"
         )
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
@@ -227,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="checkpoint folder step-NNNNNNNN, or a run's output_dir to export its newest undamaged checkpoint",
+        help="checkpoint folder step-NNNNNNNN, or a run's output_dir (exports the newest undamaged checkpoint)",
     )
     parser.add_argument("out", type=given_path, help="Hugging Face folder to write")
     parser.add_argument(
@@ -240,8 +241,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder with the tokenizer to export (default: the tokenizer of the training data, or the one in the "
-        "run's hf/ folder)",
+        help="folder with the tokenizer to export (default: the tokenizer of the training data, or the tokenizer "
+        "in the run's hf folder)",
     )
     arguments = parser.parse_args(argv)
     path = select_checkpoint(arguments.checkpoint)
@@ -261,7 +262,8 @@ def select_checkpoint(given: Path) -> Path:
     if path := find_checkpoint(given):
         return path
     raise CheckpointError(
-        f"{given} is not a checkpoint and contains none. Pass a run's output_dir or RUN/checkpoints/step-NNNNNNNN",
+        f"{given} is not a checkpoint and does not contain a checkpoint. Pass a run's output_dir or "
+        "RUN/checkpoints/step-NNNNNNNN",
         code="no_checkpoint",
         key=str(given),
     )
@@ -276,8 +278,8 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
     folder = find_tokenizer(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
     if TextEncoder(folder).sha256() not in _trained_with(state):
         raise DataError(
-            f"the tokenizer in {folder} is not the one used in training, because the data was prepared again. Pass the "
-            "original tokenizer with --tokenizer DIR",
+            f"the tokenizer in {folder} differs from the tokenizer used in training, because the data was "
+            "prepared again. Pass the original tokenizer with --tokenizer DIR",
             code="other_tokenizer",
             key=str(folder),
         )

@@ -40,13 +40,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="path prefixes of the datasets; a dataset consists of PREFIX.bin and PREFIX.idx",
+        help="path prefixes of the datasets; each dataset consists of the files PREFIX.bin and PREFIX.idx",
     )
     add(
         "--tokenizer",
         type=given_path,
         required=True,
-        help="folder with the tokenizer.model or tokenizer.json that produced the token ids",
+        help="folder with the tokenizer.model or tokenizer.json that was used to create the token ids",
     )
     add("--output", type=given_path, required=True, help="output folder for the prepared data")
     add(
@@ -58,7 +58,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval_fraction",
         type=eval_fraction,
         default=0.01,
-        help="fraction of the documents to put in the eval split; with 1, all data is for evaluation (default: 0.01)",
+        help="fraction of the documents to put in the eval split; with 1, all data is used for evaluation "
+        "(default: 0.01)",
     )
     add(
         "--shard_tokens",
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
         print(f"{name.upper()}: added to {added:,} documents, found {inside:,} times inside documents")
-    print(f"end-of-document ids replaced by EOS (--eod_id): {counts['eod_replaced']:,}")
+    print(f"end-of-document ids that were replaced by the EOS id (--eod_id): {counts['eod_replaced']:,}")
     print(f"wrote {args.output}\n{manifest.summary()}")
 
 

@@ -93,7 +93,7 @@ def inspect(given: Path, verify: bool) -> bool:
     folders = [given] if is_one and given.is_dir() else step_folders(root if root.is_dir() else given)
     if not folders:
         raise CheckpointError(
-            f"{given} contains no checkpoint. Pass a run's output_dir or one of its checkpoints"
+            f"{given} contains no checkpoint. Pass a run's output_dir or one of its checkpoint folders"
         )
     found: dict[Path, list[str]] = {}  # damage of each committed checkpoint
     for path in folders:
@@ -124,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="a run's output_dir, its checkpoints folder, or one checkpoint",
     )
-    parser.add_argument("--verify", action="store_true", help="check the hash of every file")
+    parser.add_argument(
+        "--verify", action="store_true", help="check the hash of every file in each checkpoint"
+    )
     args = parser.parse_args(argv)
     return 0 if inspect(args.folder, args.verify) else 1
 

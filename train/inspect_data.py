@@ -30,7 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", metavar="DIR", help="folder of prepared or imported data")
+    add("folder", metavar="DIR", help="folder with prepared or imported data")
     add("--verify", action="store_true", help="check the hash of every file and the range of every token id")
     add("--samples", type=between(0), default=2, help="number of random samples to print (default: 2)")
     add(
@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--seq_length",
         type=between(1),
         default=2048,
-        help="number of tokens per sample, at most the size of the split (default: 2048)",
+        help="number of tokens per sample; at most the number of tokens in the split (default: 2048)",
     )
     add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
     cores = min(os.cpu_count() or 1, 16)

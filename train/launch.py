@@ -319,7 +319,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
         parser.error("several nodes need --master_addr and --master_port. Pass the same values on each node")
     if options.node_rank >= options.nnodes:
-        parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes, {options.nnodes}")
+        parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes ({options.nnodes})")
     return options
 
 
@@ -449,7 +449,8 @@ class Supervisor:
             restarts, is_retry = restarts + 1, not made_progress
             pause = f" after a pause of {PAUSE_S:g} s, because there was no progress" * is_retry
             logger.warning(
-                f"training: failed with status {status}; restart {restarts} of {self.max_restarts}{pause}"
+                f"training: failed with exit status {status}; starting restart {restarts} of "
+                f"{self.max_restarts}{pause}"
             )
             self.children.pause(PAUSE_S * is_retry)
 
@@ -546,8 +547,8 @@ def count_devices() -> int:
     if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise LaunchError(
-            f"this node has a GPU, but CUDA finds no device. CUDA_VISIBLE_DEVICES is {visible}; check it and the GPU "
-            "driver",
+            f"this node has a GPU, but CUDA finds no device. CUDA_VISIBLE_DEVICES is {visible}. Check this "
+            "variable and the GPU driver",
             key="CUDA_VISIBLE_DEVICES",
         )
     return len(devices) if devices else 2

@@ -16,8 +16,7 @@ from model.errors import UserError
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_HINT = (
-    "Start the ranks with train/launch.py, torchrun, deepspeed, srun, or the mpirun of Open MPI, MPICH or Intel MPI. "
-    "To train with one process, unset "
+    "Start the ranks with train/launch.py, torchrun, deepspeed, srun or mpirun (Open MPI, MPICH, Intel MPI)."
 )
 # Default port of torch's launchers.
 PORT = "29500"
@@ -98,8 +97,8 @@ def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
             raise LauncherError(
-                f"{name} is {environment[name]}, but {launcher.name} says {value}. Unset {name}, or start that many "
-                "tasks",
+                f"{name} is {environment[name]}, but {launcher.name} reports {value}. Unset {name}, or start "
+                "a matching number of tasks",
                 code="launcher_contradicted",
                 key=name,
             )
@@ -162,7 +161,8 @@ def _check_torch_variables(environment: Mapping[str, str]) -> None:
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
         raise LauncherError(
-            f"RANK is set, but {', '.join(wrong)} is not set or not a number. {LAUNCH_HINT}RANK",
+            f"RANK is set, but {', '.join(wrong)} is not set or not a number. {LAUNCH_HINT} "
+            "To train with one process, unset RANK",
             code="rank_described_in_part",
             key=wrong[0],
         )
@@ -172,8 +172,8 @@ def _check_no_launcher(environment: Mapping[str, str]) -> None:
     for name, least in OTHER_LAUNCHERS.items():
         if _number(environment.get(name, ""), 0) >= least:
             raise LauncherError(
-                f"{name}={environment[name]} belongs to one of several processes, but RANK is not set. "
-                f"{LAUNCH_HINT}{name}",
+                f"{name}={environment[name]} indicates that several processes were started, but RANK is not "
+                f"set. {LAUNCH_HINT} To train with one process, unset {name}",
                 code="task_not_described",
                 key=name,
             )
@@ -230,8 +230,9 @@ def _rank_0_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
     if launcher.name == "srun" and nodes:
         return first_hostname(nodes)
     raise LauncherError(
-        f"{launcher.name} started ranks on several hosts, but the host of rank 0 is unknown. Set MASTER_ADDR to it "
-        "(srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: -genv MASTER_ADDR HOST)",
+        f"{launcher.name} started ranks on several hosts, but the host of rank 0 is unknown. Set MASTER_ADDR "
+        "to this host (srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: "
+        "-genv MASTER_ADDR HOST)",
         code="no_master_addr",
         key="MASTER_ADDR",
     )

@@ -52,7 +52,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--tokenizer",
         type=given_path,
         required=True,
-        help="folder with tokenizer.model or tokenizer.json, or the ORG/NAME of a repository on the Hugging Face Hub",
+        help="folder with tokenizer.model or tokenizer.json, or the name ORG/NAME of a repository on the Hugging "
+        "Face Hub",
     )
     add("--output", type=given_path, required=True, help="output folder for the prepared data")
     add(
@@ -66,8 +67,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval_fraction",
         type=eval_fraction,
         default=0.01,
-        help="fraction of the documents to put in the eval split, or of each document with --eval_by position; with 1, "
-        "all data is for evaluation (default: 0.01)",
+        help="fraction of the documents to put in the eval split, or fraction of each document with --eval_by "
+        "position; with 1, all data is used for evaluation (default: 0.01)",
     )
     add(
         "--eval_by",
@@ -85,14 +86,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--shuffle_seed",
         type=between(0),
-        help="random seed for shuffling the documents within each shard; each task derives its own seed from it "
+        help="random seed for shuffling the documents within each shard; each task derives a seed from this one "
         "(default: no shuffling)",
     )
     add(
         "--overwrite",
         action="store_true",
-        help="replace existing data in --output: prepared data, or an unfinished preparation with other inputs or "
-        "options",
+        help="replace existing data in --output: prepared data, or an unfinished preparation that used other "
+        "inputs or options",
     )
     add = parser.add_argument_group("execution").add_argument
     add(

@@ -48,15 +48,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--max_bytes",
         type=between(1),
         default=250_000_000,
-        help="maximum size of the training sample in bytes of text; documents are not cut, and the sample contains at "
-        "least one document (default: 250,000,000, which needs about 3 GB of memory)",
+        help="maximum size of the training sample in bytes of text; documents are not split, and the sample "
+        "contains at least one document (default: 250,000,000, which needs about 3 GB of memory)",
     )
     add(
         "--character_coverage",
         type=between(0.98, 1, float),
         default=0.9995,
-        help="fraction of the characters in the training sample that the vocabulary covers; other characters are "
-        "encoded as bytes (default: 0.9995)",
+        help="fraction of the characters in the training sample that the vocabulary must cover; other characters "
+        "are encoded as bytes (default: 0.9995)",
     )
     add_loss_limits(parser)
     add("--overwrite", action="store_true", help="replace an existing tokenizer in --output")

@@ -167,7 +167,9 @@ def run_training(args: TrainingArguments) -> None:
         watchdog.phase("opening the output folder")
         if args.dry_run:
             plan = disk_plan(args, load_sizes(args.model.config), state.zero_stage)
-            return log_lines(plan, f"dry_run: step {state.step + 1} would follow; nothing was written")
+            return log_lines(
+                plan, f"dry_run: training would start with step {state.step + 1}; no files were written"
+            )
         metrics = open_run_folder(args, state, trainer.first_checkpoint)
         record = RunRecord(
             folder,
@@ -193,7 +195,7 @@ def run_training(args: TrainingArguments) -> None:
                 if is_main:
                     export_last(args, folder, checkpoint)
                     metrics.draw_last()
-                watchdog.set_position("waiting for all ranks to end")
+                watchdog.set_position("waiting for all ranks to exit")
                 dist.barrier()
     except Stopped as stopped:
         with Watchdog(args.hang_timeout_s) as watchdog:
@@ -238,13 +240,13 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
     """Export the last checkpoint to hf/, unless it was already exported or does not exist. Call on rank 0 only."""
     if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
-            f"training is complete; exporting {checkpoint}. If this fails, the same command{resume_option(args)} "
-            "exports it without training"
+            f"training is complete; exporting {checkpoint}. If the export fails, the same "
+            f"command{resume_option(args)} repeats it without training"
         )
         log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
         run = shlex.quote(str(folder.path))
         log_lines(
-            f"wrote {folder.hf}, the trained model as a Hugging Face folder. Next steps:",
+            f"wrote the trained model to the Hugging Face folder {folder.hf}. Next steps:",
             f"  generate text:      python fp8_inference_demo/fp8_inference.py --model {run} --prompt TEXT",
             f"  evaluate the model: python train/evaluate.py {run}",
         )
@@ -317,9 +319,14 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
     unigram_loss = compute_unigram_loss(train, held_out["eval_loss"])
     if data.verify:
         streams, share = [train, *held_out.values()], (dist.get_rank(), dist.get_world_size())
-        watchdog.phase("verifying a share of the data", reads=sum(stream.num_bytes for stream in streams))
+        watchdog.phase(
+            "verifying this rank's share of the data", reads=sum(stream.num_bytes for stream in streams)
+        )
         shards = sum(stream.verify(*share) for stream in streams)
-        logger.info(f"data.verify: hashes and token ids of {shards} shards are correct (share of rank 0)")
+        logger.info(
+            f"data.verify: hashes and token ids of {shards} shards are correct (counting only the shards verified "
+            "by rank 0)"
+        )
     return RunData(train, held_out, unigram_loss)
 
 
@@ -419,7 +426,8 @@ def check_later_phases(
             if section.on_trouble == "escalate":
                 precision.require(
                     "block",
-                    'precision.on_trouble "escalate" needs this recipe, so set precision.on_trouble to "warn"',
+                    'precision.on_trouble "escalate" falls back to this recipe; set precision.on_trouble '
+                    'to "warn"',
                 )
 
 
@@ -516,7 +524,7 @@ def build_engine_and_resume(
     micro_step = MicroStep(engine, precision, args)
     log_lines(
         "; ".join(micro_step.notes),
-        f"starting from {checkpoint or args.model.init_from or 'random weights'} at step {state.step}, "
+        f"starting from {checkpoint or args.model.init_from or 'random weights'} at step {state.step}, after "
         f"{state.consumed_tokens:,} tokens",
     )
     return engine, micro_step
@@ -533,8 +541,8 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     changed = (f"{key} {value}" for key, value in find_changed_arguments(args).items())
     logger.debug(f"configuration: {', '.join(changed)}")  # for train.log; the console shows a summary
     log_lines(
-        f"output folder: {RunFolder(args.output_dir).path.resolve()} (all settings: train_config.json, "
-        "all messages: train.log)",
+        f"output folder: {RunFolder(args.output_dir).path.resolve()} (settings in train_config.json, messages "
+        "in train.log)",
         f"hardware: {state.world_size} ranks, {headline(*describe())}",
         f"model: {model_name(args.model.config)} ({args.model.variant}), {num_parameters(config) / 1e6:,.1f} M "
         f"parameters, {flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token",
@@ -544,7 +552,9 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
         f"{total / stream.num_tokens:.2f} times the training data",
     )
     if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
-        logger.info(f"the section msamp of deepspeed is replaced by {settings} in precision")
+        logger.info(
+            f"the msamp section of the DeepSpeed configuration is replaced by {settings} in the precision section"
+        )
 
 
 def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
@@ -739,7 +749,7 @@ class Trainer:
                 try:
                     self._finish_save()
                 except Exception as error:  # the original exception decides the exit status
-                    logger.warning(f"the save of an earlier step failed: {error}")
+                    logger.warning(f"saving an earlier step failed: {error}")
                 raise
             finally:
                 self.batches.close()
@@ -867,8 +877,8 @@ class Trainer:
         if self.health.skipped_in_a_row >= most:
             self._write_metrics(record)
             raise TrainingError(
-                f"the last {most} steps, up to step {number}, were skipped because their gradients were not finite. "
-                f"{FP8_ADVICE}"
+                f"the last {most} steps, up to step {number}, were skipped because their gradients were not "
+                f"finite. {FP8_ADVICE}"
             )
 
     def _vote(self) -> tuple[bool, bool]:
@@ -915,7 +925,7 @@ class Trainer:
             metrics=self.metrics,
             stream=self.data.train,
         )
-        self.watchdog.renew(f"checked for a rollback; the run is at step {self.state.step}")
+        self.watchdog.renew(f"finished the spike check; continuing after step {self.state.step}")
         self._start_clock()
         return rolls_back
 
@@ -1040,7 +1050,9 @@ class Trainer:
         self.saver.begin(self.state, background)
         if not background:
             self._finish_save(is_last)
-        self.watchdog.renew(f"saved step {self.state.step}, or started to save it")
+        self.watchdog.renew(
+            f"finished saving step {self.state.step}, or started to save it in the background"
+        )
         self._start_clock()
 
     def _finish_save(self, is_last: bool = False) -> None:

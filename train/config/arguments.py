@@ -90,8 +90,8 @@ class ModelArguments:
         "(model.init_from)",
     )
     compile: bool | None = option(
-        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, torchao "
-        "is compiled on a GPU and hf is not compiled.",
+        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, torchao is "
+        "compiled on a GPU, and hf is not compiled.",
         None,
     )
     init_from: str | None = option(
@@ -103,8 +103,8 @@ class ModelArguments:
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
         "Attention backend of te_layer and te_linear: flash (FlashAttention), fused (cuDNN) or unfused "
-        "(slow). auto selects flash on Hopper GPUs with FlashAttention-4 if the head dimension is 64, 128 "
-        "or 256. Otherwise, Transformer Engine chooses.",
+        "(slow). auto selects flash on Hopper GPUs if FlashAttention-4 is installed and the head dimension "
+        "is 64, 128 or 256. Otherwise, Transformer Engine chooses the backend.",
         "auto",
     )
 
@@ -114,15 +114,16 @@ class DataArguments:
     """The "data" section of the training configuration."""
 
     sources: dict[str, str] = option(
-        "Training data: an object that maps names of your choice to folders written by prepare_data.py. A "
-        "relative path is looked up in the current folder, then in the repository.",
+        "Training data: an object that maps source names of your choice to folders written by "
+        "prepare_data.py. A relative path is resolved against the current folder, then against the "
+        "repository.",
         min_length=1,
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixturePhase] | None = option(
         "Mixture weights: an object that maps each source name to its share of the samples, or a list of "
-        'phases: [{"until_tokens": N, "weights": {...}}, ..., {"weights": {...}}]. If null, shares are '
-        "proportional to the number of tokens.",
+        'phases: [{"until_tokens": N, "weights": {...}}, ..., {"weights": {...}}]. If null, the shares '
+        "are proportional to the number of tokens in each source.",
         None,
         example={"NAME": 0.7, "OTHER": 0.3},
     )
@@ -137,7 +138,7 @@ class DataArguments:
         "Verify the hashes and token ids of all data shards before the first step.", False, resume="free"
     )
     document_mask: bool = option(
-        "Restrict attention to tokens of the same document, and restart positions in each document "
+        "Restrict attention to tokens of the same document, and restart positions at each document "
         "(te_linear and te_layer). The last token of a document has no label.",
         False,
     )
@@ -156,8 +157,7 @@ class TrainingArguments:
     max_seq_length: int = option("Length of each training sample, in tokens.", 2048, gt=0)
     per_device_train_batch_size: int = option("Number of samples per micro-batch on each rank.", 8, gt=0)
     per_device_eval_batch_size: int | None = option(
-        "Number of samples per evaluation batch on each rank. If null, it equals "
-        "per_device_train_batch_size.",
+        "Number of samples per evaluation batch on each rank. If null, per_device_train_batch_size is used.",
         None,
         gt=0,
         resume="free",
@@ -182,21 +182,21 @@ class TrainingArguments:
         "parameters. It needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
-        why="the two optimizers have different states; start a new run from an export (model.init_from)",
+        why="the two optimizers store different states; start a new run from an export (model.init_from)",
     )
     # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        "Learning rate schedule after the warmup. cosine and linear decay until the last step. "
-        "warmup_stable_decay decays linearly in the last decay_steps steps.",
+        "Learning rate schedule after the warmup. cosine and linear decay the learning rate until the last "
+        "step. warmup_stable_decay keeps it constant and decays it linearly in the last decay_steps steps.",
         "cosine",
     )
     warmup_steps: int = option(
-        "Number of steps in which the learning rate increases linearly to its peak.", 0, ge=0
+        "Number of warmup steps, in which the learning rate increases linearly to its peak.", 0, ge=0
     )
     decay_steps: int | None = option(
-        "Number of steps in the final decay of the schedule warmup_stable_decay. Other schedules do not "
-        "accept this key.",
+        "Number of steps at the end of the run in which warmup_stable_decay decays the learning rate. Other "
+        "schedules do not accept this key.",
         None,
         gt=0,
     )
@@ -204,15 +204,19 @@ class TrainingArguments:
         "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
     )
     weight_decay: float = option(
-        "Weight decay for weight matrices. Norm weights and biases are not decayed.", 0.1, ge=0
+        "Weight decay of weight matrices. Norm weights and biases are not decayed.", 0.1, ge=0
     )
     muon_momentum: float = option("Momentum coefficient of the Muon optimizer.", 0.95, ge=0, lt=1)
-    adam_beta1: float = option("Decay rate of the first moment in AdamW.", 0.9, ge=0, lt=1)
-    adam_beta2: float = option("Decay rate of the second moment in AdamW.", 0.95, ge=0, lt=1)
-    adam_epsilon: float = option("Constant that AdamW adds to the denominator of its update.", 1e-8, gt=0)
+    adam_beta1: float = option("Decay rate of AdamW's first moment (beta1).", 0.9, ge=0, lt=1)
+    adam_beta2: float = option("Decay rate of AdamW's second moment (beta2).", 0.95, ge=0, lt=1)
+    adam_epsilon: float = option(
+        "Constant that AdamW adds to the denominator of its update for numerical stability (epsilon).",
+        1e-8,
+        gt=0,
+    )
     max_grad_norm: float = option(
-        "Maximum global gradient norm. Larger gradients are scaled down to it. If 0, gradients are not "
-        "clipped.",
+        "Maximum global gradient norm. If the norm is larger, all gradients are scaled down to this norm. If "
+        "0, gradients are not clipped.",
         1.0,
         ge=0,
     )
@@ -233,37 +237,36 @@ class TrainingArguments:
         resume="free",
     )
     spike_threshold: float = option(
-        "Number of robust standard deviations above the median at which a loss or gradient norm is "
-        "reported as a spike. If 0, spike detection is off.",
+        "Spike threshold: number of robust standard deviations above the median of recent steps at which a "
+        "loss or gradient norm is reported as a spike. If 0, spike detection is disabled.",
         10.0,
         ge=0,
         resume="free",
     )
     on_spike: Literal["warn", "rollback"] = option(
         "Action after a spike in the loss or gradient norm. warn logs a warning. rollback returns to the "
-        "last checkpoint and continues without the samples that led to the spike.",
+        "last checkpoint before the spike and skips the samples that led to it.",
         "warn",
         resume="free",
     )
     spike_window: int = option(
-        "Number of previous steps from which spike detection computes the median and spread.",
+        "Number of previous steps over which spike detection computes the median and spread.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
         resume="free",
     )
     replica_check_steps: int = option(
-        "Number of steps between checks that all ranks have identical weights. If 0, weights are not "
-        "compared.",
+        "Number of steps between checks that all ranks have identical weights. If 0, the checks are disabled.",
         100,
         ge=0,
         resume="free",
     )
 
     hang_timeout_s: float = option(
-        "Time limit in seconds for a step, an evaluation batch or a save. After this time, the run stops "
-        "and reports the rank that hangs. The first step and each phase of startup and shutdown have at "
-        "least 1800 seconds. If 0, there is no limit.",
+        "Time limit in seconds for a training step, an evaluation batch or a save. If a rank exceeds the "
+        "limit, the run stops and reports which rank hangs. The limit for the first step and for each phase "
+        "of startup and shutdown is at least 1800 seconds. If 0, there is no limit.",
         1800.0,
         ge=0,
         le=1e8,  # three years; system timers overflow at slightly larger values
@@ -277,13 +280,13 @@ class TrainingArguments:
         min_length=1,
     )
     dry_run: bool = option(
-        "Prepare the run up to its first step, then exit with status 0 without changing output_dir.",
+        "Prepare the run up to the first training step, then exit with status 0. output_dir is not changed.",
         False,
         resume="free",
     )
     preflight: bool | None = option(
         "Whether to run preflight checks before the first step. They compare software and files across "
-        "ranks, measure the speed of GPUs and links, and verify the reduced gradients. If null, they run "
+        "ranks, measure the speed of GPUs and links, and verify the gradient reduction. If null, they run "
         "only on several nodes.",
         None,
         resume="free",
@@ -293,35 +296,36 @@ class TrainingArguments:
         "info",
         resume="free",
     )
-    logging_steps: int = option("Number of steps between two log lines.", 10, gt=0, resume="free")
+    logging_steps: int = option("Number of steps between log lines.", 10, gt=0, resume="free")
     eval_steps: int = option(
-        "Number of steps between two evaluations. If 0, the model is evaluated only at the end of the run.",
+        "Number of steps between evaluations. If 0, the model is evaluated only at the end of the run.",
         0,
         ge=0,
         resume="free",
     )
     max_eval_samples: int = option(
-        "Maximum number of samples per evaluation set, summed over all ranks. The samples are evenly spaced"
-        " over the set.",
+        "Maximum number of samples per evaluation set, summed over all ranks. The samples are evenly spaced "
+        "in the evaluation set.",
         256,
         gt=0,
         resume="free",
     )
     save_steps: int = option(
-        "Number of steps between two checkpoints. 0 disables saves by step number.",
+        "Number of steps between checkpoints. If 0, no checkpoints are saved at step intervals.",
         0,
         ge=0,
         resume="free",
     )
     save_minutes: float = option(
-        "Minutes between two checkpoints, measured on rank 0. 0 disables saves by time.",
+        "Number of minutes between checkpoints, measured on rank 0. If 0, no checkpoints are saved at time "
+        "intervals.",
         30.0,
         ge=0,
         resume="free",
     )
     save_strategy: Literal["steps", "no"] = option(
-        "Whether to save. steps saves checkpoints at the intervals save_steps and save_minutes and at the "
-        "end of the run. no saves neither checkpoints nor the exported model.",
+        'What to save. "steps" saves checkpoints at the intervals save_steps and save_minutes and at the '
+        'end of the run, and exports the final model. "no" disables checkpoints and the export.',
         "steps",
         resume="free",
     )
@@ -329,27 +333,28 @@ class TrainingArguments:
         "Number of checkpoints to keep. Older checkpoints are deleted.", 3, gt=0, resume="free"
     )
     save_async: bool = option(
-        "Save checkpoints in the background from a copy in host memory. If false, training waits until the "
-        "checkpoint is written.",
+        "Copy each checkpoint to host memory and write it to disk in the background. If false, training "
+        "waits until the checkpoint is written.",
         True,
         resume="free",
     )
     on_save_failure: Literal["stop", "continue"] = option(
         "Action if a save fails, for example because the disk is full. stop ends the run. continue trains "
-        "until the next save, but the last save must succeed.",
+        "until the next save. If the last save of a run fails, the run always stops.",
         "stop",
         resume="free",
     )
     resume_from_checkpoint: str = option(
-        "Checkpoint from which the run resumes. auto selects the newest undamaged checkpoint in "
-        "output_dir, never starts a new run, and any other value is the path of a checkpoint.",
+        "Checkpoint to resume from. auto resumes from the newest undamaged checkpoint in output_dir, or "
+        "starts a new run if there is none. never always starts a new run. Any other value is the path of a "
+        "checkpoint.",
         "auto",
         resume="free",
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys that may differ from the checkpoint although they affect the computation. true allows all "
-        "keys that can change. Changes are recorded in metrics.jsonl.",
+        "Keys that may differ from the checkpoint although they affect the computation. true allows changes "
+        "to all keys that can be changed when resuming. Changes are recorded in metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -367,7 +372,7 @@ class TrainingArguments:
     wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool = option(
         "Recompute activations in the backward pass instead of storing them. This saves memory but makes "
-        "steps slower.",
+        "training slower.",
         False,
         resume="free",
     )
@@ -402,8 +407,8 @@ def find_config(name: str, what: str) -> Path:
     pattern = "ds_config_*.json" if what == "deepspeed" else "train_config_*.json"
     shipped = sorted(path.name for path in CONFIG_FOLDER.glob(pattern))
     raise ConfigurationError(
-        f"{what}: the file {' or '.join(dict.fromkeys(map(str, candidates)))} does not exist; pass the path of a file, "
-        f"or one of these names in train_args/: {', '.join(shipped)}",
+        f"{what}: the file {' or '.join(dict.fromkeys(map(str, candidates)))} does not exist. Pass the path "
+        f"of a file, or one of these names in train_args/: {', '.join(shipped)}",
         code="no_such_file",
         key=name,
     )

@@ -206,7 +206,8 @@ def resolve_ds_config(
     problems = _remove_unsupported(config)
     if arguments.optim == "muon" and "optimizer" in config:
         problems.append(
-            "optimizer: Muon is configured only by the training configuration; remove this section"
+            "optimizer: Muon is configured in the training configuration, not in the DeepSpeed "
+            "configuration; remove this section"
         )
     else:
         problems += _fill(config, _expected(arguments, world_size))
@@ -308,8 +309,9 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
             target[name] = value
         elif target[name] != value:
             problems.append(
-                f"{path}: {json.dumps(target[name])} contradicts {source} in the training configuration, which "
-                f'requires {json.dumps(value)}; change one of them, or set "auto"'
+                f"{path}: the value {json.dumps(target[name])} contradicts {source} in the training "
+                f"configuration, which requires {json.dumps(value)}; change one of the two, or set this key "
+                'to "auto"'
             )
     return problems
 
@@ -427,7 +429,7 @@ def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[s
             setattr(precision, key, value)
         else:
             problems.append(
-                f"msamp.opt_level sets precision.{key} to {value}, but the configuration sets that key to {own}; "
-                "remove one of the two"
+                f"msamp.opt_level sets precision.{key} to {value}, but the configuration sets it to {own}; "
+                "remove one of the two settings"
             )
     return problems

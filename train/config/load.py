@@ -192,9 +192,8 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
         target = target[section]
         if not isinstance(target, dict):
             raise ConfigurationError(
-                f"--{path}: cannot set a key in {section}, because its value is {to_json_text(target)}; set "
-                f"{section} to an "
-                "object",
+                f"--{path}: cannot set a key in {section}, because the value of {section} is "
+                f"{to_json_text(target)}; set {section} to an object",
                 code="not_an_object",
                 key=path,
             )
@@ -387,7 +386,8 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
                 problems.append(f"{named}: unknown key{suggest(name, all_keys())}; --help lists all keys")
             elif reason := all_keys()[name].get("why"):
                 problems.append(
-                    f"{named}: this key cannot change on a resume, because {reason}; remove this key from the list"
+                    f"{named}: this key cannot be changed when resuming, because {reason}. Remove the key "
+                    "from allow_changes_on_resume"
                 )
     return problems
 
@@ -422,14 +422,15 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         below = given // micro_tokens * micro_tokens
         valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
         raise ConfigurationError(
-            f"train_batch_size_tokens: {given} is not divisible by {sizes}; use the nearest valid size, {valid}",
+            f"train_batch_size_tokens: {given} is not divisible by {sizes}; use the nearest valid size, "
+            f"{valid}",
             code="batch_not_divisible",
             key="train_batch_size_tokens",
         )
     if given is not None and steps is not None and given != micro_tokens * steps:
         raise ConfigurationError(
-            f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}: {sizes}, x {steps} = "
-            f"{micro_tokens * steps}; remove one of the two keys",
+            f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}, because "
+            f"{sizes}, x {steps} = {micro_tokens * steps}; remove one of the two keys",
             code="batch_contradiction",
             key="train_batch_size_tokens",
         )

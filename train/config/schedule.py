@@ -126,9 +126,8 @@ def phase_problems(args: TrainingArguments) -> list[str]:
         name, ends = _name(number, len(phases)), [key for key in PHASE_ENDS if key in phase]
         if len(ends) != (number < len(phases) - 1):
             found.append(
-                f"{name}: the phase has {' and '.join(ends) or 'no end'}; set exactly one of {', '.join(PHASE_ENDS)} "
-                "in each "
-                "phase except the last, which ends with the run"
+                f"{name}: the phase has {' and '.join(ends) or 'no end'}. Set exactly one of "
+                f"{', '.join(PHASE_ENDS)} in each phase except the last, which ends with the run"
             )
         own = replace(sections[number], auto=False)
         found += [f"{name}: {problem}" for problem in problems(own) if problem not in known]
@@ -157,8 +156,8 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         if not begin < end < args.max_steps:
             found.append(
-                f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}; the end must be after "
-                f"step {begin}, at which the phase begins, and before max_steps {args.max_steps}"
+                f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}, but the "
+                f"phase must end after step {begin}, where it starts, and before max_steps {args.max_steps}"
             )
         begin = max(begin, end)
     return found

@@ -28,7 +28,7 @@ FOREIGN = {
     **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "warmup_steps"),
     **dict.fromkeys(
         ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
-        "max_steps; an epoch has (number of training tokens) / train_batch_size_tokens steps",
+        "max_steps; one epoch has (number of training tokens) / train_batch_size_tokens steps",
     ),
     **dict.fromkeys(("steps", "iters", "max_iters", "train_iters", "num_steps"), "max_steps"),
     **dict.fromkeys(
@@ -47,7 +47,10 @@ FOREIGN = {
     "optimizer": "optim",
     "wd": "weight_decay",
     **dict.fromkeys(("bf16", "fp16", "fp8", "fp32", "dtype", "mixed_precision"), "precision.compute"),
-    **dict.fromkeys(("resume", "resume_from", "load"), "resume_from_checkpoint; a run resumes by default"),
+    **dict.fromkeys(
+        ("resume", "resume_from", "load"),
+        "resume_from_checkpoint; by default, a run resumes from its newest checkpoint",
+    ),
     **dict.fromkeys(("output", "out_dir", "save_dir", "save"), "output_dir"),
     **dict.fromkeys(("save_interval", "save_every"), "save_steps"),
     **dict.fromkeys(("log_interval", "log_every"), "logging_steps"),

@@ -90,8 +90,8 @@ def init_distributed() -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise launchers.LauncherError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another process on this host. Set MASTER_PORT to "
-            "a free port, with the same value for all ranks",
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another process on this host. Set "
+            "MASTER_PORT to a free port, and use the same value for all ranks",
             code="port_in_use",
             key="MASTER_PORT",
         ) from error
@@ -138,7 +138,11 @@ def compile_exclusively() -> Iterator[None]:
     if builder is not None and os.environ["LOCAL_RANK"] == "0":
         folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
         if deepspeed.ops.__compatible_ops__.get(builder.NAME, False) and not any(folder.glob("*.so")):
-            print("compiling DeepSpeed's CPU communication, once; it takes about a minute", flush=True)
+            print(
+                "compiling DeepSpeed's extension for CPU communication. This takes about a minute and is done "
+                "only once",
+                flush=True,
+            )
     with mock.patch.object(cpp_extension, "FileBaton", BuildLock):
         yield
 
@@ -167,7 +171,10 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
         store = dist.TCPStore(
             address, port, None, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
         )
-        store.set(f"arrived/{rank}", f"{world} ranks, {launchers.local_world_size(environment)} on its node")
+        store.set(
+            f"arrived/{rank}",
+            f"{world} ranks in total, {launchers.local_world_size(environment)} on the node of this rank",
+        )
         if rank == 0:
             store.set("arrived", json.dumps(_await_arrivals(store, world, timeout_s)))
         store.wait(["arrived"], timeout + datetime.timedelta(seconds=ANSWER_S))
@@ -177,8 +184,8 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
             raise
         raise ConnectionError(
             f"rank {rank} on {socket.gethostname()} could not connect to rank 0 within {timeout_s:g} s at "
-            f"MASTER_ADDR={address}, MASTER_PORT={port}. Check that this is the host of rank 0, that the host is "
-            "reachable, and that all nodes use the same port"
+            f"MASTER_ADDR={address}, MASTER_PORT={port}. Check that MASTER_ADDR is the host of rank 0, that "
+            "this node can reach it, and that all nodes use the same MASTER_PORT"
         ) from error
     is_unequal, missing = len(set(arrived.values())) > 1, sorted(set(range(world)) - arrived.keys())
     if rank == 0 and (is_unequal or missing):
@@ -190,8 +197,8 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
         )
     if missing:
         raise ConnectionError(
-            f"of {world} ranks, ranks {missing} did not connect within {timeout_s:g} s to {address}. Start all nodes "
-            f"within that time, or set {NODES_TIMEOUT}=600. Each node needs its own NODE_RANK"
+            f"ranks {missing} of {world} did not connect to {address} within {timeout_s:g} s. Start all nodes "
+            f"within that time, or set {NODES_TIMEOUT}=600. Each node needs a different NODE_RANK"
         )
     return store
 

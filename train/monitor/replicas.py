@@ -46,8 +46,8 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     dist.all_gather(every, differs)
     if problem := describe_difference([row.tolist() for row in every], list(tensors)):
         raise ReplicaError(
-            f"step {step}: {problem}. The memory, the GPU or a network link of a rank is probably faulty. Exclude the "
-            "node of this rank, and resume from a checkpoint before this step"
+            f"step {step}: {problem}. A GPU, its memory or a network link is probably faulty. Exclude the "
+            "node of the differing rank, and resume from a checkpoint saved before this step"
         )
 
 

@@ -95,10 +95,10 @@ class SlowRanks:
         for rank, count in enumerate(self._slow_windows):
             if count == PATIENCE:
                 logger.warning(
-                    f"rank {rank} is slow: the forward pass of a micro-batch takes {times[rank] * 1e3:.1f} ms, but the "
-                    f"median of all ranks is {statistics.median(times) * 1e3:.1f} ms (last {WINDOW_STEPS} steps up to "
-                    f"step {step}). All ranks wait for this rank. Check the clocks and temperature of its GPU, and "
-                    "other processes on its node"
+                    f"rank {rank} is slow: its forward pass takes {times[rank] * 1e3:.1f} ms per micro-batch, "
+                    f"but the median of all ranks is {statistics.median(times) * 1e3:.1f} ms (last "
+                    f"{WINDOW_STEPS} steps, up to step {step}). All other ranks wait for this rank. Check the "
+                    "clock rate and temperature of its GPU, and look for other processes on its node"
                 )
 
     def _median_s(self) -> float | None:

@@ -37,7 +37,8 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         return args
     if precision.emulated:
         logger.info(
-            "precision.auto: there is no GPU to measure; using the configured precision, CUDA graphs and attention"
+            "precision.auto: no GPU is available for measurements. The configured precision, CUDA graphs and "
+            "attention backend are used"
         )
         return replace(args, precision=replace(precision, auto=False))
     task = make_task(args, world_size)
@@ -46,7 +47,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         checkpoint = checkpoint_to_resume(args)
         if checkpoint is None:
             return autotune(task)
-        logger.info(f"precision.auto: using the settings that were chosen for {checkpoint}")
+        logger.info(f"precision.auto: using the settings measured for {checkpoint}")
         saved = read_state(checkpoint).train_config
         return Choice(
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]

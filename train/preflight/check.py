@@ -170,8 +170,8 @@ def check_output(args: TrainingArguments) -> None:
     folder, key = RunFolder(args.output_dir), "output_dir"
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}" contains a checkpoint, an exported model or prepared data. Choose another '
-            "folder. To resume from a checkpoint, pass --resume_from_checkpoint",
+            f'output_dir "{args.output_dir}" contains a checkpoint, an exported model or prepared data. '
+            "Choose another folder. To resume from a checkpoint, pass --resume_from_checkpoint",
             key=key,
         )
     saves = args.save_strategy != "no" and not is_done(args, folder)
@@ -185,8 +185,8 @@ def check_output(args: TrainingArguments) -> None:
         )
     if saves and (reason := export_folder_problem(folder.hf)):
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {reason}, but the run exports its final model there. Move the folder, or '
-            "choose another output_dir",
+            f'output_dir "{args.output_dir}": {reason}, but the run exports its final model to this folder. '
+            "Move the folder, or choose another output_dir",
             key=key,
         )
     Lock(folder.lock).check_unlocked()

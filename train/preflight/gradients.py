@@ -112,8 +112,8 @@ def check_gradients(
             text = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly: {worst.problem}. {advice}"
             raise PreflightError([ValueError(text)])
         logger.info(
-            f"preflight: gradients of {what}{how} match a plain all-reduce within {worst.error:.1e} "
-            f"(allowed {worst.allowed:.1e})"
+            f"preflight: the gradients of {what}{how} match a plain all-reduce with a relative error of "
+            f"{worst.error:.1e} (allowed: {worst.allowed:.1e})"
         )
 
 

@@ -185,7 +185,9 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
         "install the same packages and sources on all nodes, and put data and output_dir on a shared file system",
     )
     warnings = unequal(
-        [rank.machine for rank in ranks], names, "all ranks wait for the slowest GPU; use identical nodes"
+        [rank.machine for rank in ranks],
+        names,
+        "all ranks wait for the slowest GPU, so use nodes with identical GPUs",
     )
     usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
     warnings += [

@@ -118,8 +118,8 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     facts = f"output_dir {args.output_dir}: {format_size(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
-            f"{facts}: the disk has no room for the first save. Free some space, lower save_total_limit, choose "
-            "another output_dir, or set save_strategy to no",
+            f"{facts}: the disk has too little free space for the first checkpoint. Free some space, lower "
+            "save_total_limit, choose another output_dir, or set save_strategy to no",
             code="disk",
             key="output_dir",
         )

@@ -99,7 +99,7 @@ def read_history(path: Path) -> History:
     records = [record for record in map(parse_record, lines) if record is not None]
     if not records:
         raise HistoryError(
-            f"{folder.metrics} has no valid lines yet. Wait until the run has logged its first step",
+            f"{folder.metrics} does not contain valid lines yet. Wait until the run has logged its first step",
             key=str(path),
         )
     return History(path, records, remove_abandoned(read_starts(folder)))

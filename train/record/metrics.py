@@ -121,7 +121,7 @@ class MetricsLogger:
             self._file.flush()
         except OSError as error:
             logger.warning(
-                f"{self._file.name} cannot be written: {error}. The lines are kept and written later"
+                f"{self._file.name} cannot be written: {error}. The lines are kept in memory and written later"
             )
         if summary := _summarize(metrics):
             if speed := metrics.get("tokens_per_second"):
@@ -154,7 +154,7 @@ class MetricsLogger:
         try:
             self._file.close()
         except OSError as error:
-            logger.warning(f"the last lines of {self._file.name} are lost: {error}")
+            logger.warning(f"the last lines of {self._file.name} could not be written and are lost: {error}")
         self._trackers.close()
 
 

@@ -110,7 +110,7 @@ def draw_health(history: History, path: Path) -> bool:
     shown = [name for name in STATISTICS if any(statistic == name for statistic, _ in panels)]
     height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
     with open_figure(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
-        figure.suptitle("FP8 health of the GEMM operands by training step, with layers from top to bottom")
+        figure.suptitle("FP8 health of the GEMM operands by training step (layers from top to bottom)")
         for statistic, axis_row in zip(shown, axes, strict=True):
             for operand, axis in zip(OPERANDS, axis_row, strict=True):
                 if rows := panels.get((statistic, operand), {}):

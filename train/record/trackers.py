@@ -93,7 +93,7 @@ class Trackers:
             self._open.pop(name, None)
             logger.warning(
                 f"{name} failed with {type(error).__name__}: {error}. The run continues without this tracker. "
-                "metrics.jsonl has all metrics"
+                "metrics.jsonl still receives all metrics"
             )
 
 
@@ -126,7 +126,8 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
             logger.info(
-                f"wandb has no API key and logs offline. To upload, run: wandb sync {self.run.dir}/.."
+                "wandb has no API key, so the run is logged offline. To upload it, run: wandb sync "
+                f"{self.run.dir}/.."
             )
 
     def log(self, metrics: dict[str, Any]) -> None:
