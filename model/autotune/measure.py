@@ -114,6 +114,10 @@ class Choice:
     cuda_graphs: bool
     attention_backend: str
 
+    def __str__(self) -> str:
+        graphs = "with" if self.cuda_graphs else "without"
+        return f"{self.compute} {graphs} CUDA graphs, attention {self.attention_backend}"
+
 
 @dataclass
 class Candidate:
