@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.config import load_config
+from model.config import CONFIGS, load_config
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.mistral_base import MistralBase
@@ -288,9 +288,13 @@ def test_an_outdated_weight_copy_is_found_on_a_gpu(recipe: str, monkeypatch: pyt
 
 
 @gpu
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("recipe", [*RECIPES, "bf16"])
-@pytest.mark.parametrize("config", ["hare_1.1b", "mistral_106m"])
-def test_right_results_pass_on_a_gpu(config: str, recipe: str, variant: str) -> None:
-    speed, _ = choose_kernels(load_config(config), variant, precision_of(recipe), SpeedConfig(), 16, 2048)
-    assert speed == SpeedConfig()
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_shipped_models_pass_on_gpu(config: str) -> None:
+    sections = [precision_of(recipe).config for recipe in (*RECIPES, "bf16")]
+    sections.append(replace(sections[0], fp8_format="hybrid"))
+    for variant in VARIANTS:
+        for section in sections:
+            speed, _ = choose_kernels(
+                load_config(config), variant, Precision(section), SpeedConfig(), 16, 2048
+            )
+            assert speed == SpeedConfig(), section
