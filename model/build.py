@@ -62,7 +62,7 @@ def build_model(
 
     Raises:
         ModelConfigError: the variant does not support document masks.
-        WeightsError: `init_from` has another architecture or unusable weights.
+        WeightsError: `init_from` has a different architecture or unusable weights.
         PrecisionError: the variant does not support the precision or `compile`, a pattern in bf16_modules matches no
             module, or the sizes do not fit FP8.
     """

@@ -82,7 +82,7 @@ def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Load Hugging Face weights into a model of any variant. With tied embeddings, `weights` must not contain lm_head.
 
-    Raises ConversionError: tensors are missing, unknown or have another shape.
+    Raises ConversionError: tensors are missing, unknown or have the wrong shape.
     """
     parameters = dict(model.named_parameters())
     parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
@@ -106,7 +106,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Initialize a model from scratch: matrices and embeddings from normal(0, initializer_range), norm weights with 1.
 
     Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On one kind of device,
-    a seed therefore gives the same model in every variant and, up to rounding, in every precision.
+    a seed therefore produces the same model in every variant and, up to rounding, in every precision.
     """
     for name, parameter in model.named_parameters():
         parts = hf_parts(name, parameter.shape, model.config)

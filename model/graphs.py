@@ -179,7 +179,7 @@ def use_cuda_graphs(
     """Capture the training pass of `model` and replace `model.forward` with a function that replays the captured
     graphs.
 
-    Calls that do not match the captured batch (evaluation, another shape, a cache, or more than ROOM times the
+    Calls that do not match the captured batch (evaluation, a different shape, a cache, or more than ROOM times the
     documents) run without graphs.
 
     The tensors between a forward and its backward are static, so the backward must run before the next forward.

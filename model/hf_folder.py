@@ -103,7 +103,7 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
     Returns: the stored tensors, keyed by the names from `weight_shapes`.
 
     Raises WeightsError: there are no safetensors files, they are damaged, the quantization is not supported, or tensors
-    are missing, unknown, stored twice, or have another shape or dtype.
+    are missing, unknown, stored twice, or have the wrong shape or dtype.
     """
     folder = Path(folder)
     suffix, shapes = _scale_suffix(folder), weight_shapes(config)

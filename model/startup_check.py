@@ -132,12 +132,13 @@ def attention_in_use(model: nn.Module, precision: Precision) -> str:
 def check_attention(model: nn.Module, precision: Precision, checked: str) -> None:
     """Check after the first training step that the step used the attention backend that the startup check verified.
 
-    The training batch has another shape than the startup batch, so Transformer Engine may choose another backend.
+    The training batch has a different shape from the startup batch, so Transformer Engine may choose a different
+    backend.
 
     Args:
         checked: the attention backend that the startup check verified.
 
-    Raises StartupCheckError: the step used another backend.
+    Raises StartupCheckError: the step used a different backend.
     """
     ran = attention_in_use(model, precision)
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
@@ -195,8 +196,8 @@ def verify_attention(
         requested: the configured attention backend.
         seq_length: number of tokens per sequence in the comparison.
 
-    Raises StartupCheckError: attention is unfused although another backend is configured, or its results differ from
-    SDPA.
+    Raises StartupCheckError: attention is unfused although a different backend is configured, or its results differ
+    from SDPA.
     """
     error_out, error_grad = attention_errors(config, precision, seq_length, document_mask=document_mask)
     backend = te_backend.attention_backend_in_use(precision.te)

@@ -92,7 +92,7 @@ COLUMNS: report.Columns = {
 def make_case(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
     """Return a test case for a ZeRO stage, a model variant and a precision.
 
-    more: further configuration keys, with "__" instead of dots. zero_optimization__NAME sets a DeepSpeed key.
+    more: additional configuration keys, with "__" instead of dots. zero_optimization__NAME sets a DeepSpeed key.
     """
     deepspeed = json.loads((ROOT / f"train_args/ds_config_zero{stage}.json").read_text(encoding="utf-8"))
     overrides: dict[str, Any] = {"model.variant": variant, "precision.compute": precision}

@@ -282,7 +282,7 @@ def free_port() -> int:
     """Return a TCP port that is currently free.
 
     Rank 0 binds the port only after its imports. The port is below the range of ephemeral ports, so that no outgoing
-    connection takes it in the meantime.
+    connection can use it in the meantime.
     """
     while True:
         with contextlib.suppress(OSError), socket.socket() as s:
@@ -455,7 +455,7 @@ class Supervisor:
             self.children.pause(PAUSE_S * is_retry)
 
     def identity_at_first_start(self) -> str:
-        """Return the identity of the newest checkpoint when this job was first started, or "" if there was none.
+        """Return the identity of the checkpoint that was the newest when this job first started, or "".
 
         A requeued Slurm job runs the same command line again. It must resume only from checkpoints that it has saved
         itself. Older checkpoints may still exist if the first start ended before it could move them away.

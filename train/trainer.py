@@ -847,7 +847,7 @@ class Trainer:
         return Step(loss, share, skipped, gemms, check)
 
     def _is_over(self) -> bool:
-        """Return whether the run has no more steps, or the next step needs another precision."""
+        """Return whether the run has no more steps, or the next step needs a different precision."""
         state = self.state
         return (
             state.step >= self.args.max_steps
@@ -882,7 +882,7 @@ class Trainer:
             )
 
     def _vote(self) -> tuple[bool, bool]:
-        """Agree with all ranks on whether to stop, and whether a save is due after save_minutes. Return both.
+        """Return whether to stop and whether a save is due after save_minutes, with the same result on all ranks.
 
         Only rank 0 checks the time, because clocks differ. It requests no save while a background save is in progress,
         because the step would have to wait for that save.
@@ -900,7 +900,7 @@ class Trainer:
     def _roll_back(self, record: dict[str, Any]) -> bool:
         """Log recent spikes of the loss and gradient norm, and roll the run back if on_spike is "rollback".
 
-        Waits for the GPU.
+        The call waits for the GPU.
 
         Returns:
             Whether the run was rolled back to a checkpoint before the spikes.

@@ -220,7 +220,7 @@ else:
 
 
 def phase_end_step(phase: PrecisionPhase, max_steps: int) -> int:
-    """Return the step after which a precision phase ends, in training with `max_steps` steps.
+    """Return the step after which a precision phase ends, in a run with `max_steps` steps.
 
     The phase must not have the key until_tokens.
     """
@@ -314,7 +314,7 @@ class PrecisionConfig(PrecisionSettings):
         return optimizer_state_bytes(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """Return a copy with another recipe. Keys that the new recipe does not read are reset to their default."""
+        """Return a copy with a different recipe. Keys that the new recipe does not read are reset to their default."""
         defaults = PrecisionConfig()
         unused = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in unused})

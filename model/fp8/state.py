@@ -49,7 +49,8 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
     """Load a state returned by `fp8_state`, and allocate the state of modules that have not run yet.
 
-    Saved tensors are ignored if they belong to attention or to a module that has fallen back since then.
+    Saved tensors are ignored if they belong to attention or to a module that fell back to another recipe after the
+    state was saved.
 
     Raises PrecisionError: the names or shapes of the saved tensors do not match the model.
     """

@@ -121,7 +121,7 @@ def quantize_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a float32 optimizer moment to 8 bits. Returns codes and one float32 scale for each STATE_BLOCK elements.
 
-    Unsigned values (second moments) never become 0. With a nonzero first moment, AdamW would then divide this moment by
+    Unsigned values (second moments) are never rounded to 0. Otherwise, AdamW would divide a nonzero first moment by
     epsilon and take a huge step.
 
     Args:

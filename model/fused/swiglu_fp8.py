@@ -67,9 +67,9 @@ def _backward(
 ):
     """Compute one square of the gate gradient and the matching square of the up gradient, and cast both to FP8.
 
-    Rows and columns are cast separately, and the rows from clamped values, so that the compiler cannot merge the two
-    casts. If the compiler stores codes as words and also extracts their bytes, the ptxas in Triton 3.6.0 (12.8.93)
-    reads every fourth byte from a register that was never written.
+    Rows and columns are cast separately. The values for the rows are clamped first, so that the compiler cannot merge
+    the two casts. If the compiler stores codes as words and also extracts their bytes, the ptxas in Triton 3.6.0
+    (12.8.93) reads every fourth byte from a register that was never written.
     """
     square_f, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * SIDE + tl.arange(0, SIDE)
@@ -144,7 +144,7 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
 def matches_reference(quantizer: Any) -> bool:
     """Return whether the compiled `dswiglu` kernel writes the same bytes row by row and transposed.
 
-    Checks the FP8 format of `quantizer`. Waits for the GPU. CUDA only.
+    The check uses the FP8 format of `quantizer` and waits for the GPU. CUDA only.
     """
     x = torch.linspace(-4.0, 4.0, 128 * 256, device=quantizer.scale.device).bfloat16().view(128, 256)
     made = dswiglu(x.view(256, 128)[:128], x, quantizer)

@@ -217,7 +217,8 @@ def mx_exponents(amax: Tensor, fp8_max: float) -> Tensor:
     """Return the E8M0 scales of blocks as biased exponents, int32 (float_to_e8m0 in ptx.cuh).
 
     A scale is amax / fp8_max rounded up to a power of two, so that no value of the block saturates. The OCP MX
-    specification leaves this rounding open. An amax of 0 has exponent 0, and inf the largest, 254.
+    specification leaves this rounding open. An amax of 0 has exponent 0, and an amax of inf has the largest exponent,
+    254.
     """
     quotient = amax * torch.full_like(amax, fp8_max).reciprocal()
     mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2^exponent with a mantissa from 0.5 on

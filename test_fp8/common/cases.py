@@ -79,8 +79,8 @@ def parse_cases(
 def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> list[Case]:
     """Return the benchmark cases whose name matches one of the patterns, in the order of `cases`.
 
-    patterns: names in which * and ? are wildcards. option: the command-line option with the patterns, for error
-    messages. Raises CaseError if a pattern matches no case.
+    patterns: case names, which may contain the wildcards * and ?. option: the command-line option with the patterns,
+    for error messages. Raises CaseError if a pattern matches no case.
     """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):

@@ -57,8 +57,8 @@ class Benchmark:
     """A benchmark that can be run from the command line.
 
     file: path of the script. text: description for --help. options: command-line options. columns: columns of the
-    table. measure: the function that measures, or the name of the module that contains it. The module is imported only
-    after the options have been checked.
+    table. measure: the function that runs the measurements, or the name of the module that contains this function. The
+    module is imported only after the options have been checked.
     """
 
     def __init__(

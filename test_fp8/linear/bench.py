@@ -45,10 +45,10 @@ Tensors = dict[str, Tensor]
 
 
 class Inputs:
-    """The float32 inputs for measuring a linear layer, and the `exact` results in float32.
+    """Random inputs for benchmarking a linear layer, and the `exact` results in float32.
 
-    The values are normally distributed and have magnitudes as in training. Zeros would be faster, because they need
-    less power.
+    The values are normally distributed, with magnitudes similar to those in training. Inputs of zeros would need less
+    power and therefore give speeds that are too high.
     """
 
     def __init__(self, shape: Shape):

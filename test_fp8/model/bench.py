@@ -80,7 +80,7 @@ CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministi
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an exception or one of its causes is an out-of-memory error.
 
-    The causes are checked because a failed CUDA graph capture raises another error.
+    The causes are checked because a failed CUDA graph capture raises a different error.
     """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower():
@@ -401,7 +401,9 @@ def check_case(
 def first_loss(
     run: Callable[[], Any], model: nn.Module, precision: Precision, samples: int, reference: Reference
 ) -> Result:
-    """Run the first pass of a model, check its FP8 GEMMs, and compare its loss with the transformers model.
+    """Run the first forward and backward pass of a model, and return the values for the report.
+
+    The FP8 GEMMs are checked, and the loss is compared with that of the transformers model.
 
     Raises StartupCheckError or DifferentModel.
     """

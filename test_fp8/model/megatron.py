@@ -311,7 +311,7 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
     """Check that Transformer Engine's attention agrees with torch's SDPA.
 
     timed: the attention backend that the benchmark has timed. Raises StartupCheckError if the results differ, and
-    DifferentModel if the check uses another backend.
+    DifferentModel if the check uses a different backend.
     """
     verify_attention(config, precision, "auto", tokens, document_mask=False)
     checked = te_backend.attention_backend_in_use(precision.te)

@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3
 
 
 class Training:
-    """A training loop on random tokens in a DeepSpeed engine."""
+    """A training loop on random tokens with a DeepSpeed engine."""
 
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})

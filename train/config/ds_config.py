@@ -390,7 +390,10 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
-    """Replace "auto" bucket sizes, in elements, by values derived from the hidden size, as transformers does."""
+    """Replace "auto" bucket sizes with values derived from the hidden size.
+
+    The sizes are in elements. transformers uses the same values.
+    """
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
         hidden = load_sizes(arguments.model.config).hidden_size

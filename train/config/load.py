@@ -398,7 +398,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
 def resolve_arguments(arguments: TrainingArguments, world_size: int) -> TrainingArguments:
     """Return a copy of the training arguments with values for all keys that depend on other keys.
 
-    Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` by
+    Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` with
     the object in the DeepSpeed configuration file, and applies the section "msamp" of that object. Arguments that are
     already resolved do not change.
 

@@ -74,7 +74,7 @@ def _end_step(
     """Return the step at which a phase of precision.schedule ends.
 
     Args:
-        phase: A phase with an end, so not the last phase.
+        phase: Any phase except the last one, which has no end.
         args: The resolved arguments. They determine the number of tokens in each later step.
         max_steps: The number of steps in the run.
         step, tokens: The number of steps and tokens that the run has completed.
@@ -145,7 +145,7 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         args: The resolved arguments.
         step, tokens: The number of steps and tokens that the run has completed. Completed phases are not checked. If
             `step` is None, these numbers are not known yet, and phases with until_tokens are not checked, because
-            earlier steps may have had another number of tokens.
+            earlier steps may have had a different number of tokens.
     """
     phases, begin, found = args.precision.schedule or [], step or 0, []
     for number, phase in enumerate(phases[:-1]):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
-    """Replace precision.auto by the fastest precision settings, which are found by timing training steps.
+    """Replace precision.auto with the fastest precision settings, which are found by timing training steps.
 
     Collective: all ranks must call this function.
 
@@ -64,7 +64,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
 
 
 def make_task(args: TrainingArguments, world_size: int) -> Task:
-    """Describe the training run for `autotune`, which needs this description for its measurements."""
+    """Return the training settings that `autotune` needs for its measurements."""
     ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
     stage = ds_config["zero_optimization"]["stage"]
     main_grad = (

@@ -173,7 +173,7 @@ class Setting:
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the size of AdamW's optimizer states, in bytes per parameter."""
+        """Return the size of the AdamW optimizer states, in bytes per parameter."""
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return optimizer_state_bytes(self.optimizer_states, self.moments)

@@ -76,8 +76,8 @@ def check_gradients(
     Collective: all ranks must call this function.
 
     Raises:
-        PreflightError: On all ranks, if the optimizer would receive wrong gradients. On a single rank, if its GPU
-            memory ran out.
+        PreflightError: The optimizer would receive wrong gradients. In this case, all ranks raise the error. If a rank
+            runs out of GPU memory, only this rank raises it.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
