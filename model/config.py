@@ -121,7 +121,7 @@ def read_json_file(path: Path) -> Any:
         return dict(pairs)
 
     def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is not valid JSON. Use a finite number")
+        raise ValueError(f"{name} is not a valid JSON number; use a finite number")
 
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first

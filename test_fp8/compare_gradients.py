@@ -33,7 +33,7 @@ OPTIONS = [
     option(
         "--config",
         DeviceDefault("mistral_0.4b", "tiny"),
-        "Model to compare, as the name or path of a model configuration. The weights are random.",
+        "Name or path of the model configuration. The weights are initialized randomly.",
         type=model_config,
     ),
     option(

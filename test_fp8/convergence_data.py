@@ -68,7 +68,7 @@ OPTIONS = [
     option(
         "--tokenizer_bytes",
         40_000_000,
-        "Size of the text on which the tokenizer is trained, in bytes.",
+        "Amount of text used to train the tokenizer, in bytes.",
         type=positive,
     ),
     option("--eval_fraction", 0.005, "Fraction of the documents to put in the eval split.", type=float),

@@ -449,7 +449,7 @@ class Supervisor:
             restarts, is_retry = restarts + 1, not made_progress
             pause = f" after a pause of {PAUSE_S:g} s, because there was no progress" * is_retry
             logger.warning(
-                f"training: failed with exit status {status}; starting restart {restarts} of "
+                f"training failed with exit status {status}; starting restart {restarts} of "
                 f"{self.max_restarts}{pause}"
             )
             self.children.pause(PAUSE_S * is_retry)

@@ -323,10 +323,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
             "verifying this rank's share of the data", reads=sum(stream.num_bytes for stream in streams)
         )
         shards = sum(stream.verify(*share) for stream in streams)
-        logger.info(
-            f"data.verify: hashes and token ids of {shards} shards are correct (counting only the shards verified "
-            "by rank 0)"
-        )
+        logger.info(f"data.verify: rank 0 verified the hashes and token ids of {shards} shards")
     return RunData(train, held_out, unigram_loss)
 
 
@@ -908,7 +905,7 @@ class Trainer:
         spikes = self.health.find_spikes(self.tokens)
         for spike in spikes:
             samples = samples_record(self.data.train, spike.first_sample, self.samples)
-            logger.info(f"step {spike.step} is a spike: {spike}; {samples_text(samples)}")
+            logger.info(f"spike at step {spike.step}: {spike}; {samples_text(samples)}")
             value = {spike.what: spike.value, "threshold": spike.threshold}
             record.setdefault("spikes_found", []).append({"step": spike.step, **value, **samples})
         if not spikes or self.args.on_spike != "rollback":
@@ -1109,7 +1106,7 @@ def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
     is_new_phase = following.phase != phase
     change = describe_phase(args.precision, following.phase) if is_new_phase else "precision.on_trouble"
     took_s = round(time.monotonic() - began, 2)
-    logger.info(f"{change}: model and engine were rebuilt in {took_s:.1f} s")
+    logger.info(f"{change}: the model and the engine were rebuilt in {took_s:.1f} s")
     return following, {
         "step": state.step,
         "phase": change,

@@ -127,7 +127,7 @@ class PrecisionSettings:
         "delayed",
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
-        "FP8 number format. hybrid uses e5m2 for gradients and e4m3 for all other tensors.",
+        'FP8 number format. "hybrid" uses e5m2 for gradients and e4m3 for all other tensors.',
         "e4m3",
     )
     margin: int = option(
@@ -187,8 +187,8 @@ class PrecisionSettings:
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "Action if FP8 health checks find a problem. warn only logs a warning. escalate permanently switches "
-        "a module that fails two of four consecutive checks to a safer recipe.",
+        'Action if FP8 health checks find a problem. "warn" only logs a warning. "escalate" permanently '
+        "switches a module that fails two of four consecutive checks to a safer recipe.",
         "warn",
         resume="free",
     )
@@ -250,12 +250,12 @@ class PrecisionConfig(PrecisionSettings):
     """
 
     backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "FP8 implementation. auto uses Transformer Engine if a GPU is available, and the CPU reference "
+        'FP8 implementation. "auto" uses Transformer Engine if a GPU is available, and the CPU reference '
         "implementation otherwise.",
         "auto",
     )
     optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
-        "Storage format of the AdamW states. fp32 stores float32 master weights and moments. The other "
+        'Storage format of the AdamW states. "fp32" stores float32 master weights and moments. The other '
         "formats need less memory but require ZeRO 1 with data_types.grad_accum_dtype fp32.",
         "fp32",
     )

@@ -108,8 +108,8 @@ def _load_transformer_engine() -> SimpleNamespace:
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"there is a CUDA device, but transformer_engine cannot be imported ({error}); run pip install -r "
-            "requirements-gpu.txt, or set precision.backend to reference, which is slow",
+            f"a CUDA device is available, but transformer_engine cannot be imported ({error}). Run pip "
+            "install -r requirements-gpu.txt, or set precision.backend to reference, which is slow",
             code="not_installed",
         ) from error
     return SimpleNamespace(

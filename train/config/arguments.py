@@ -102,9 +102,9 @@ class ModelArguments:
         min_length=1,
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
-        "Attention backend of te_layer and te_linear: flash (FlashAttention), fused (cuDNN) or unfused "
-        "(slow). auto selects flash on Hopper GPUs if FlashAttention-4 is installed and the head dimension "
-        "is 64, 128 or 256. Otherwise, Transformer Engine chooses the backend.",
+        "Attention backend for te_layer and te_linear: flash (FlashAttention), fused (cuDNN) or unfused "
+        '(slow). "auto" selects flash on Hopper GPUs if FlashAttention-4 is installed and the head '
+        "dimension is 64, 128 or 256. Otherwise, Transformer Engine chooses the backend.",
         "auto",
     )
 
@@ -138,8 +138,8 @@ class DataArguments:
         "Verify the hashes and token ids of all data shards before the first step.", False, resume="free"
     )
     document_mask: bool = option(
-        "Restrict attention to tokens of the same document, and restart positions at each document "
-        "(te_linear and te_layer). The last token of a document has no label.",
+        "Restrict attention to tokens of the same document, and restart position ids at the beginning of "
+        "each document (te_linear and te_layer). The last token of a document has no label.",
         False,
     )
 
@@ -178,7 +178,7 @@ class TrainingArguments:
     )
 
     optim: Literal["adamw", "muon"] = option(
-        "Optimizer. muon uses Muon for the weight matrices of the decoder layers and AdamW for all other "
+        'Optimizer. "muon" uses Muon for the weight matrices of the decoder layers and AdamW for all other '
         "parameters. It needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
@@ -187,8 +187,9 @@ class TrainingArguments:
     # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        "Learning rate schedule after the warmup. cosine and linear decay the learning rate until the last "
-        "step. warmup_stable_decay keeps it constant and decays it linearly in the last decay_steps steps.",
+        'Learning rate schedule after the warmup. "cosine" and "linear" decay the learning rate until '
+        'the last step. "warmup_stable_decay" keeps it constant and decays it linearly in the last '
+        "decay_steps steps.",
         "cosine",
     )
     warmup_steps: int = option(
@@ -204,7 +205,7 @@ class TrainingArguments:
         "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
     )
     weight_decay: float = option(
-        "Weight decay of weight matrices. Norm weights and biases are not decayed.", 0.1, ge=0
+        "Weight decay for weight matrices. It is not applied to norm weights and biases.", 0.1, ge=0
     )
     muon_momentum: float = option("Momentum coefficient of the Muon optimizer.", 0.95, ge=0, lt=1)
     adam_beta1: float = option("Decay rate of AdamW's first moment (beta1).", 0.9, ge=0, lt=1)
@@ -244,8 +245,8 @@ class TrainingArguments:
         resume="free",
     )
     on_spike: Literal["warn", "rollback"] = option(
-        "Action after a spike in the loss or gradient norm. warn logs a warning. rollback returns to the "
-        "last checkpoint before the spike and skips the samples that led to it.",
+        'Action after a spike in the loss or gradient norm. "warn" logs a warning. "rollback" returns to '
+        "the last checkpoint before the spike and skips the samples that led to it.",
         "warn",
         resume="free",
     )
@@ -280,7 +281,8 @@ class TrainingArguments:
         min_length=1,
     )
     dry_run: bool = option(
-        "Prepare the run up to the first training step, then exit with status 0. output_dir is not changed.",
+        "Run everything that precedes the first training step, then exit with status 0. output_dir is not "
+        "changed.",
         False,
         resume="free",
     )
@@ -292,7 +294,7 @@ class TrainingArguments:
         resume="free",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "Minimum level of messages on the console. The log files contain messages of all levels.",
+        "Minimum level of messages shown on the console. The log files contain messages of all levels.",
         "info",
         resume="free",
     )
@@ -339,15 +341,15 @@ class TrainingArguments:
         resume="free",
     )
     on_save_failure: Literal["stop", "continue"] = option(
-        "Action if a save fails, for example because the disk is full. stop ends the run. continue trains "
-        "until the next save. If the last save of a run fails, the run always stops.",
+        'Action if a save fails, for example because the disk is full. "stop" ends the run. "continue" '
+        "trains until the next save. If the last save of a run fails, the run always stops.",
         "stop",
         resume="free",
     )
     resume_from_checkpoint: str = option(
-        "Checkpoint to resume from. auto resumes from the newest undamaged checkpoint in output_dir, or "
-        "starts a new run if there is none. never always starts a new run. Any other value is the path of a "
-        "checkpoint.",
+        'Checkpoint to resume from. "auto" resumes from the newest undamaged checkpoint in output_dir, or '
+        'starts a new run if there is none. "never" always starts a new run. Any other value is the path '
+        "of a checkpoint.",
         "auto",
         resume="free",
         min_length=1,

@@ -153,8 +153,8 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
             overrides.append((key, text))
     if len(configs) != 1:
         raise ConfigurationError(
-            f"expected one configuration file, got {len(configs)} ({', '.join(configs) or 'none'}); pass one CONFIG, "
-            "see --help",
+            f"expected one configuration file, got {len(configs)} ({', '.join(configs) or 'none'}); pass "
+            "exactly one CONFIG (see --help)",
             code="config_count",
         )
     return configs[0], overrides
@@ -430,7 +430,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     if given is not None and steps is not None and given != micro_tokens * steps:
         raise ConfigurationError(
             f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}, because "
-            f"{sizes}, x {steps} = {micro_tokens * steps}; remove one of the two keys",
+            f"{sizes}, and {steps} times this number is {micro_tokens * steps}; remove one of the two keys",
             code="batch_contradiction",
             key="train_batch_size_tokens",
         )

@@ -160,7 +160,7 @@ class Lock:
                 holder = self.read()
                 if holder and holder.get("token") != self.owner["token"]:
                     logger.error(
-                        f"{self._lock_error(holder)}. The other run has taken over the lock, so this run ends"
+                        f"{self._lock_error(holder)}. The other run has taken over the lock, so this run stops"
                     )
                     os._exit(DO_NOT_RESTART)
                 self.owner["beats"] += 1
