@@ -190,7 +190,10 @@ class Generation:
         return out
 
     def _steps(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (step index, tokens of all rows) for each step after the prefill. A GPU runs several steps ahead."""
+        """Yield (step index, tokens of all rows) for each step after the prefill.
+
+        On a GPU, several steps are launched before the tokens of the first step are read.
+        """
         cuda = self.step.history.is_cuda
         pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
         launched, end = 1, max(self.left)

@@ -43,7 +43,8 @@ class Sampling:
 def row_seed(seed: int, prompt: int, sample: int) -> int:
     """Return the seed for one sample of a prompt, from 0 to 2**63 - 1.
 
-    seed: the --seed option. prompt, sample: indices of the prompt and of the sample. The batch size has no influence.
+    seed: the --seed option. prompt, sample: indices of the prompt and of the sample.
+    The result does not depend on the batch size.
     """
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

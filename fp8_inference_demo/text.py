@@ -82,7 +82,7 @@ def eos_tokens(tokenizer: Any, config: Any) -> set[int]:
 class TextStream:
     """Incremental decoder from token ids to text.
 
-    A character can span several tokens. The decoder returns a character only after its last token was added.
+    A character can span several tokens. The decoder returns a character only after all of its tokens were added.
     """
 
     CONTEXT_TOKENS = 8
@@ -116,7 +116,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Return the text not yet returned, even if its last character is incomplete."""
+        """Return the text that is still held back, even if its last character is incomplete."""
         return self._new_text()
 
 

@@ -200,7 +200,9 @@ def _attend_short(
     LENGTH: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Compute attention for one query head of a single row. Read the cache before the projection has finished.
+    """Compute attention for one query head of a single row.
+
+    The kernel reads the cache while the previous kernel, the projection to q, k and v, is still running.
 
     LENGTH, WIDE: cache length S and head dimension D, each rounded up to a power of two.
     """

@@ -128,19 +128,19 @@ def _rows(
 
 
 def rows(x: torch.Tensor, digits: int) -> Rows:
-    """Triton version of `reference.rows`."""
+    """Convert activations to an operand of `gemm` with a Triton kernel. See `reference.rows`."""
     return _rows(x, digits)[1] if digits else (x, None)
 
 
 def add(x: torch.Tensor, delta: Sums) -> torch.Tensor:
-    """Triton version of `reference.add`."""
+    """Add the partial sums `delta` to x. See `reference.add`."""
     return (x + delta.float().sum(0)).to(x.dtype)
 
 
 def add_norm_rows(
     x: torch.Tensor, delta: Sums | None, norm: torch.Tensor, eps: float, digits: int
 ) -> tuple[torch.Tensor, Rows]:
-    """Triton version of `reference.add_norm_rows`."""
+    """Add `delta`, apply RMSNorm and quantize in one Triton kernel. See `reference.add_norm_rows`."""
     return _rows(x, digits, norm, eps, delta=delta)
 
 
@@ -214,7 +214,7 @@ def rotate_into_cache(
     values: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Triton version of `reference.rotate_into_cache`."""
+    """Apply RoPE and fill the KV cache with a Triton kernel. See `reference.rotate_into_cache`."""
     B, T = positions_BT.shape
     K, S, D = keys.shape[1:]
     q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)
