@@ -98,7 +98,10 @@ def build_model(
 def make_modules(
     config: MistralConfig, variant: str, precision: Precision, speed: SpeedConfig, document_mask: bool = False
 ) -> nn.Module:
-    """Build the modules of a model variant on `precision.device`, which may be meta, with uninitialized weights."""
+    """Build the modules of a model variant with uninitialized weights.
+
+    The modules are on `precision.device`, which can be the meta device.
+    """
     if VARIANTS[variant].te:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
         return module.MistralForCausalLM(config, precision, speed, document_mask)

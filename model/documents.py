@@ -134,7 +134,7 @@ def random_documents(B: int, T: int, mean_length: float, generator: torch.Genera
     """Return random document boundaries on the CPU for B rows of T tokens.
 
     Document lengths are drawn from an exponential distribution with a mean of `mean_length` tokens and are at least 2.
-    Row ends also cut documents.
+    Documents are also cut at the end of each row.
     """
     lengths = torch.empty(B * T).exponential_(1 / mean_length, generator=generator).long().clamp_(min=2)
     ends = lengths.cumsum(0)

@@ -176,8 +176,7 @@ def use_cuda_graphs(
     documents: Documents | None = None,
     health: bool = False,
 ) -> None:
-    """Capture the training pass of `model` and replace `model.forward` with a function that replays the captured
-    graphs.
+    """Capture CUDA graphs of the training pass, and make `model.forward` replay these graphs.
 
     Calls that do not match the captured batch (evaluation, a different shape, a cache, or more than ROOM times the
     documents) run without graphs.

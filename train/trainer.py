@@ -604,7 +604,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
 
 
 def describe_start(trainer: Trainer) -> dict[str, Any]:
-    """Return the facts about this start for run.json, or {} on ranks other than 0.
+    """Return the facts about this start of the run for run.json, or {} on ranks other than 0.
 
     Collective: all ranks must call this function.
     """
@@ -972,7 +972,10 @@ class Trainer:
         self._start_clock()
 
     def _check_fp8(self, step: Step, record: dict[str, Any]) -> bool:
-        """Judge the FP8 health check of a step, if one was due. Return whether modules fall back to a safer recipe."""
+        """Evaluate the FP8 health check of a step, if one was due.
+
+        Return whether modules must fall back to a safer recipe.
+        """
         number, alarms = self.state.step, self.health.fp8_alarms
         if step.health_check is None:
             # end the alarms of an earlier precision that had health checks

@@ -22,7 +22,7 @@ ROWS, WARPS = 32, 4
 
 @triton.jit
 def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr, IGNORED: tl.constexpr):
-    """Return the values that were quantized, float32 [rows, columns], and 0 outside the matrix."""
+    """Return the values that were quantized, float32 [rows, columns]. Elements outside the matrix are 0."""
     row, column = m.to(tl.int64)[:, None], n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if KIND == "swiglu":

@@ -89,8 +89,8 @@ class LayerNormMLP(FP8Module):
     """CPU version of te.LayerNormMLP with RMSNorm and SwiGLU.
 
     The parameters are `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the gate
-    rows first, and `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization "RMSNorm" and
-    activation "swiglu".
+    rows first, and `fc2_weight` [hidden_size, ffn_hidden_size]. Only bias=False, normalization="RMSNorm" and
+    activation="swiglu" are supported.
     """
 
     def __init__(

@@ -104,8 +104,9 @@ def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[
 
 
 def take_first_module() -> bool:
-    """Return True for the first caller in an autocast context. The backward pass of this module updates the backward
-    scales.
+    """Return True for the first module that calls this function in an autocast context.
+
+    The backward pass of the first module updates the backward scales.
     """
     first, running.first_module = running.first_module, False
     return first

@@ -45,7 +45,8 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 
     Args:
         old, new: Resolved arguments as returned by `TrainingArguments.to_dict`. Arguments written by another version of
-            the code may lack keys. A missing key has the value `before` of its declaration, or else its default.
+            the code may lack keys. A missing key is treated as if it had the value `before` from its declaration, or
+            the default if there is no such value.
     """
     sections = (values.get("precision") or {} for values in (old, new))
     unread_keys = {f"precision.{name}" for section in sections for name in unused_recipe_keys(section)}
