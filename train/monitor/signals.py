@@ -102,7 +102,7 @@ def _record(number: int, frame: FrameType | None) -> None:
         text = f"rank {launchers.rank()}: {name}: the run finishes the current step and saves"
         # print raises if the signal arrives during another print; os.write raises on a full disk
         with contextlib.suppress(OSError):
-            os.write(2, f"{text} (a second Ctrl-C ends it at once)\n".encode())
+            os.write(2, f"{text} (press Ctrl-C again to stop immediately)\n".encode())
     received.append(name)
 
 

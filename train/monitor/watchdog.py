@@ -193,4 +193,4 @@ def hang_message(found: dict[int, dict[str, Any]], blamed: list[int], world: int
         cause = f"; the other ranks wait for rank {', '.join(map(str, blamed))} of {world}"
     lines = [f"error: no progress for {limit_s:g} s (hang_timeout_s){cause}:"]
     lines += [f"  {places.get(rank, f'rank {rank} {gone}')}" for rank in blamed or sorted(places)]
-    return "\n".join([*lines, "The job ends. The same command resumes from the last checkpoint"])
+    return "\n".join([*lines, "This job stops. Run the same command to resume from the last checkpoint"])

@@ -124,7 +124,7 @@ def lines(p: Plan) -> list[str]:
             else [f"recommended: {p.recommended.setting.describe()}", *_details(p.recommended, p.tokens)]
         ),
         "",
-        "Recommended settings by number of GPUs. The model does not fit on numbers that are not listed.",
+        "Recommended settings by number of GPUs. If a number is not listed, the model does not fit on that many GPUs.",
         "",
     ]
     rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]

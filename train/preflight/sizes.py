@@ -124,8 +124,8 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
             key="output_dir",
         )
     warning = (
-        f"warning: {facts}. The disk has no room for the last save, because the run needs {format_size(total)} in "
-        "total. Free some space, or lower save_total_limit"
+        f"warning: {facts}. The disk has too little space for the last checkpoint, because the run needs "
+        f"{format_size(total)} in total. Free some space, or lower save_total_limit"
     )
     return warning if free < total else ""
 
