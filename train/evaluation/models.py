@@ -166,7 +166,7 @@ class Plan:
         encoder = TextEncoder(self.tokenizer_folder(given))
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer with which the model was trained, because the data were "
+                f"{encoder.folder} is not the tokenizer with which the model was trained, because the data was "
                 "prepared again; pass the folder of the original tokenizer as --tokenizer",
                 code="another_tokenizer",
                 key=str(encoder.folder),

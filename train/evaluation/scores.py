@@ -55,7 +55,7 @@ def score(
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
                     f"{_names(sources, places)}: the token id {largest} is outside the model's vocabulary of "
-                    f"{vocabulary} ids; the data are damaged, or were prepared for a different model",
+                    f"{vocabulary} ids; the data is damaged, or was prepared for a different model",
                     code="unknown_token",
                     key=_names(sources, places),
                 )

@@ -156,7 +156,7 @@ def language_model(languages: list[str], given: str | None) -> str:
     if unknown := [language for language in languages if language not in known]:
         some = ", ".join(sorted(known)[:200])
         raise DataError(
-            f"--languages {' '.join(unknown)} not supported by {file}. Its languages are: {some or 'none'}",
+            f"--languages {' '.join(unknown)}: {file} does not support these languages. Choose from {some or 'none'}",
             code="unknown_language",
             key="--languages",
         )
