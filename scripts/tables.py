@@ -40,7 +40,7 @@ PARTS = {
     "speed": "`speed`: fused kernels and CUDA graphs",
 }
 # Short names for the `resume` rule of a key (model/keys.py).
-RESUME_LABELS = {"free": "free", "allowed": "flag", "structural": "no"}
+RESUME_LABELS = {"free": "", "allowed": "; flag", "structural": "; no"}
 # Benchmarks of complete training steps (test_fp8/results/) that docs/hardware.md shows.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
@@ -79,7 +79,7 @@ def _described(key: str, node: Node) -> list[str]:
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
     resume = RESUME_LABELS[node["resume"]]
     values = plain(describe(node).removesuffix(" or null"))
-    return [f"`{key}`<br>{values}; {default}; {resume}", plain(node["description"])]
+    return [f"`{key}`<br>{values}; {default}{resume}", plain(node["description"])]
 
 
 def hardware() -> str:
