@@ -69,7 +69,7 @@ OPTIONS = [
         choices=list(PRESETS),
     ),
     *shared(row=[]),
-    option("--baseline", "bf16", "Name of the baseline case, with which all other cases are compared."),
+    option("--baseline", "bf16", "Name of the baseline case, which all other cases are compared with."),
     option(
         "--tolerance",
         0.005,

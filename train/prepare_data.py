@@ -100,7 +100,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--executor",
         choices=("local", "slurm", "ray"),
         default="local",
-        help="where to run the tasks (default: local)",
+        help="where to run the preparation tasks (default: local)",
     )
     add("--tasks", type=between(1), help="number of tasks (default: one per 16 MiB of input, at most 1000)")
     add(

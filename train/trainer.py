@@ -139,7 +139,7 @@ def run(args: TrainingArguments) -> int:
     status = 0
     with contextlib.ExitStack() as folder:
         with Watchdog(args.hang_timeout_s) as watchdog:
-            watchdog.set_position("comparing the configurations of the ranks")
+            watchdog.set_position("comparing the configurations of all ranks")
             args = resolve_arguments(args, dist.get_world_size())
             check_configured_alike(args)
             watchdog.phase("waiting for run.lock")
@@ -218,10 +218,10 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
         Other errors: See the functions called here.
     """
     if is_enabled(args):
-        watchdog.phase("comparing the ranks and measuring their links")
+        watchdog.phase("comparing the ranks and measuring the links between them")
         check_alike(args)
     seed_generators(args)
-    watchdog.phase("waiting for the measurements of precision.auto")
+    watchdog.phase("timing precisions for precision.auto")
     if VARIANTS[args.model.variant].te:
         args = replace(args, precision=resolve_head_gradients(args.precision))
     args = resolve_auto(args, dist.get_world_size())
@@ -423,8 +423,8 @@ def check_later_phases(
             if section.on_trouble == "escalate":
                 precision.require(
                     "block",
-                    'precision.on_trouble "escalate" falls back to this recipe; set precision.on_trouble '
-                    'to "warn"',
+                    'precision.on_trouble "escalate" needs recipe block for its fallbacks; set '
+                    'precision.on_trouble to "warn"',
                 )
 
 

@@ -42,8 +42,8 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     )
     if least > available:
         raise ConfigurationError(
-            f"{model} need at least {least:,.1f} GiB per rank for weights, gradients and optimizer, but a GPU of this "
-            f"node has {available:,.1f} GiB. {memory_advice(args)}",
+            f"{model}: weights, gradients and optimizer states need at least {least:,.1f} GiB per rank, but a "
+            f"GPU of this node has {available:,.1f} GiB. {memory_advice(args)}",
             code="gpu_memory",
             key="model.config",
         )
