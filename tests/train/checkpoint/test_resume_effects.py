@@ -131,7 +131,7 @@ NUMBERS = {
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
     "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
-    "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},
+    "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 0.25}},
     "precision.optimizer_states": {"precision": {"optimizer_states": "bf16_remainder"}},
     "precision.gradient_communication": {"precision": {"gradient_communication": "fp32"}},
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
