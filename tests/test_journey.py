@@ -199,7 +199,7 @@ def test_resume_with_changed_learning_rate(prepared: User, stopped: int, resumed
     rates = [m["learning_rate"] for m in steps]
     assert rates[OWN["max_steps"]] > 1.2 * rates[-1] and rates[-1] == pytest.approx(1e-4, rel=0.1)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
-    (demo,) = re.findall(r"^ *generate text: +python (\S+) --model output/my_run ", resumed, re.M)
+    (demo,) = re.findall(r"^ +generate text: +python (\S+) --model output/my_run ", resumed, re.M)
     assert (prepared.folder / demo).samefile(ROOT / "fp8_inference_demo/fp8_inference.py")
     starts = json.loads((folder / "run.json").read_text())["starts"]
     ends = [(start["step"], start["ended"]["how"], start["ended"]["step"]) for start in starts]

@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import random
 import shlex
 import socket
@@ -244,11 +245,15 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
             f"command{resume_option(args)} repeats it without training"
         )
         log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
-        run = shlex.quote(str(folder.path))
+        run, root = str(folder.path), Path(__file__).resolve().parent.parent
+        generate, evaluate = (
+            os.path.relpath(root / script)
+            for script in ("fp8_inference_demo/fp8_inference.py", "train/evaluate.py")
+        )
         log_lines(
             f"wrote the trained model to the Hugging Face folder {folder.hf}. Next steps:",
-            f"  generate text:      python fp8_inference_demo/fp8_inference.py --model {run} --prompt TEXT",
-            f"  evaluate the model: python train/evaluate.py {run}",
+            f"  generate text:      {shlex.join(['python', generate, '--model', run, '--prompt', 'TEXT'])}",
+            f"  evaluate the model: {shlex.join(['python', evaluate, run])}",
         )
 
 
