@@ -132,8 +132,8 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Sett
         for measure, case, settings in found:
             if measure == "bare" or case.megatron is not None or len(settings) > 1:
                 raise CaseError(
-                    f"case {case.name}: on several ranks, use --measure step without megatron_core_* cases, "
-                    "and only one value each for --micro_batch, --attention, --sdpa and --loss"
+                    f"case {case.name}: runs with several ranks require --measure step, do not support megatron_core_* "
+                    "cases, and accept only one value each for --micro_batch, --attention, --sdpa and --loss"
                 )
     return found
 

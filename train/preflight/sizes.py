@@ -42,8 +42,8 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     )
     if least > available:
         raise ConfigurationError(
-            f"{model}: weights, gradients and optimizer states need at least {least:,.1f} GiB per rank, but a "
-            f"GPU of this node has {available:,.1f} GiB. {memory_advice(args)}",
+            f"{model}: weights, gradients and optimizer states need at least {least:,.1f} GiB per rank, but the "
+            f"smallest GPU on this node has only {available:,.1f} GiB. {memory_advice(args)}",
             code="gpu_memory",
             key="model.config",
         )

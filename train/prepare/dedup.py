@@ -5,7 +5,7 @@
     removal       in the last pipeline: drop all documents of a group except the first
 
 To find exact duplicates, the whole text is hashed. To find near duplicates, each MinHash band is hashed. Two documents
-that share a fraction s of their 5-grams of words are found with probability 1 - (1 - s^8)^14: 0.01 for s = 0.4, 0.57
+that share a fraction s of their word 5-grams are found with probability 1 - (1 - s^8)^14: 0.01 for s = 0.4, 0.57
 for 0.7 and 0.92 for 0.8. The parameters and hash functions are those of datatrove and FineWeb. datatrove's own blocks
 are not used: they do not keep the first document, silently remove nothing if the output of a pipeline is missing, skip
 texts of fewer than five words, and need 3 GB for a text of 10 MB.
@@ -38,7 +38,7 @@ TASK_BITS = np.uint64(32)  # the id of a document is (task << TASK_BITS) + its i
 def minhash_bands(text: str, seed: int) -> list[int]:
     """Return a hash of each band of a text's MinHash signature, or [] for a text without words.
 
-    The shingles are the 5-grams of words. A text with fewer than five words has a single shingle with all its words.
+    The shingles are the word 5-grams. A text with fewer than five words has a single shingle with all its words.
     """
     words = split_words(simplify_text(text, NORMALISED))
     if not words:

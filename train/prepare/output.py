@@ -263,7 +263,8 @@ class OutputFolder:
         if self._is_begun():
             if not (resumable or self.overwrite):
                 raise DataError(
-                    f"{self.folder} contains unfinished work of prepare_data.py, which would be deleted; {remedy}",
+                    f"{self.folder} contains the output of an unfinished prepare_data.py run, which would be "
+                    f"deleted; {remedy}",
                     code="unfinished_preparation",
                     key=str(self.folder),
                 )

@@ -278,7 +278,9 @@ def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
             if fields and len(fields) != len(header):
                 detail = f"{len(fields)} fields, but the header has {len(header)}"
                 if rows.line_num > row + 1:
-                    raise csv.Error(f"a record of {rows.line_num - row} lines has {detail}")
+                    raise csv.Error(
+                        f"a record spans {rows.line_num - row} lines and has {detail}; check for a missing quote"
+                    )
                 yield Dropped(INVALID_CSV, f"{path}:{row + 1}", detail)
             elif fields:
                 yield check_text(fields[header.index(text_key)], f"{path}:{row + 1}")

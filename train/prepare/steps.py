@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dedup",
         choices=DEDUP,
-        help="remove duplicates, and keep the first document of each group. exact removes identical documents. minhash "
-        "removes documents that share about 70%% or more of their 5-grams of words, and treats all numbers as equal "
-        "(default: keep duplicates)",
+        help="remove duplicate documents, and keep the first of each set of duplicates. exact removes identical "
+        "documents. minhash removes documents that share about 70%% or more of their word 5-grams, and treats all "
+        "numbers as equal (default: keep duplicates)",
     )
