@@ -516,7 +516,9 @@ def build_engine_and_resume(
         if checkpoint is not None and precision.has_state:  # the calibrated scales depend on the weights
             model.load_state_dict(read_weights(checkpoint))
         size = args.per_device_train_batch_size
-        first = state.consumed_samples + dist.get_rank() * size
+        step_samples = size * (args.gradient_accumulation_steps or 1) * dist.get_world_size()
+        first = next_position(state.consumed_samples, step_samples, state.skipped_samples)
+        first += dist.get_rank() * size
         ids, labels, documents = stream.batch(first, size).to(precision.device)
         log_lines(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
     engine = build_engine(model, args, build_ds_config(args))
