@@ -28,7 +28,7 @@ def choose_attention(
     Args:
         requested: the value of model.attention_backend.
 
-    Raises BackendError: `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
+    Raises BackendError if `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
     """
     if document_mask:
         requested = te_backend.document_attention(requested, precision.te, precision.dtype)

@@ -104,8 +104,8 @@ class ModelConfigError(UserError, ValueError):
 def read_json_file(path: Path) -> Any:
     """Read a JSON file written by a user.
 
-    Raises JsonError: the file cannot be read or is not valid JSON, an object has a duplicate key, or a number is NaN or
-    Infinity.
+    Raises JsonError if the file cannot be read or is not valid JSON, an object has a duplicate key, or a number is NaN
+    or Infinity.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def config_file(name_or_path: str) -> Path:
         name_or_path: the name of a file in model/configs without .json, the path of a JSON file, or a folder that
             contains config.json.
 
-    Raises ModelConfigError: the file does not exist.
+    Raises ModelConfigError if the file does not exist.
     """
     path = Path(name_or_path)
     if not path.exists():
@@ -191,8 +191,8 @@ def load_config(name_or_path: str) -> MistralConfig:
 def make_config(values: dict[str, Any]) -> MistralConfig:
     """Create a MistralConfig or LlamaConfig from the keys of a config.json, depending on its model_type.
 
-    A LlamaConfig gets the additional attribute `sliding_window` with the value None. All other code can then handle
-    Llama as Mistral without a sliding window.
+    `sliding_window` is set to None on a LlamaConfig, so that all other code can treat Llama as Mistral without a
+    sliding window.
     """
     config = _config_class(values).from_dict(values)
     config.sliding_window = getattr(config, WINDOW, None)
@@ -209,9 +209,10 @@ def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
     Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim is
-    optional) and no unusual keys. Returns the result of `load_config` for all other files.
+    optional) and apart from these only common keys (USUAL_KEYS). Returns the result of `load_config` for all other
+    files.
 
-    Raises ModelConfigError: for the same reasons as `load_config`.
+    Raises ModelConfigError for the same reasons as `load_config`.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -243,7 +244,7 @@ def numeric_settings(config: MistralConfig) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Any]:
     """Read a config.json file.
 
-    Raises ModelConfigError: the file is not valid JSON, the model type is not supported, or a size is not positive.
+    Raises ModelConfigError if the file is not valid JSON, the model type is not supported, or a size is not positive.
     """
     try:
         values = read_json_file(path)
@@ -400,7 +401,9 @@ def trained_length(config: MistralConfig) -> int | None:
 
 
 def window_size(config: MistralConfig) -> tuple[int, int]:
-    """Return the sliding window in Transformer Engine's form: the number of visible tokens (left, right) of each token.
+    """Return the sliding window in Transformer Engine's format.
+
+    The format is (left, right): the number of tokens before and after each token that it can attend to.
 
     With Hugging Face's sliding_window W, a token attends to itself and the W - 1 tokens before it: (W - 1, 0). Without
     a window, the result is (-1, 0), where -1 means unlimited.
@@ -411,8 +414,8 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
 def softmax_scale(config: MistralConfig) -> float | None:
     """Return the softmax scale of attention, or None for the default 1 / sqrt(D) with head dimension D.
 
-    With yarn, the scale includes the attention factor from `rope_frequencies` twice, for queries and keys. The model
-    then does not multiply queries and keys by this factor.
+    With yarn, the scale includes the attention factor from `rope_frequencies` twice, once for queries and once for
+    keys. The model therefore does not multiply queries and keys by this factor.
     """
     factor = rope_frequencies(config)[1]
     return None if factor == 1 else factor**2 / math.sqrt(head_dim(config))

@@ -34,7 +34,7 @@ class ConversionError(UserError, ValueError):
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
-    """Return the (name, rows) of each Hugging Face tensor that makes up the parameter `name` of any model variant."""
+    """Return (name, number of rows) for each Hugging Face tensor stacked in a variant's parameter `name`."""
     layer, _, rest = (
         name.partition(".self_attention.")
         if ".self_attention." in name
@@ -82,7 +82,7 @@ def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Load Hugging Face weights into a model of any variant. With tied embeddings, `weights` must not contain lm_head.
 
-    Raises ConversionError: tensors are missing, unknown or have the wrong shape.
+    Raises ConversionError if tensors are missing, unknown or have the wrong shape.
     """
     parameters = dict(model.named_parameters())
     parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
@@ -103,10 +103,12 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Initialize a model from scratch: matrices and embeddings from normal(0, initializer_range), norm weights with 1.
+    """Initialize a model's weights from scratch.
 
-    Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On one kind of device,
-    a seed therefore produces the same model in every variant and, up to rounding, in every precision.
+    Matrices and embeddings are drawn from normal(0, initializer_range), and norm weights are set to 1.
+
+    Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On the same type of
+    device, a seed therefore produces the same model in every variant and, up to rounding, in every precision.
     """
     for name, parameter in model.named_parameters():
         parts = hf_parts(name, parameter.shape, model.config)

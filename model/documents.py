@@ -101,8 +101,7 @@ class Documents:
 
 
 def reached(window_size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return `window_size`, or (-1, 0) (no window) if sequences of up to `longest` tokens fit into the attention
-    window.
+    """Return (-1, 0) (no window) if `longest` tokens fit into the attention window, and `window_size` otherwise.
 
     The resulting mask is the same, but FlashAttention-4 and cuDNN have faster kernels for attention without a window.
     """

@@ -194,7 +194,7 @@ def use_cuda_graphs(
         health: whether to capture the first micro-batch of a step a second time with an FP8 health check. This graph is
             replayed while a check is running. Its gradients need additional memory, unless GEMMs add them into buffers.
 
-    Raises ValueError: the model has a document mask, but `documents` is None.
+    Raises ValueError if the model has a document mask, but `documents` is None.
     """
     if model.document_mask and documents is None:
         raise ValueError(

@@ -22,7 +22,8 @@ from model.fp8.quantizers import Source, report_operand
 def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, **placement: Any) -> nn.Module:
     """Build an lm_head from `te.Linear`.
 
-    With `fp8_gradients`, both gradients are computed by FP8 GEMMs, and all sizes must be multiples of 16.
+    With `fp8_gradients`, the gradients of the input and the weight are computed by FP8 GEMMs, and all sizes must be
+    multiples of 16.
     """
     if not fp8_gradients:
         return te.Linear(hidden_size, vocab_size, bias=False, **placement)

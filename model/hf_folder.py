@@ -102,8 +102,8 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
 
     Returns: the stored tensors, keyed by the names from `weight_shapes`.
 
-    Raises WeightsError: there are no safetensors files, they are damaged, the quantization is not supported, or tensors
-    are missing, unknown, stored twice, or have the wrong shape or dtype.
+    Raises WeightsError if there are no safetensors files, they are damaged, the quantization is not supported, or
+    tensors are missing, unknown, stored twice, or have the wrong shape or dtype.
     """
     folder = Path(folder)
     suffix, shapes = _scale_suffix(folder), weight_shapes(config)
@@ -154,7 +154,7 @@ def read_hf_folder(
     Returns: CPU tensors keyed by the names from `weight_shapes`, memory-mapped and in the dtype of the file. FP8
     matrices are returned as Quantized.
 
-    Raises WeightsError: for the same reasons as `find_weights`, if a weight is not finite in `dtype`, or if config.json
+    Raises WeightsError for the same reasons as `find_weights`, if a weight is not finite in `dtype`, or if config.json
     ties embeddings but lm_head differs.
     """
     import torch
@@ -209,7 +209,7 @@ def stored_compute(weights: Mapping[str, StoredTensor]) -> str:
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape of each tensor in a safetensors file, keyed by tensor name.
 
-    Raises WeightsError: the file is unreadable or truncated.
+    Raises WeightsError if the file is unreadable or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -235,7 +235,7 @@ def read_quantization_config(folder: str | Path) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the paths of the safetensors files in a Hugging Face folder.
 
-    Raises WeightsError: the folder has no such files, or its index is damaged.
+    Raises WeightsError if the folder has no such files, or its index is damaged.
     """
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
@@ -257,7 +257,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _scale_suffix(folder: Path) -> str | None:
     """Return the suffix of scale names in a Hugging Face folder, or None if the weights are not quantized.
 
-    Raises WeightsError: the quantization format is not supported.
+    Raises WeightsError if the quantization format is not supported.
     """
     config = read_quantization_config(folder)
     if not config:

@@ -26,7 +26,7 @@ def local_folder(name: str, weights: bool = True) -> str:
     Args:
         weights: whether to also download *.safetensors.
 
-    Raises HubError: the download fails.
+    Raises HubError if the download fails.
     """
     path = Path(name)
     if not HUB_ID.fullmatch(name) or path.exists() or path.parent.exists() or path.suffix == ".json":

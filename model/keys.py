@@ -44,7 +44,7 @@ def option(
     Args:
         help: description of the key, with its unit.
         resume: the resume rule, a key of RESUME.
-        why: the reason why a structural key cannot change on a resume.
+        why: for a structural key, the reason why its value cannot change when a run resumes.
         example: an example for error messages, for a key that expects an object or a list.
         before: the value that versions without the key used, if it differs from the default.
         limits: pydantic's limits, such as gt, ge, lt, le and min_length.

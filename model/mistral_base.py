@@ -125,10 +125,11 @@ class MistralBase(nn.Module):
         _drop_extra_state(self)
 
     def recompute_layers(self) -> None:
-        """Enable gradient checkpointing: save only the input of each layer and recompute activations in the backward
-        pass.
+        """Enable gradient checkpointing for the decoder layers.
 
-        The CPU reference implementation does not recompute. The layer's forward is wrapped instead of the call, because
+        Only the input of each layer is saved, and its activations are recomputed in the backward pass.
+
+        The CPU reference implementation does not recompute. The layer's forward is wrapped instead of its call, because
         the recomputation must run inside the layer's hooks. ZeRO 3 gathers weights in a hook before the backward and
         frees them in a hook after the forward; the recomputation must not trigger these.
         """
@@ -199,7 +200,7 @@ class MistralBase(nn.Module):
             loss: float32 scalar in nats per token.
             logits: [B, T, V], or None if a fused loss overwrites them with their gradient.
 
-        Raises ValueError: `documents` is given, but the model has no document mask.
+        Raises ValueError if `documents` is given, but the model has no document mask.
         """
         documents = self._documents(documents, input_ids)
         with self.precision.autocast():
@@ -227,7 +228,7 @@ class MistralBase(nn.Module):
     def _documents(self, documents: Documents | None, input_ids: torch.Tensor) -> Documents | None:
         """Return the documents that attention is restricted to, or None for plain causal attention.
 
-        Raises ValueError: `documents` is given, but the model has no document mask.
+        Raises ValueError if `documents` is given, but the model has no document mask.
         """
         if documents is None:
             if not self.document_mask:

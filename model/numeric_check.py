@@ -142,7 +142,7 @@ class _Probe:
     def errors(self, speed: SpeedConfig) -> Errors:
         """Return the errors of the loss and of each weight's gradient, relative to the float32 reference.
 
-        An FP8 model runs four passes. The first pass has different weights, so the second pass must replace their FP8
+        An FP8 model runs four passes. The first pass uses different weights, so the second pass must replace their FP8
         copies. The last two passes reuse the FP8 copies from the second pass. With delayed scaling, the passes also set
         the scales.
         """
@@ -187,7 +187,8 @@ class _Probe:
     def describe(self, errors: Errors) -> str:
         """Return a log line with the largest relative error and the largest scale error.
 
-        The two errors can belong to different gradients.
+        The scale error is the relative difference in magnitude between a gradient and its reference. The two errors can
+        belong to different gradients.
         """
         parts = []
         for index, what in enumerate(("relative error", "scale error")):

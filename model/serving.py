@@ -61,7 +61,7 @@ class TrainedFP8:
         blocks: whether each block has its own scale.
         recipes: FP8 recipes of the exported modules.
 
-    Raises PrecisionError: no weight can be exported, or the sizes are not multiples of the 128 x 128 blocks.
+    Raises PrecisionError if no weight can be exported, or the sizes are not multiples of the 128 x 128 blocks.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrainedFP8:
             weights: tensors keyed by Hugging Face name, in the training dtype.
             fp8_state: scales and amax histories as returned by model/fp8/state.py. Empty for recipes without state.
 
-        Raises PrecisionError: a weight is not finite.
+        Raises PrecisionError if a weight is not finite.
         """
         for matrix in self.matrices:
             self.model.get_submodule(matrix.module).to_empty(device="cpu")
@@ -198,7 +198,7 @@ def linear_names(hf_model: nn.Module) -> list[str]:
 def quantize_by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
     """Quantize the weights in `names` to FP8 with one scale per row.
 
-    Raises PrecisionError: a weight is not finite.
+    Raises PrecisionError if a weight is not finite.
     """
     for name in names:
         _check_finite(name, weights[name])

@@ -58,7 +58,7 @@ def check_startup(
         attention_backend: the configured backend. On a GPU, unfused attention is allowed only if this is "unfused".
         seq_length: tokens per training sample. Attention is checked at this length.
 
-    Raises StartupCheckError: a planned FP8 module did not run in FP8 (forward or backward), Transformer Engine and
+    Raises StartupCheckError if a planned FP8 module did not run in FP8 (forward or backward), Transformer Engine and
     torch loaded different cuDNN versions, attention is unfused, or attention differs from torch's SDPA.
     """
     te = VARIANTS[model.variant].te
@@ -104,7 +104,7 @@ def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Itera
     Args:
         passes: number of forward and backward passes inside the context.
 
-    Raises StartupCheckError: the FP8 GEMMs that ran differ from the planned ones.
+    Raises StartupCheckError if the FP8 GEMMs that ran differ from the planned ones.
     """
     if not uses_transformer_engine(model):
         yield
@@ -138,7 +138,7 @@ def check_attention(model: nn.Module, precision: Precision, checked: str) -> Non
     Args:
         checked: the attention backend that the startup check verified.
 
-    Raises StartupCheckError: the step used a different backend.
+    Raises StartupCheckError if the step used a different backend.
     """
     ran = attention_in_use(model, precision)
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
@@ -166,8 +166,9 @@ def _check_cudnn() -> str:
 
 
 def probe_tokens(config: MistralConfig) -> int:
-    """Return the sequence length of the random startup batch: at most PROBE_TOKENS, and a multiple that FP8 GEMMs
-    accept.
+    """Return the sequence length of the random startup batch.
+
+    The length is at most PROBE_TOKENS and a multiple that FP8 GEMMs support.
     """
     unit = 2 * FP8_TRAIN_ROW_MULTIPLE  # mxfp8 requires a multiple of 32
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
@@ -196,7 +197,7 @@ def verify_attention(
         requested: the configured attention backend.
         seq_length: number of tokens per sequence in the comparison.
 
-    Raises StartupCheckError: attention is unfused although a different backend is configured, or its results differ
+    Raises StartupCheckError if attention is unfused although a different backend is configured, or its results differ
     from SDPA.
     """
     error_out, error_grad = attention_errors(config, precision, seq_length, document_mask=document_mask)

@@ -74,7 +74,7 @@ class Task:
     def resolved(self, compute: Compute) -> Precision:
         """Return the configured precision with the given value of `compute`.
 
-        Amaxes (largest magnitudes) are not reduced over ranks, because the other ranks do not measure.
+        Amaxes (largest magnitudes) are not reduced over ranks, because only one rank runs the measurements.
         """
         config = replace(self.precision, auto=False, compute=compute)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
@@ -84,12 +84,15 @@ class Task:
         return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 else 1
 
     def graph_modes(self) -> tuple[bool, ...]:
-        """Return the values of speed.cuda_graphs to measure. If the configured value is true, only true is measured."""
+        """Return the values of speed.cuda_graphs to measure.
+
+        If the key is set to true, only true is measured. If training cannot use CUDA graphs, only false is measured.
+        """
         modes = (True,) if self.speed.cuda_graphs else (False, True)
         return modes if self.graphs_allowed else (False,)
 
     def build(self, precision: Precision) -> nn.Module:
-        """Build the model in the same way as training does."""
+        """Build the model exactly as training does."""
         model = build_model(
             self.config,
             self.variant,
@@ -121,7 +124,7 @@ class Choice:
 
 @dataclass
 class Candidate:
-    """A combination of settings and its measurements.
+    """A combination of settings that autotune measures, with the results.
 
     Attributes:
         times_ms: time for the forward and backward pass of one micro-batch in ms, one value per measurement round.
@@ -144,8 +147,8 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
     """Return the settings of the fastest candidate that fits into `memory_gib`, or None if there is none.
 
     Args:
-        candidates: candidates in order of preference. If times differ from the fastest by at most TIE, the first one
-            wins.
+        candidates: candidates in order of preference. The first one whose time is within TIE (a fraction) of the
+            fastest time is chosen.
         memory_gib: GPU memory available to the model in GiB.
     """
     usable = [c for c in candidates if math.isfinite(c.ms) and c.peak_gib <= memory_gib]
@@ -156,10 +159,10 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
 def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     """Time the candidate settings on the current GPU, log the measurements, and return the chosen settings.
 
-    This takes about a minute. GPU memory, random generators and Transformer Engine's state are restored. A candidate
-    that fails is not chosen. If no candidate can be measured, the settings do not change.
+    This takes about a minute. Random generators and Transformer Engine's state are restored, and GPU memory is freed.
+    Candidates that fail are skipped. If every candidate fails, the configured settings are returned.
 
-    Raises PrecisionError: the model or GPU does not support the configured precision.
+    Raises PrecisionError if the model or GPU does not support the configured precision.
     """
     logger.info("precision.auto: timing FP8 and bf16 training steps. This takes about a minute")
     plain, computes = task.resolved("bf16"), COMPUTE
@@ -286,7 +289,7 @@ class Step:
     def milliseconds(self, timer: Timer) -> float:
         """Return the time for one forward and backward pass in ms, as the median of ROUNDS measurements.
 
-        Raises StartupCheckError: FP8 did not run (see `verify_fp8`).
+        Raises StartupCheckError if FP8 did not run (see `verify_fp8`).
         """
 
         def run(count: int) -> None:

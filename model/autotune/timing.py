@@ -15,7 +15,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def cuda_ms(run: Callable[[], Any]) -> float:
-    """Return the time in ms from the call of `run` to the end of its last kernel, including launch time."""
+    """Measure the time in ms from the call to `run` until its last kernel finishes, including launch time."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -27,8 +27,9 @@ def cuda_ms(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
-    """Restore random generators, FP8 state and the attention backend when this context manager exits, and free GPU
-    memory.
+    """Restore random generators, FP8 state and attention backend on exit from this context manager.
+
+    GPU memory is also freed.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:

@@ -25,12 +25,12 @@ def calibrate(
     accumulation: int,
     documents: Documents | None = None,
 ) -> list[str]:
-    """Fill the amax histories of an untrained model for delayed scaling, and return lines for the log.
+    """Fill the amax histories of an untrained model for delayed scaling, and return log lines.
 
     Only FP8 state changes. With other recipes, or if precision.calibration_passes is 0, this function does nothing.
 
-    Several passes are needed, because a gradient cast with a wrong scale makes the gradients of all earlier layers
-    wrong. The residual stream, which is not cast, limits this error to one layer per pass.
+    Several passes are needed, because a gradient that is cast with a wrong scale also makes the gradients of earlier
+    layers wrong, and with them the amaxes (largest magnitudes) recorded there.
 
     Args:
         input_ids: int64 [B, T] (B rows of T tokens), a training micro-batch on the model's device.

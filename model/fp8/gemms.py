@@ -69,7 +69,7 @@ class Gemms:
         return [name for name, count in self.forward.items() if count]
 
     def problem(self, passes: int = 1, backward: bool = True) -> str:
-        """Return how the FP8 GEMMs that ran differ from the plan, with advice, or "" if they match.
+        """Return an error message with advice if the FP8 GEMMs that ran differ from the plan, or "" if they match.
 
         Args:
             passes: number of counted passes.

@@ -88,7 +88,8 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
 def table_rows() -> list[list[str]]:
     """Return the rows of the architecture table in docs/hardware.md.
 
-    The columns are the architecture with its GPUs, the supported recipes, and the disabled defaults.
+    The columns are the architecture with example GPUs, its supported recipes, and the features that are on by default
+    but disabled on this architecture.
     """
     rows = []
     for (major, minor), found in ARCHITECTURES.items():

@@ -69,7 +69,7 @@ def format_names(names: list[str]) -> str:
 
 
 def run_with_recipe(module: nn.Module, te: Any, recipe: Any) -> None:
-    """Run `module` and all its submodules in a separate autocast context with `recipe`.
+    """Make `module` and all its submodules run in a separate autocast context with `recipe`.
 
     If `recipe` is None, FP8 is disabled.
     """
@@ -155,7 +155,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     Modules that match `bf16_modules` stay in bf16, and modules in `fallbacks` get their own autocast context. With
     torchao, FP8 modules replace the planned Linear modules.
 
-    Raises PrecisionError: for the same reasons as `check_precision`.
+    Raises PrecisionError for the same reasons as `check_precision`.
     """
     if not precision.fp8:
         return
@@ -184,7 +184,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
 def check_precision(model: nn.Module, precision: Precision) -> list[str]:
     """Return the names of the modules that would run FP8, without changing `model`.
 
-    Raises PrecisionError: a pattern in `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
+    Raises PrecisionError if a pattern in `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
     or no module is left to run FP8.
     """
     patterns = precision.config.bf16_modules

@@ -57,11 +57,11 @@ def first_key(problem: str) -> str:
 
 
 def resolve_head_gradients(config: PrecisionConfig) -> PrecisionConfig:
-    """Return `config` with fp8_head_gradients set for this machine if it is null.
+    """Return `config`, with a null fp8_head_gradients replaced by the default for this GPU.
 
     The model variant must be te_linear or te_layer.
 
-    Raises PrecisionError: the backend cannot be loaded.
+    Raises PrecisionError if the backend cannot be loaded.
     """
     if config.fp8_head_gradients is not None:
         return config
@@ -82,7 +82,7 @@ class Precision:
         fallbacks: fallback of each module (precision.on_trouble), keyed by module name. The values are in
             FALLBACK_ORDER.
 
-    Raises PrecisionError: the configuration is invalid, or the hardware does not support its FP8 recipe.
+    Raises PrecisionError if the configuration is invalid, or the hardware does not support its FP8 recipe.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Precision:
 
         The backend is loaded on first use, because transformers' own model and torchao do not need it.
 
-        Raises PrecisionError: the backend cannot be loaded.
+        Raises PrecisionError if the backend cannot be loaded.
         """
         try:
             return te_backend.load(self.config.backend)

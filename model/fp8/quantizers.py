@@ -144,9 +144,9 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parse_quantize(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call quantize(tensor, quantizer, optional output, ...) -> output.
+    """Extract the operand from a call to quantize(tensor, quantizer, optional output, ...) -> output.
 
-    A cached weight has its own quantizer, so its address identifies the weight.
+    A cached weight has its own quantizer, so the address of the quantizer identifies the weight.
     """
     tensor, quantizer, *made = arguments
     made = made[0] if made and made[0] is not None else result
@@ -154,13 +154,14 @@ def _parse_quantize(arguments: Any, result: Any) -> Any:
 
 
 def _parse_bias_gradient(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized)."""
+    """Extract the operand from a call to bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized)."""
     return _parse_quantize(arguments, result[1])
 
 
 def _parse_rms_norm(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call rmsnorm_fwd(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse RMS
-    [M]).
+    """Extract the operand from a call to rmsnorm_fwd.
+
+    The signature is rmsnorm_fwd(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse RMS [M]).
     """
     x, weight, quantizer = arguments[0], arguments[1].detach(), arguments[4]
     if quantizer is None:
@@ -169,13 +170,16 @@ def _parse_rms_norm(arguments: Any, result: Any) -> Any:
 
 
 def _parse_swiglu(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call swiglu(x [M, 2 F], quantizer) -> quantized [M, F], with M rows and F features."""
+    """Extract the operand from a call to swiglu(x [M, 2 F], quantizer) -> quantized [M, F].
+
+    M is the number of rows and F the number of features.
+    """
     x, quantizer = arguments[:2]
     return None if quantizer is None else (quantizer, None, "swiglu", (_matrix(x),), result)
 
 
 def _parse_swiglu_gradient(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
+    """Extract the operand from a call to dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
         return None

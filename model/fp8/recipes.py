@@ -22,7 +22,7 @@ FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def fp8_multiple(recipe: str) -> int:
-    """Return the number by which the features and rows of an FP8 GEMM in training must be divisible.
+    """Return the number that must divide the feature and row counts of every FP8 GEMM in training.
 
     The recipe mxfp8 requires complete blocks of 32 values.
     """
@@ -74,7 +74,7 @@ FALLBACK_ORDER = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
-    """Return the recipe keys in a "precision" section that none of its recipes reads, in any phase or fallback."""
+    """Return the keys that no recipe of a "precision" section reads, in any of its phases or fallbacks."""
     read: set[str] = set()
     for phase in precision.get("schedule") or [{}]:
         own = {**precision, **phase}
@@ -87,7 +87,10 @@ def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
 
 
 def forward_recipe(recipe_name: str) -> str:
-    """Return the recipe used in the forward pass for a recipe or fallback in FALLBACK_ORDER other than "bf16"."""
+    """Return the recipe that `recipe_name` uses in the forward pass: "block" for the fallback "bf16_backward".
+
+    Any other name except "bf16" is returned unchanged.
+    """
     return "block" if recipe_name == "bf16_backward" else recipe_name
 
 

@@ -52,7 +52,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     Saved tensors are ignored if they belong to attention or to a module that fell back to another recipe after the
     state was saved.
 
-    Raises PrecisionError: the names or shapes of the saved tensors do not match the model.
+    Raises PrecisionError if the names or shapes of the saved tensors do not match the model.
     """
     modules = dict(model.named_modules())
     places = {key: (["", "", *key.rsplit(".", 2)])[-3:] for key in saved}

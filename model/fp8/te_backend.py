@@ -64,7 +64,7 @@ def load(name: str = "auto") -> SimpleNamespace:
             statistics, upstream)` returns a gradient for `fp8_gradients` that equals the one from `cross_entropy` bit
             for bit.
 
-    Raises BackendError: Transformer Engine cannot run, although it was requested or there is a CUDA device.
+    Raises BackendError if Transformer Engine cannot run, although it was requested or there is a CUDA device.
     """
     if name == "auto":
         name = "transformer_engine" if torch.cuda.is_available() else "reference"
@@ -476,7 +476,7 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
 
     For "auto", this is the preferred available backend.
 
-    Raises BackendError: the backend does not support document masks on this GPU, or the dtype is float32, which only
+    Raises BackendError if the backend does not support document masks on this GPU, or the dtype is float32, which only
     unfused attention supports.
     """
     if te.name == "reference":

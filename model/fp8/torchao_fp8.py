@@ -36,7 +36,7 @@ drop_log_messages("torch.utils._pytree", "<enum ")
 def _torchao(module: str = "float8") -> Any:
     """Import a torchao module by name.
 
-    Raises BackendError: torchao cannot be imported.
+    Raises BackendError if torchao cannot be imported.
     """
     try:
         return importlib.import_module(f".{module}", "torchao")
@@ -71,7 +71,7 @@ def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
 
 
 class _InterceptGemms(TorchDispatchMode):
-    """Dispatch mode that calls `note` for each FP8 GEMM.
+    """Torch dispatch mode that calls `note` for each FP8 GEMM.
 
     These GEMMs are aten._scaled_mm or, with emulation, aten.mm of two torchao FP8 tensors.
     """

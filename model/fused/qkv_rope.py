@@ -35,7 +35,7 @@ def _rotate_heads(
     HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Split and rotate all heads of one token, or join their gradients with BACKWARD.
+    """Split and rotate all heads of one token, or, with BACKWARD, join their gradients.
 
     HEADS is N + 2 K (N query heads, K key/value heads) and HALF is half the head dimension, each rounded up to a power
     of two.

@@ -68,8 +68,8 @@ def _backward(
     """Compute one square of the gate gradient and the matching square of the up gradient, and cast both to FP8.
 
     Rows and columns are cast separately. The values for the rows are clamped first, so that the compiler cannot merge
-    the two casts. If the compiler stores codes as words and also extracts their bytes, the ptxas in Triton 3.6.0
-    (12.8.93) reads every fourth byte from a register that was never written.
+    the two casts. A merged cast stores the codes as words and also extracts their bytes. The ptxas in Triton 3.6.0
+    (12.8.93) miscompiles this and reads every fourth byte from a register that was never written.
     """
     square_f, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * SIDE + tl.arange(0, SIDE)
@@ -142,7 +142,7 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def matches_reference(quantizer: Any) -> bool:
-    """Return whether the compiled `dswiglu` kernel writes the same bytes row by row and transposed.
+    """Return whether the compiled `dswiglu` kernel writes the same FP8 codes to the row-wise and the transposed output.
 
     The check uses the FP8 format of `quantizer` and waits for the GPU. CUDA only.
     """

@@ -114,7 +114,9 @@ class DotProductAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         window_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Compute attention from q [B, S, N, D] and k and v [B, S, K, D], or q [T, N, D] and k and v [T, K, D] for
+        """Compute attention for inputs with the layout "bshd" or "thd".
+
+        The inputs are q [B, S, N, D] and k and v [B, S, K, D] for "bshd", and q [T, N, D] and k and v [T, K, D] for
         "thd".
 
         Shapes: B batch, S tokens per sequence, T total tokens, N query heads, K key/value heads, D head dimension.
@@ -126,7 +128,7 @@ class DotProductAttention(nn.Module):
 
         Returns: [B, S, N * D], or [T, N * D] for "thd".
 
-        Raises ValueError: the mask or window is not supported.
+        Raises ValueError if the mask or window is not supported.
         """
         layout = qkv_format or self.qkv_format
         _check_layout(layout, attn_mask_type or self.attn_mask_type)

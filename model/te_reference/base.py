@@ -95,7 +95,7 @@ class FP8Call:
     Attributes:
         forward_state: FP8 state of the inputs and weights.
         backward_state: FP8 state of the gradients.
-        trains: whether the forward pass has a backward pass.
+        trains: whether a backward pass follows the forward pass.
         moves_backward_scales: whether the backward pass of this module updates the gradient scales of all modules.
     """
 
@@ -110,7 +110,7 @@ class FP8Call:
         return getattr(self.forward_state.recipe, "backward_override", None) is not None
 
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
-        """Return the quantizer for a forward tensor (INPUT or WEIGHT) of GEMM number `gemm` in the module."""
+        """Return the quantizer for a forward tensor (INPUT or WEIGHT) of the module's GEMM with index `gemm`."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
         return Quantizer(self.forward_state, 3 * gemm + tensor, kind)
 
@@ -177,7 +177,7 @@ class FP8Module(nn.Module):
     def quantize_weight(
         self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
     ) -> QuantizedMatrix:
-        """Return the quantized weight for GEMM number `gemm` in the module.
+        """Return the quantized weight for the module's GEMM with index `gemm`.
 
         Args:
             is_first_microbatch: None quantizes the weight. True also caches the result, and False returns the cached

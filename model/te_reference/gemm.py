@@ -176,12 +176,14 @@ def fp8_gemm(
     eps: float = 0.0,
     swiglu: bool = False,
 ) -> Tensor:
-    """Compute `f(x) @ W.T` as GEMM number `gemm` of `module`, where `f` is RMSNorm, SwiGLU or the identity.
+    """Compute `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
+
+    The operands are quantized by the quantizers of `module`'s GEMM with index `gemm`.
 
     RMSNorm is applied if `norm_weight` is given. The input is [..., K], or [..., 2 K] with `swiglu`; the output is
     [..., N] (K input features, N output features).
 
-    Raises ValueError: FP8 GEMMs do not support the shapes.
+    Raises ValueError if FP8 GEMMs do not support the shapes.
     """
     multiple = MX_BLOCK if isinstance(call.forward_state.recipe, MXFP8BlockScaling) else 16
     check_fp8_shapes(type(module).__name__, x, weight, trains=call.trains, multiple=multiple)

@@ -44,7 +44,7 @@ class Linear(FP8Module):
             is_first_microbatch: None quantizes the weight. True also caches the FP8 weight, and False uses the cached
                 weight.
 
-        Raises ValueError: FP8 GEMMs do not support the shapes.
+        Raises ValueError if FP8 GEMMs do not support the shapes.
         """
         call = self.prepare_fp8(inp)
         if call is None:

@@ -66,13 +66,13 @@ def apply_rotary_pos_emb(
 
     Shapes: B batch, S tokens, N heads, D head dimension.
 
-    Raises ValueError: the format is not "bshd", fused is False (Transformer Engine would then round cos and sin first),
-    or there are fewer angles than tokens.
+    Raises ValueError if the format is not "bshd", fused is False (Transformer Engine would then round cos and sin
+    first), or there are fewer angles than tokens.
     """
     if not fused or tensor_format != "bshd" or t.shape[1] > len(freqs):
         raise ValueError(
-            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} angles "
-            f"for {t.shape[1]} tokens is not supported on a CPU; use tensor_format='bshd' and fused=True with "
-            "one angle per token."
+            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}) with {len(freqs)} rows "
+            f"of angles for {t.shape[1]} tokens is not supported on a CPU; use tensor_format='bshd', fused=True "
+            "and at least one row of angles per token."
         )
     return _FusedRotation.apply(t, freqs[: t.shape[1]].transpose(0, 1))
