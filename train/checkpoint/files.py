@@ -77,7 +77,7 @@ class RunState:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Map the names of modules that were moved to a safer recipe to these recipes."""
+        """Return {module name: recipe} for the modules that fell back to a safer precision recipe."""
         return {change["module"]: change["to"] for change in self.escalations}
 
 
@@ -86,12 +86,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file that contains the random states and the FP8 state of a rank."""
+    """Return the name of the file with a rank's random number generator states and FP8 state."""
     return f"rank_{rank:05d}.pt"
 
 
 def parse_step(path: Path) -> int:
-    """Return the training step in the name of a checkpoint folder."""
+    """Return the training step that is encoded in the name of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -215,7 +215,8 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     entries, step = found
     if path.name.startswith("step-") and path.name != checkpoint_name(step):
         raise CheckpointError(
-            f"{path} contains the checkpoint for step {step}. Rename the folder to {checkpoint_name(step)}",
+            f"{path} contains the checkpoint for step {step}, which does not match the folder name. Rename the folder "
+            f"to {checkpoint_name(step)}",
             code="damaged",
             key=str(path),
         )
@@ -245,7 +246,7 @@ def record_rollback(path: Path, ranges: list[list[int]]) -> None:
 
 
 def identity(path: Path) -> str:
-    """Return the sha256 of a manifest, which identifies the content of all files in the checkpoint `path`."""
+    """Return the SHA-256 of the manifest of the checkpoint `path`, which identifies the content of all its files."""
     return sha256_file(path / MANIFEST)
 
 
@@ -255,7 +256,8 @@ def identity(path: Path) -> str:
 def remove(path: Path) -> None:
     """Remove a checkpoint folder, or only the link if `path` is a symbolic link.
 
-    The manifest is removed first. An interrupted removal then leaves no folder that looks like a complete checkpoint.
+    The manifest is removed first, so that an interrupted removal never leaves a folder that looks like a complete
+    checkpoint.
 
     Raises:
         OSError: a file cannot be removed.

@@ -111,10 +111,10 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
 
 
 def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool = False) -> None:
-    """Load weights, optimizer state, random states and FP8 state from a checkpoint. Collective: all ranks must call it.
+    """Load weights, optimizer state, RNG states and FP8 state from a checkpoint. Collective: all ranks must call it.
 
     With the same number of ranks and ZeRO stage, the state is restored bit by bit. Otherwise, or with `reshard`, the
-    weights, optimizer state and FP8 state are resharded, and additional ranks keep their current random states. The
+    weights, optimizer state and FP8 state are resharded, and additional ranks keep their current RNG states. The
     optimizer settings and the gradient clipping of the engine do not change. FP8 state is only loaded if it fits
     `precision` (`fits_fp8_state`).
 
@@ -163,7 +163,7 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """Read the weights in a checkpoint by their Hugging Face names, on the CPU and in the training dtype.
+    """Load a checkpoint's weights on the CPU in the training dtype. Return them by Hugging Face parameter name.
 
     Raises:
         CheckpointError: the weights are missing or cannot be read.
@@ -174,7 +174,7 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read the weights in a checkpoint by their parameter names in this project's model, on the CPU.
+    """Load a checkpoint's weights on the CPU. Return them by the parameter names of this project's model.
 
     Raises:
         CheckpointError: the weights are missing or cannot be read.

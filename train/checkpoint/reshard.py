@@ -41,8 +41,8 @@ class Piece:
 
     Attributes:
         start: index of the first element in the flattened parameter.
-        tensors: 1-D tensors of equal length: the float32 weight (key: WEIGHT) and the optimizer moments (keys: their
-            names in train/engine/zero.py).
+        tensors: 1-D tensors of equal length: the float32 weight (key: WEIGHT) and the optimizer moments (keys: MOMENTS
+            for AdamW, MOMENTUM for Muon).
     """
 
     start: int
@@ -116,7 +116,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
         name = wrong[0]
         raise CheckpointError(
-            f"{path} belongs to another model, because {len(wrong)} parameters differ. For example, {name} has "
+            f"{path} belongs to another model: {len(wrong)} parameters differ. For example, {name} has "
             f"{held.get(name, 0)} elements in the checkpoint and {sizes.get(name, 0)} in the model"
         )
 
@@ -127,7 +127,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
 def zero12_partition(
     sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of parameters that a rank stores with ZeRO 1 or 2.
+    """Yield the parameter pieces that a rank stores with ZeRO 1 or 2.
 
     DeepSpeed concatenates the parameters of a group, with `paddings[i]` padding elements after parameter i. Rank r
     stores `length` elements of the result, starting at element r * length. Without ZeRO, call this function separately
@@ -149,7 +149,7 @@ def zero12_partition(
 
 
 def zero3_partition(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of parameters that a rank stores with ZeRO 3.
+    """Yield the parameter pieces that a rank stores with ZeRO 3.
 
     DeepSpeed splits each parameter into `world` parts of equal length, with padding at the end. Rank r stores part r of
     each parameter. The parts are concatenated.
@@ -173,7 +173,7 @@ def zero3_partition(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iter
 
 
 def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece]]:
-    """Yield the pieces of parameters that the engine stores on this rank.
+    """Yield the parameter pieces that the engine stores on this rank.
 
     Args:
         step: AdamW's step count. If None, the pieces contain no moments.
@@ -207,10 +207,10 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
 def master_pieces(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """Split a tensor that the optimizer updates into pieces of model parameters.
+    """Split an optimizer master tensor into the pieces that belong to each model parameter.
 
     Args:
-        master: the tensor and the parameters that it represents.
+        master: the master tensor, and the model parameters that it contains.
         tensors: 1-D tensors with the same partition as `master`, from which the pieces are cut.
 
     Yields:
@@ -256,7 +256,7 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
 
 def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
-    """Read the float32 weights of a ZeRO 3 checkpoint by parameter name, from the optimizer files of all ranks.
+    """Gather the float32 weights of a ZeRO 3 checkpoint from the optimizer files of all ranks, by parameter name.
 
     Raises:
         CheckpointError: a file is missing, unreadable or incomplete.
@@ -273,7 +273,7 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
     """Read the optimizer state of a checkpoint that was saved without ZeRO.
 
-    It was written by a torch optimizer, or by DeepSpeed's optimizer wrapper with float32 weights.
+    The state was written by a torch optimizer, or by DeepSpeed's optimizer wrapper with float32 weights.
     """
     optimizer = model["optimizer"]
     weights = [[model["module"][name] for name in names]]
@@ -288,7 +288,7 @@ def _read_shard(
 ) -> None:
     """Read the optimizer state of one rank.
 
-    It contains a flat tensor for each parameter group (ZeRO 1 and 2) or parameter sub-group (ZeRO 3).
+    The state contains a flat tensor for each parameter group (ZeRO 1 and 2) or parameter sub-group (ZeRO 3).
     """
     if state.zero_stage == 3:
         flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]

@@ -49,7 +49,7 @@ class Change:
     """A difference between the configuration of a run and the configuration stored in its checkpoint.
 
     Attributes:
-        what: the value that differs, with its old and new value.
+        what: the key, old value and new value of the difference.
         key: the key to list in allow_changes_on_resume.
         never: the reason why this value cannot change on resume, or "" if it can change.
     """
@@ -66,8 +66,8 @@ class ChangesError(CheckpointError):
     """Error raised if a run resumes from a checkpoint with configuration changes that are not allowed.
 
     Attributes:
-        changes: the changes that can never be allowed. If there are none, all changes that allow_changes_on_resume must
-            list.
+        changes: the changes that can never be allowed. If all changes can be allowed, the changes to list in
+            allow_changes_on_resume.
     """
 
     code = "change_not_allowed"

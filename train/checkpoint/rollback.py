@@ -53,8 +53,8 @@ def roll_back(
 ) -> bool:
     """Load the newest intact checkpoint and skip the samples that led to spikes. Collective: all ranks must call it.
 
-    The run skips the samples from the step before the first spike to the last spike. The step before the spike is
-    included, because its weight update causes a spike as often as the samples in the step of the spike.
+    The run skips the samples from the step before the first spike to the last spike. The preceding step is included,
+    because its weight update is as likely to cause a spike as the samples of the step in which the loss spikes.
 
     Args:
         spikes: the loss spikes, oldest first.

@@ -73,7 +73,7 @@ class Ranks:
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values that the ranks passed, in the order of the ranks."""
+        """Gather a value from every rank, and return all values in rank order."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -252,7 +252,7 @@ class Job:
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
-    """Return the state that each rank saves in addition to DeepSpeed: random states, FP8 scales and amax histories."""
+    """Return the state of this rank that DeepSpeed does not save: RNG states, FP8 scales and amax histories."""
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     return {
@@ -268,7 +268,7 @@ class _Hashed:
     """A file object for torch.save that also computes the hash of the written data.
 
     `write` stores an error instead of raising it. torch.save ignores the return value of `write`, and an exception
-    would pass through C code.
+    would have to propagate through C code.
     """
 
     def __init__(self, file: BinaryIO):

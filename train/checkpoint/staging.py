@@ -25,7 +25,7 @@ PAGE, TOUCHING_THREADS = 4096, 8
 
 
 class HostBuffer:
-    """Host memory that is allocated on first use, and reused while the size does not change.
+    """A host memory buffer that is allocated on first use, and reused while the size does not change.
 
     The memory is not allocated by torch. torch's pinned memory allocator rounds sizes up to a power of two, and
     torch.save writes the whole storage of a tensor even if the tensor is only a part of the storage.
@@ -58,7 +58,10 @@ class HostBuffer:
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
     def _touch(self) -> None:
-        """Touch all memory pages in several threads. Pinning would use a single thread, which took 5 s for 9 GB."""
+        """Touch all memory pages in several threads before the memory is pinned.
+
+        Pinning would touch them in a single thread, which took 5 s for 9 GB.
+        """
         share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
         starts = range(0, self.size, share)
         with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
@@ -84,7 +87,7 @@ class HostBuffer:
         )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return a uint8 tensor [size] with its own storage, which is a view of the memory from byte `offset`."""
+        """Return a uint8 tensor of `size` elements that has its own storage and uses the buffer from byte `offset`."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -145,7 +148,7 @@ class Snapshot:
         """Copy the storage of each tensor into `buffer`. Copies from a GPU are only queued.
 
         Returns:
-            The copied storages, by the address (`_cdata`) of the original storage.
+            {address of the original storage (`_cdata`): copied storage}.
 
         Raises:
             MemoryError: there is not enough host memory.

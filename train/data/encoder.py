@@ -87,7 +87,7 @@ class TextEncoder:
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
                 f"{path} cannot be read: {error}. Copy the file again (for a Git LFS pointer, run `git lfs pull`). "
-                "If the folder has another tokenizer file, you can also remove this file",
+                "If the folder has another tokenizer file, you can remove this file instead",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error

@@ -67,7 +67,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of the `manifest.json` of prepared data.
+    """The contents of manifest.json in a folder with prepared data.
 
     Attributes:
         tokenizer_sha256: hash of `tokenizer_files[0]`, the file that defines the ids (tokenizer.model or
@@ -133,8 +133,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check the manifest in a folder with prepared data.
 
     Raises:
-        DataError: the folder or its manifest is missing, or the manifest is invalid. `key` is then its first invalid
-            field.
+        DataError: the folder or its manifest is missing, or the manifest is invalid. If the manifest is invalid, the
+            error's `key` is the first invalid field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
@@ -149,14 +149,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     except ValidationError as error:
         (problem, *_), key = error.errors(), ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(
-            f"{path} is corrupt, or not a manifest of prepared data: {key} {problem['msg']}; {COPY_ADVICE}",
+            f"{path} is corrupt or does not describe prepared data: {key} {problem['msg']}; {COPY_ADVICE}",
             code="manifest_corrupt",
             key=key or None,
         ) from error
 
 
 def is_foreign_manifest(path: Path) -> bool:
-    """Return whether the manifest.json `path` must not be replaced.
+    """Return whether the manifest.json file at `path` must not be overwritten.
 
     This is the case if the file was written by a newer version of this code or does not describe prepared data. For
     example, checkpoints also contain a manifest.json.
@@ -180,7 +180,8 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise DataError(
-                f"{path} has {found} bytes (None if missing), but the manifest lists {size}; {COPY_ADVICE}",
+                f"{path} {'is missing' if found is None else f'has {found} bytes'}, but the manifest lists {size} "
+                f"bytes; {COPY_ADVICE}",
                 code="file_missing" if found is None else "wrong_size",
                 key=str(path),
             )

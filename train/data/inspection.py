@@ -30,7 +30,7 @@ BINS = 64  # bin k counts documents with 2^k to 2^(k+1) - 1 tokens
 
 
 def count_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Compute a histogram of document lengths. Bin k has the documents with 2^k to 2^(k+1) - 1 tokens.
+    """Compute a histogram of document lengths. Bin k counts the documents with 2^k to 2^(k+1) - 1 tokens.
 
     Args:
         lengths: number of tokens in each document, at least 1, [number of documents].
@@ -47,13 +47,13 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
     """Return the histogram of document lengths (`count_lengths`) for one shard.
 
     Raises:
-        DataError: the document ends do not increase, or the last document does not end at the end of the shard.
+        DataError: the document end offsets do not increase, or the last document does not end at the end of the shard.
     """
     lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
     if lengths.min() < 1 or lengths.sum() != shard.tokens:
         raise DataError(
-            f"{folder / shard.name}.index is damaged: the document ends must increase up to {shard.tokens}, the number "
-            f"of tokens in the shard; {COPY_ADVICE}",
+            f"{folder / shard.name}.index is damaged: the document end offsets must increase up to {shard.tokens}, the "
+            f"number of tokens in the shard; {COPY_ADVICE}",
             code="index_not_increasing",
             key=f"{folder / shard.name}.index",
         )

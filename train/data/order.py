@@ -79,7 +79,7 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
         for name, weight in phase.weights.items():
             if name not in names:
                 problems.append(
-                    f"{what}: there is no source named {name!r}; data.sources has {', '.join(sorted(names))}"
+                    f"{what}: there is no source named {name!r}; data.sources contains {', '.join(sorted(names))}"
                 )
             if not (math.isfinite(weight) and weight >= 0):
                 problems.append(
@@ -90,8 +90,8 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
         is_last, end = index == len(phases) - 1, phase.until_tokens
         if is_last != (end is None) or (end is not None and end <= begin):
             problems.append(
-                f"{what}: until_tokens is {end}; it must be above {begin}, where the phase begins, but missing in the "
-                "last phase"
+                f"{what}: until_tokens is {end}, but must be above {begin}, where the phase begins; only the last "
+                "phase must omit until_tokens"
             )
         begin = end or begin
     problems += [
@@ -132,7 +132,7 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
         return Mixture(shares[0], later=list(zip(starts[1:], shares[1:], strict=True)))
     except ValueError as error:
         raise DataError(
-            f"data.weights (by default, the number of samples of each source): {error}",
+            f"data.weights (default: the number of samples in each source): {error}",
             code="weight_too_small",
             key="data.weights",
         ) from error
@@ -288,7 +288,10 @@ class _Targets:
                 reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
 
     def release(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the earliest position (from 1) for sample `ordinal` of a source, using the weights of `phase`."""
+        """Return the earliest position (counted from 1) for sample `ordinal` of a source.
+
+        The target uses the weights of `phase`.
+        """
         scale = 2 * self.sources - 2  # 1/d, see Mixture
         level = self.unit[phase] * (scale * (ordinal - 1) + 1) - self.offset[phase][source] * scale
         if slope := self.slope[phase][source]:
@@ -296,7 +299,7 @@ class _Targets:
         return 0 if level <= 0 else math.inf
 
     def due(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the latest position (from 1) for sample `ordinal` of a source."""
+        """Return the latest position (counted from 1) for sample `ordinal` of a source."""
         scale = 2 * self.sources - 2
         for s in range(phase, len(self.starts)):
             if slope := self.slope[s][source]:

@@ -67,7 +67,7 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Read up to `count` tokens from a shard, starting at token `offset`. At the end of the shard, return fewer.
+        """Read up to `count` tokens from a shard, starting at token `offset`. Return fewer if the shard ends.
 
         Raises:
             DataError: the file was truncated while it was open, or a token id is not in the vocabulary.
@@ -94,7 +94,9 @@ class TokenSource:
         return ids
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Read one window into two arrays of `seq_length` tokens. The labels are the inputs shifted by one token.
+        """Read the inputs and labels of one window, two arrays of `seq_length` tokens.
+
+        The labels are the inputs shifted by one token.
 
         Raises:
             DataError: a shard is truncated, or a token id is not in the vocabulary.
@@ -141,7 +143,7 @@ class TokenSource:
             The position after each document end, from 1 to `seq_length`, increasing, int64.
 
         Raises:
-            DataError: the document ends in the index do not increase.
+            DataError: the document end offsets in the index do not increase.
         """
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
@@ -157,7 +159,7 @@ class TokenSource:
         relative = np.concatenate(found)
         if (np.diff(relative, prepend=0, append=self.seq_length + 1) < 1).any():
             raise DataError(
-                f"{self.folder}: an index file is damaged, because the document ends in sample {window} of the "
+                f"{self.folder}: an index file is damaged: the document end offsets in sample {window} of the "
                 f"{self.split} split do not increase; {COPY_ADVICE}",
                 code="index_not_increasing",
                 key=str(self.folder),

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
         )
 
     def labelled(self) -> torch.Tensor:
-        """Return the fraction of tokens that have a label, as a float32 scalar tensor. Does not synchronize a GPU."""
+        """Return the fraction of tokens that have a label, as a float32 scalar tensor. Does not synchronize the GPU."""
         return (self.labels != NO_LABEL).float().mean()
 
 
@@ -269,7 +269,7 @@ def open_stream(
         sources: {name of the source: folder}. For the other arguments, see SampleStream.
 
     Raises:
-        DataError: a folder cannot be opened, the folders do not fit together, or the weights are invalid.
+        DataError: a folder cannot be opened, the folders are incompatible with each other, or the weights are invalid.
     """
     return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
 
@@ -285,7 +285,8 @@ def open_held_out(
     Args:
         train: the training stream of `sources`.
         sources: {name: folder} of the training data. The loss on their eval splits is named "eval_loss".
-        sets: {name: folder} of additional evaluation sets. The loss on the eval split of each is "eval_loss/NAME".
+        sets: {name: folder} of additional evaluation sets. The loss on the eval split of a set is named
+            "eval_loss/NAME".
         max_samples: maximum number of samples in each stream (see SampleStream).
 
     Returns:

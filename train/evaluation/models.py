@@ -166,8 +166,8 @@ class Plan:
         encoder = TextEncoder(self.tokenizer_folder(given))
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer with which the model was trained, because the data was "
-                "prepared again; pass the folder of the original tokenizer as --tokenizer",
+                f"{encoder.folder} is not the tokenizer that the model was trained with. It was replaced when the data "
+                "was prepared again. Pass the folder of the original tokenizer as --tokenizer",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )
@@ -176,7 +176,7 @@ class Plan:
     def build(self) -> tuple[nn.Module, Precision]:
         """Build the model in evaluation mode and load its weights.
 
-        With delayed scaling, the scales are those that rank 0 used in training.
+        With delayed scaling, the model uses the FP8 scales that rank 0 used in training.
 
         Raises:
             ValueError, CheckpointError: Weights are missing or damaged, or belong to a different model.

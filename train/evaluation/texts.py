@@ -82,10 +82,10 @@ class Packed:
         length: Number of tokens per sample.
         size: Number of samples per batch.
         samples: Maximum total number of samples, evenly spread over the sources, or None for all samples.
-        document_mask: Restrict attention to documents, as in training.
+        document_mask: Restrict attention to tokens of the same document, as in training.
 
     Raises:
-        DataError: A folder cannot be opened, or the folders do not fit together.
+        DataError: A folder cannot be opened, or the folders are incompatible with each other.
     """
 
     def __init__(
@@ -214,10 +214,10 @@ class Documents:
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:
-        """Add a source with its documents. If there are more than `samples` documents, use evenly spaced ones.
+        """Add a source with up to `samples` of its documents, evenly spaced.
 
         Raises:
-            DataError: There are no documents.
+            DataError: The source has no documents.
         """
         if not documents:
             raise DataError(

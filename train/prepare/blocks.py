@@ -34,7 +34,7 @@ load_encoder = lru_cache(1)(TextEncoder)  # loads the tokenizer once per process
 class ReadDocuments(PipelineStep):
     """Pipeline block that reads the input documents of one task. The `id` of a document is its file and line.
 
-    With --eval_by position, each document is cut into one document per split, with the split in its metadata.
+    With --eval_by position, each document is cut into a train and an eval document, whose metadata contain the split.
     """
 
     type, name = "READER", "strict"

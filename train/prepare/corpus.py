@@ -59,7 +59,7 @@ SPLIT_ON = (
 
 
 def add_loss_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options --max_dropped and --max_damaged_files to a command line."""
+    """Add the options --max_dropped and --max_damaged_files to an argument parser."""
     add = partial(parser.add_argument, type=between(0), default=0)
     add("--max_dropped", help="maximum number of unreadable documents to skip without an error (default: 0)")
     add("--max_damaged_files", help="maximum number of damaged files to accept without an error (default: 0)")
@@ -156,7 +156,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
     for file, _ in files:
         if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
             raise DataError(
-                f"{file} is contained twice in the inputs (directly, in a folder or through a link), first as {first}. "
+                f"{file} occurs twice in the inputs (directly, in a folder or through a link), first as {first}. "
                 "Pass each input once, and remove links to other inputs from folders",
                 code="given_twice",
                 key=str(file),

@@ -73,10 +73,9 @@ def run_local(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
                 pass
         except BrokenProcessPool as error:
             raise PreparationError(
-                f"a worker process was killed in pipeline {pipeline.name}, possibly because the memory ran out. "
-                f"{len(incomplete_tasks(pipeline, folder))} of {pipeline.tasks} tasks are incomplete. Run the same "
-                "command "
-                "again to resume. If the memory ran out, pass a smaller --workers",
+                f"a worker process was killed in pipeline {pipeline.name}, possibly because the host ran out of "
+                f"memory. {len(incomplete_tasks(pipeline, folder))} of {pipeline.tasks} tasks are incomplete. Run the "
+                "same command again to resume. If memory was the cause, pass a smaller --workers",
                 code="worker_died",
             ) from error
 
@@ -91,7 +90,7 @@ def _marker(pipeline: Pipeline, folder: Path, rank: int) -> Path:
 
 
 def _run_task(pipeline: Pipeline, folder: Path, rank: int) -> None:
-    """Run a task like datatrove's executors, but without their console output, and write its completion marker."""
+    """Run a task as datatrove's executors do, but without their console output, and write its completion marker."""
     logger.remove()
     data = None
     for block in deepcopy(pipeline.blocks):

@@ -227,7 +227,7 @@ class Framing:
         return tokens
 
     def documents(self, counts: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the value of the manifest's field "documents".
+        """Return the document counts for the field "documents" of the manifest.
 
         Args:
             counts: for each split, how often each token id was written, [vocabulary size].

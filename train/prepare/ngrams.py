@@ -42,7 +42,10 @@ PLACE = np.uint64(6364136223846793005)
 
 
 def hash_text(text: str) -> int:
-    """Return the xxh64 hash of the UTF-8 bytes of a text. xxhash 4 does not accept a str, which datatrove passes."""
+    """Return the xxh64 hash of the UTF-8 bytes of a text.
+
+    datatrove passes a str, which xxhash 4 does not accept without encoding.
+    """
     return xxhash.xxh64_intdigest(text.encode())
 
 

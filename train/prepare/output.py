@@ -180,7 +180,7 @@ def _flush_and_close(file: BinaryIO) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the output folder, and keep it locked within a `with` block.
+    """Create the output folder, and keep it locked until the `with` block ends.
 
     Raises:
         DataError: another process has locked the folder, or the folder cannot be written.
@@ -217,7 +217,7 @@ class OutputFolder:
 
     @contextmanager
     def open(self, resumable: bool = False) -> Iterator[None]:
-        """Lock the output folder and create the work folder within a `with` block.
+        """Lock the output folder and create the work folder for the duration of a `with` block.
 
         After the block, the work folder is deleted, unless it contains job.json. The same command can then resume.
 
@@ -256,7 +256,7 @@ class OutputFolder:
         manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
         if is_foreign_manifest(manifest):
             raise DataError(
-                f"{manifest} was not written by this project, or by a newer version of it; choose another --output",
+                f"{manifest} was written by another program or by a newer version of this one; choose another --output",
                 code="foreign_manifest",
                 key=str(manifest),
             )

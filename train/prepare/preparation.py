@@ -207,8 +207,8 @@ def make_pipelines(
     Args:
         scratch: a folder that all tasks share.
         tasks: number of tasks in each pipeline that reads the input.
-        read: builds the block that reads documents. The argument is the tally of the pipeline.
-        write: builds the block that writes shards. The argument is the tally of the pipeline.
+        read: function that builds the block that reads documents, from the pipeline's tally.
+        write: function that builds the block that writes shards, from the pipeline's tally.
 
     Raises:
         DataError: the evaluation texts cannot be read, or all of them are too short.

@@ -76,7 +76,7 @@ Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
-    """Return the document `text`, or a `Dropped` if it is not a string, is blank, not valid UTF-8 or too long."""
+    """Return the document `text`, or a `Dropped` if it is not a string, is blank, is not valid UTF-8 or is too long."""
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
@@ -100,7 +100,7 @@ def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost
         error: the exception raised while reading.
 
     Raises:
-        OSError: `error` is an error of the operating system, so the file itself may be intact.
+        OSError: the operating system failed to read the file, so the file itself may be intact.
     """
     if getattr(error, "errno", None):
         raise error
@@ -304,7 +304,7 @@ def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Drop
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """Return the first 8 names as a list in text, with unprintable characters escaped."""
+    """Return the first 8 names as comma-separated text, with unprintable characters escaped."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
 
@@ -327,7 +327,9 @@ def _extract_text(record: Any, where: str, text_key: str) -> Text | Dropped:
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
         return Dropped(
-            MISSING_KEY, where, f"there is no {text_key!r}; the keys are {_format_names(sorted(record))}"
+            MISSING_KEY,
+            where,
+            f"the record has no key {text_key!r}; its keys are {_format_names(sorted(record))}",
         )
     return check_text(record[text_key], where)
 

@@ -78,7 +78,7 @@ class Tally:
         self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
-        """Return the value of the manifest's field "documents"."""
+        """Return the document counts for the field "documents" of the manifest."""
         assert self.read == self.kept + self.by_step.total(), f"the preparation lost documents: {self}"
         counts = {
             "in": self.read + self.dropped.total(),
