@@ -75,8 +75,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
     Raises:
         CheckpointError: `out` exists and was not written by an export.
-        DataError: `tokenizer` contains no tokenizer. Or transformers reads token ids from it that the model does not
-            have, or a different BOS or EOS.
+        DataError: `tokenizer` contains no tokenizer, or transformers loads it with token ids outside the model's
+            vocabulary or with other BOS or EOS tokens.
         PrecisionError: The weights cannot be stored in FP8.
         OSError: `out` cannot be written. It is unchanged.
     """
@@ -158,8 +158,8 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
         Notes about the chat template for the user.
 
     Raises:
-        DataError: transformers reads token ids from the tokenizer that the model does not have, or a different BOS or
-            EOS.
+        DataError: transformers loads the tokenizer with token ids outside the model's vocabulary or with other BOS or
+            EOS tokens.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
     if encoder.sha256() in _trained_with(state):

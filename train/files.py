@@ -35,9 +35,10 @@ def unused_backup_path(path: Path) -> Path:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write `text` to the file `path` so that it is complete or unchanged after a crash or power failure.
+    """Write `text` to the file `path` atomically.
 
-    The text is written to a temporary file, which is flushed to disk and renamed.
+    The text is written to a temporary file, which is flushed to disk and renamed. So after a crash or power failure,
+    `path` has either its old or its new content.
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
@@ -120,7 +121,7 @@ def nearest_existing_path(path: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """Resolve the path of a data folder in a configuration.
+    """Resolve the path of a data folder that a configuration specifies.
 
     A relative path is resolved against the working folder. If nothing exists there, it is resolved against the
     repository.
@@ -168,7 +169,7 @@ def sha256_file(path: str | Path) -> str:
 def remove_dead_buffers() -> None:
     """Remove shared-memory files that killed ranks have left behind (Linux).
 
-    On a host without a GPU, DeepSpeed creates a file of 66 MB in /dev/shm for each rank. A running rank keeps its file
+    On a host without a GPU, DeepSpeed creates a 66 MB file in /dev/shm for each rank. A running rank keeps its file
     open, so a file that no process has open can be removed.
     """
     shared = os.path.realpath("/dev/shm")  # /proc shows the real path

@@ -110,9 +110,9 @@ def should_restart(status: int, stop_requested: bool, made_progress: bool, is_re
 
     Args:
         status: Exit status of the attempt.
-        stop_requested: Whether a signal requested that this job stops.
+        stop_requested: Whether a signal has asked this job to stop.
         made_progress: Whether the attempt logged a new step or saved a new checkpoint.
-        is_retry: Whether the attempt before this one made no progress.
+        is_retry: Whether the previous attempt made no progress. Two consecutive attempts without progress end the job.
     """
     if status in (0, STOPPED, DO_NOT_RESTART, INTERRUPTED) or stop_requested:
         return False
@@ -495,7 +495,10 @@ class Supervisor:
 
 
 class Progress(NamedTuple):
-    """Progress of a run: the identity of its newest checkpoint, or "", and the last step in metrics.jsonl."""
+    """Progress of a run, used to decide whether a failed attempt is followed by a restart.
+
+    `identity` identifies the newest checkpoint ("" without a checkpoint). `step` is the last step in metrics.jsonl.
+    """
 
     identity: str
     step: int
@@ -509,7 +512,7 @@ def read_progress(folder: RunFolder) -> Progress:
 
 
 def missing_corpus(arguments: TrainingArguments) -> Path | None:
-    """Return the folder of the embedded corpus if the run uses the corpus and it is not prepared yet, otherwise None.
+    """Return the folder of the corpus "python-stdlib" if the run uses it and it is not prepared yet, otherwise None.
 
     Data preparation writes manifest.json last, so a folder with this file is complete.
     """
@@ -542,7 +545,7 @@ def rank_options(most: float, by_srun: bool) -> list[str]:
 
 
 def count_devices() -> int:
-    """Return the number of CUDA devices on this node, or 2 on a node without a GPU."""
+    """Return the number of CUDA devices on this node. On a node without a GPU, return 2 (CPU ranks)."""
     devices = cuda_devices()
     if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         75 (signals.STOPPED): stopped on request, with a checkpoint.
         130 (signals.INTERRUPTED): stopped by Ctrl-C, without a checkpoint.
         2 (signals.DO_NOT_RESTART): the user has to change something first, for example the configuration, a full or
-            read-only disk, or a run whose numbers went wrong.
+            read-only disk, or an error that would recur, such as wrong numerical results.
         1 (CRASHED): any other error, which a restart from the last checkpoint may fix.
     """
     arguments: TrainingArguments | None = None

@@ -313,7 +313,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
     """Open the training and evaluation data. With data.verify, each rank verifies its share of the shards.
 
     Raises:
-        DataError, ValueError: The data are damaged or do not fit the model.
+        DataError, ValueError: The data is damaged or does not fit the model.
     """
     data, config = args.data, load_config(args.model.config)
     train = open_stream(
@@ -434,7 +434,7 @@ def check_later_phases(
 
 
 def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, list[str]]:
-    """Compare the kernels of a phase with float32, and disable optional kernels with wrong results.
+    """Check the kernels of a phase against float32, and disable optional kernels that compute wrong results.
 
     Args:
         args: The arguments of one phase.
@@ -851,7 +851,10 @@ class Trainer:
         return Step(loss, share, skipped, gemms, check)
 
     def _is_over(self) -> bool:
-        """Return whether the run has no more steps, or the next step needs a different precision."""
+        """Return whether this Trainer has finished.
+
+        This is the case if the run has no more steps or the next step needs a different precision.
+        """
         state = self.state
         return (
             state.step >= self.args.max_steps

@@ -84,14 +84,17 @@ def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[st
 
 
 def config_key(key: str) -> str:
-    """Return the configuration key that a dotted path such as "deepspeed.zero_optimization" belongs to, or ""."""
+    """Return the configuration key that contains the dotted path, or "" if none does.
+
+    For example, "deepspeed.zero_optimization" belongs to the key "deepspeed".
+    """
     return key_at(key.split("."))
 
 
 def is_free(key: str) -> bool:
-    """Return whether the configuration value at the dotted `key` may change on a resume.
+    """Return whether the value of a dotted configuration key may change when a run is resumed.
 
-    ds_config.KEYS contains the rules for DeepSpeed keys.
+    For keys inside the DeepSpeed configuration, ds_config.KEYS contains the rules.
     """
     if config_key(key) == "deepspeed":
         return KEYS.get(key.removeprefix("deepspeed."), (None, ""))[1] in FREE
@@ -99,7 +102,7 @@ def is_free(key: str) -> bool:
 
 
 def permanent_refusal(difference: Difference) -> str:
-    """Return why a resume can never allow this configuration difference, or "" if the user can allow it."""
+    """Return why a resume can never allow this configuration difference, or "" if the user may choose to allow it."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
         return "weights and optimizer state are stored in another type"
     return all_keys()[config_key(difference.key)].get("why", "")

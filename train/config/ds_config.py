@@ -415,7 +415,7 @@ MSAMP_LEVELS = {
 
 
 def msamp_settings(deepspeed: dict[str, Any]) -> dict[str, str]:
-    """Return the "precision" keys and values that correspond to the "msamp" section of a DeepSpeed configuration."""
+    """Return the "precision" settings that correspond to the "msamp" (MS-AMP) section of a DeepSpeed configuration."""
     section = deepspeed.get("msamp", {})
     return MSAMP_LEVELS[section.get("opt_level", "O1")] if section.get("enabled", False) else {}
 

@@ -76,7 +76,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     """Load the training arguments from a command line.
 
     The command line has the form `CONFIG [--key value | --key=value | --section.key value]...`. `--help` and `--schema`
-    print a text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is ignored.
+    print text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is ignored.
 
     Raises:
         ConfigurationError: The file or the command line is invalid.
@@ -133,7 +133,8 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Split a command line into the configuration file and (key, text) pairs.
 
     Raises:
-        ConfigurationError: There is not exactly one configuration file, or a key is unknown or has no value.
+        ConfigurationError: The command line does not contain exactly one configuration file, or it contains an unknown
+            key or a key without a value.
     """
     configs, overrides, words = [], [], list(argv)
     while words:
@@ -161,7 +162,10 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _take_value(key: str, words: list[str]) -> str:
-    """Remove the value that follows `--key` from the start of `words`, and return this value."""
+    """Return the value of the option `--key`, and remove it from the start of `words`.
+
+    A boolean option without a value is true.
+    """
     node = node_at(key.split(".")) or {}
     is_switch = {option.get("type") for option in options(node)} <= {"boolean", "null"}
     if words and (words[0] in ("true", "false", "null") if is_switch else not words[0].startswith("--")):
@@ -263,7 +267,10 @@ def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> l
 
 
 def _place(given: Any, error: ErrorDetails) -> Place:
-    """Return the path of an invalid value, without the type names in pydantic's error location."""
+    """Return the path of the invalid value in the configuration.
+
+    The location that pydantic reports also contains type names, which are removed.
+    """
     place: list[str | int] = []
     for step in error["loc"]:
         if isinstance(given, list | dict) and (

@@ -51,7 +51,7 @@ def phase_shares(args: TrainingArguments, max_steps: int) -> list[float]:
 
     Args:
         args: The resolved arguments.
-        max_steps: The number of steps in the run. Phases that start later have the fraction 0.
+        max_steps: The number of steps in the run. Phases that would start after the last step have the fraction 0.
     """
     begin, shares = 0, []
     for phase in (args.precision.schedule or [{}])[:-1]:

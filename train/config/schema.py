@@ -105,7 +105,7 @@ def all_keys() -> dict[str, Node]:
 
 
 def key_at(place: Sequence[str | int]) -> str:
-    """Return the configuration key that a path of names and list indices points into.
+    """Return the configuration key that contains the value at a path of names and list indices.
 
     Returns "" if the path points to a section or starts with an unknown name.
     """
@@ -114,7 +114,7 @@ def key_at(place: Sequence[str | int]) -> str:
 
 
 def node_at(place: Sequence[str | int]) -> Node | None:
-    """Return the JSON schema for a path of names and list indices in the configuration, or None if it is unknown."""
+    """Return the JSON schema for a path of names and list indices in the configuration, or None for an unknown path."""
     node: Node | None = full_schema()
     for step in place:
         inner = (_child(option, step) for option in options(node or {}))
@@ -148,7 +148,7 @@ def json_type(value: Any) -> str:
 
 
 def describe(node: Node) -> str:
-    """Describe the values that a JSON schema allows in words, for example "integer > 0 or null"."""
+    """Describe in words the values that a JSON schema allows, for example "integer > 0 or null"."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node:
@@ -163,7 +163,10 @@ def describe(node: Node) -> str:
 
 
 def example(key: str, node: Node) -> str:
-    """Return "; for example --key JSON" if the value of a configuration key is an object or a list, otherwise ""."""
+    """Return a hint on how to write an object or a list on the command line, in the form "; for example --key JSON".
+
+    Return "" for keys with other types of values.
+    """
     value = node.get("examples", [node.get("default")])[0]
     return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
 
@@ -183,7 +186,7 @@ def suggest_key(name: str, others: Sequence[str] = ()) -> str:
 
     Args:
         name: The unknown name.
-        others: Further allowed names, such as the names in a list item.
+        others: Other names that are allowed here, such as the names in a list item.
 
     Returns:
         " (use X)" for a name used by other training programs, " (did you mean X?)" for a similar name, or "".

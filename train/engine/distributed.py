@@ -108,8 +108,8 @@ def suppress_prints() -> Iterator[None]:
 class BuildLock:
     """A flock-based lock that PyTorch uses while it builds an extension.
 
-    The class replaces torch.utils.file_baton.FileBaton, which a killed process never releases. All later runs would
-    then wait forever.
+    The class replaces torch.utils.file_baton.FileBaton. If a process is killed, its FileBaton is never released, and
+    all later runs wait forever.
     """
 
     def __init__(self, path: str, **_: object):
@@ -129,7 +129,7 @@ class BuildLock:
 
 @contextlib.contextmanager
 def compile_exclusively() -> Iterator[None]:
-    """Allow one process at a time to compile DeepSpeed's CPU communication op in a `with` block.
+    """Allow only one process at a time to compile DeepSpeed's CPU communication op during a `with` block.
 
     DeepSpeed compiles the op only once, in the first run. A message announces the compilation. PyTorch's build lock is
     replaced with `BuildLock`.

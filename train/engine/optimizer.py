@@ -99,10 +99,11 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
 
 
 def orthogonalize_each_matrix(engine: Any) -> None:
-    """Make Muon orthogonalize the parts of fused parameters separately: q, k and v, and gate and up.
+    """Make Muon orthogonalize the matrices in fused parameters separately: q, k and v, and gate and up.
 
-    Call this on a new engine. DeepSpeed calls `muon_update` with whole parameters, without their names, in the same
-    order in each step. Checkpoints store whole parameters.
+    The function replaces DeepSpeed's `muon_update`, which receives fused parameters without their names. The
+    replacement identifies each parameter by its position in the sequence of calls, which is the same in every step. So
+    call this function before the first step of an engine. Checkpoints still contain the fused parameters.
     """
     matrices = [
         (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
@@ -118,7 +119,9 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:
-    """Return the learning rate at `step`, counted from 0. A resume needs no scheduler state.
+    """Return the learning rate at `step`, counted from 0.
+
+    The learning rate depends only on the step, so a resume needs no scheduler state.
 
     During warmup, the learning rate rises linearly from learning_rate / warmup_steps at step 0 to the peak,
     learning_rate, at step warmup_steps - 1. After warmup, it follows lr_scheduler_type. The floor,

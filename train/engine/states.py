@@ -45,7 +45,7 @@ def split_float32(master: torch.Tensor, weight: torch.Tensor, remainder: torch.T
 
 
 def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 tensor that `split_float32` split into a bf16 tensor and an int16 remainder."""
+    """Join a bf16 `weight` and an int16 `remainder` from `split_float32` into the original float32 tensor."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(remainder).view(torch.float32)
 
@@ -54,9 +54,9 @@ def join_float32(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
-    """Allocate an AdamW moment of `length` zeros, and return its entries for the optimizer state.
+    """Allocate an AdamW moment of `length` zeros.
 
-    `decode_moment` can read these entries.
+    Return the optimizer state entries that store the moment, in the format that `decode_moment` reads.
 
     Args:
         moment: Name of the moment, an element of MOMENTS.
@@ -154,7 +154,7 @@ class PackedAdamW(torch.optim.Optimizer):
         encode_moment(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
-        """Allocate the optimizer state of a weight, with float32 values that equal the bf16 values."""
+        """Allocate the optimizer state for a weight. Its float32 value initially equals the bf16 value."""
         state = self.state[weight]
         # torch's kernel reads the step on this device
         state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")
@@ -205,8 +205,8 @@ def check_packed_adamw(moments: str, device: torch.device) -> str:
     """Compare three steps of PackedAdamW on random data with torch's AdamW in float32, and return a log line.
 
     Raises:
-        StartupCheckError: The changes of the weights differ by more than 5 %. The expected difference due to rounded
-            moments is at most 1.4 %.
+        StartupCheckError: The weight updates differ by more than 5 %. Rounding the moments is expected to cause a
+            difference of at most 1.4 %.
     """
     generator = torch.Generator().manual_seed(0)
     size, options = 5 * STATE_BLOCK + 7, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -185,7 +185,7 @@ class SkipDecision:
         self._kept: list[torch.Tensor] = []  # their values before the step
 
     def keep_fp8_state(self) -> None:
-        """Keep a copy of the FP8 state. Call this before each step."""
+        """Copy the FP8 state, so that `is_skipped` can restore it. Call this before each step."""
         self._count_before = self.engine.skipped_steps
         if not self._live:  # the modules allocate their state in the first forward pass and never move it
             self._live = fp8_state(self.engine.module, self.precision)
@@ -197,9 +197,9 @@ class SkipDecision:
     def is_skipped(self, step: int) -> bool:
         """Return whether step number `step` of the run was skipped. If so, restore the FP8 state.
 
-        Every RECOVERY_STEPS steps, amaxes that are not finite are replaced with 0. FP8 casts saturate, so the gradients
-        may be finite despite an inf in an activation, and the step is then not skipped. But an inf in an amax history
-        would freeze the scale until it leaves the history (after 16 passes by default).
+        Every RECOVERY_STEPS steps, non-finite values in the amax histories are replaced with 0. An inf in an activation
+        does not always cause a skipped step, because FP8 casts saturate and the gradients may stay finite. However, an
+        inf in an amax history would freeze the scale until the inf leaves the history (after 16 passes by default).
         """
         skipped = self.engine.skipped_steps > self._count_before
         if skipped and self._live:
@@ -236,7 +236,7 @@ class MainGrads:
         self.switch(True)
 
     def switch(self, on: bool) -> None:
-        """Set whether the weight-gradient GEMMs add to the float32 buffers."""
+        """Set whether the weight-gradient GEMMs add their results directly to the float32 gradient buffers."""
         self.is_on = on
         for module in self.modules:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]

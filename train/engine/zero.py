@@ -137,8 +137,9 @@ def edit_masters(engine: Any) -> Iterator[None]:
 def preserve_settings(engine: Any) -> Iterator[None]:
     """Keep the engine's optimizer settings when DeepSpeed loads a checkpoint in a `with` block.
 
-    DeepSpeed replaces the optimizer settings, the clipping norm and the choice of the AdamW kernel with the values in
-    the checkpoint. The kernel differs between CPU and GPU.
+    Without this function, DeepSpeed replaces the optimizer settings, the clipping norm and the choice of the AdamW
+    kernel with the values in the checkpoint. A checkpoint written on a GPU would then select the wrong kernel on a CPU,
+    and vice versa.
     """
     keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
     optimizer = base_optimizer(engine)
@@ -158,7 +159,7 @@ def preserve_settings(engine: Any) -> Iterator[None]:
 def replace_loader(engine: Any, load: Callable[..., Any]) -> None:
     """Make DeepSpeed load checkpoint files with `load(path, map_location)`.
 
-    DeepSpeed itself calls torch.load in a way that executes code in the files (DeepSpeed #6751).
+    DeepSpeed itself calls torch.load in a way that can execute code contained in the files (DeepSpeed #6751).
     """
     engine.checkpoint_engine.load = load
 
@@ -186,8 +187,8 @@ def release_module(engine: Any) -> None:
 def undo_initial_step(engine: Any) -> None:
     """Undo the step that DeepSpeed runs to allocate the optimizer state (DeepSpeed #5151, #5104).
 
-    Without ZeRO, in bf16, DeepSpeed allocates AdamW's state with a step of zero gradients. That step decays the weights
-    and advances the bias correction, so the first real step would be 27 % too small.
+    Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by running a step with zero gradients. That step decays the
+    weights and advances the bias correction, so the first real step would be 27 % too small.
     """
     if engine.zero_optimization_stage() or base_optimizer(engine) is engine.optimizer:
         return  # with ZeRO or in float32 there is no such step

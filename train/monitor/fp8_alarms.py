@@ -76,9 +76,9 @@ OPERAND_WORDS = {
 
 
 class FP8Alarms:
-    """Tracker for FP8 health alarms.
+    """State of the FP8 health alarms, which is the same on every rank.
 
-    It compares FP8 statistics with limits, and gives the same result on every rank.
+    An alarm begins when an FP8 statistic of a GEMM operand exceeds its limit.
     """
 
     def __init__(self) -> None:
@@ -167,16 +167,16 @@ def find_fallbacks(
     model: nn.Module,
     precision: Precision,
 ) -> list[dict[str, Any]]:
-    """Return the modules that fall back to a safer recipe after an FP8 health check, worst first.
+    """Return the modules that must fall back to a safer recipe after an FP8 health check, worst first.
 
     Args:
         step: Step of the check.
         health: Statistics from health_record, which `alarms` has already judged.
 
     Returns:
-        A dictionary for each fallback, with "step", "module", "from" and "to". "gemm", "operand", "statistic", "value"
-        and "threshold" describe the statistic that is furthest above its limit. The list is empty unless
-        precision.on_trouble is "escalate".
+        One dictionary per fallback, with "step", "module", and the recipes "from" and "to". "gemm", "operand",
+        "statistic", "value" and "threshold" describe the statistic that is furthest above its limit. The list is empty
+        unless precision.on_trouble is "escalate".
     """
     if precision.config.on_trouble != "escalate":
         return []

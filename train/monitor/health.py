@@ -86,7 +86,7 @@ class SpikeDetector:
 
 
 class Health:
-    """Recorder for the losses and gradient norms of a run, which also finds spikes.
+    """Record of the losses and gradient norms of a run, which is searched for spikes.
 
     Only `find_spikes` waits for the GPU.
     """
@@ -99,7 +99,7 @@ class Health:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-serializable values.
 
-        Call `find_spikes` first, because steps that were not judged yet are not part of the state.
+        Call `find_spikes` first. Steps that it has not examined yet are not part of the state.
         """
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -111,7 +111,7 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned, and drop all steps that were not judged yet.
+        """Restore the state that `state_dict` returned, and drop all steps that `find_spikes` has not examined yet.
 
         For a new run, `saved` is {}.
         """
@@ -142,7 +142,7 @@ class Health:
 
         Args:
             step: Number of the step.
-            first_sample: Position of the first sample of the step in the order of samples.
+            first_sample: Position of the first sample of the step in the training order.
             data_weights: Weights of the data sources in the mixture (SampleStream.weights_at).
             loss: Mean loss over the micro-batches of this rank, a scalar.
             share: Fraction of the tokens that have a label, a scalar. None if all tokens have a label.
@@ -155,7 +155,7 @@ class Health:
         self._steps.append((step, first_sample, data_weights, of_rank, norm))
 
     def find_spikes(self, tokens: int) -> list[Spike]:
-        """Return the spikes among the steps since the last call.
+        """Return the loss and gradient-norm spikes in the steps since the last call.
 
         Collective: all ranks must call this method. The result is the same on all ranks.
 
@@ -195,7 +195,10 @@ class Health:
         return found
 
     def interval_loss(self) -> float:
-        """Return the mean loss per token over the steps judged since the last call, or NaN if there are none."""
+        """Return the mean loss per token since the last call, or NaN if there are no new steps.
+
+        Only steps that `find_spikes` has examined are included.
+        """
         loss, tokens = self._interval
         self._interval = [0.0, 0.0]
         return loss / tokens if tokens else math.nan
@@ -217,9 +220,8 @@ def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
 def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:
     """Return a metrics.jsonl entry that describes consecutive training samples.
 
-    The entry contains the positions of the samples in the training order, and their windows.
-
-    A window is the index of a sample within its data source.
+    The entry contains the position of the first sample in the training order, the number of samples, and the index of
+    each sample within its data source (its window).
     """
     windows: dict[str, list[int]] = {}
     for source, window in stream.sample_ids(first, count):

@@ -35,7 +35,7 @@ LEASE_S = 60.0  # much longer than a write takes on a busy file system or under 
 
 
 class LockError(UserError):
-    """An error raised if another run holds the lock on the output_dir. The message identifies the other run."""
+    """An error raised if another run holds the lock on output_dir. The message identifies the other run."""
 
     code = "lock"
 
@@ -79,7 +79,7 @@ class Lock:
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
 
     def acquire(self) -> None:
-        """Acquire the lock, and renew it regularly in a thread.
+        """Acquire the lock, and renew it regularly in a background thread.
 
         Raises:
             LockError: Another run holds the lock.
@@ -123,15 +123,15 @@ class Lock:
             return {}
 
     def _write(self, mode: str = "") -> None:
-        """Write the owner to the lock file in a single call with a fixed length.
+        """Write the owner to the lock file as a fixed-length record, in a single write call.
 
-        So a full disk cannot truncate the file, and other processes always read the whole content.
+        So a full disk cannot truncate the file, and other processes never read an incomplete record.
         """
         with open(self.path, mode or ("r+b" if self.path.exists() else "xb"), buffering=0) as file:
             file.write(json.dumps(self.owner).encode().ljust(LENGTH))
 
     def _wait_for_end_of_holder(self) -> None:
-        """Wait until the run that holds the lock has certainly ended.
+        """Wait until it is certain that the run holding the lock has ended.
 
         Raises:
             LockError: The run is still in progress.
@@ -168,7 +168,7 @@ class Lock:
 
 
 def is_local(holder: dict[str, Any]) -> bool:
-    """Return whether the process that holds the lock is visible on this host."""
+    """Return whether the lock holder runs on this host, so that this process can look up its process id."""
     return bool(machine()) and holder.get("machine") == machine()
 
 
@@ -187,7 +187,7 @@ def machine() -> str:
 def process_started(pid: int) -> str | None:
     """Return the start time of a process in clock ticks since boot, or None if the process has exited.
 
-    The start time distinguishes processes that use the same process id one after the other.
+    The start time distinguishes a process from a later process with the same process id.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -45,7 +45,7 @@ class Stopped(Exception):
     Args:
         step: Number of completed steps.
         checkpoint: The last checkpoint, or None if save_strategy is "no".
-        option: Command-line option for the resume, from `resume_option` (train/checkpoint/resume.py).
+        option: Command-line option that resumes the run, from `resume_option` (train/checkpoint/resume.py).
     """
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
@@ -165,7 +165,10 @@ class StopVote:
 
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
-    """Write `stopped.json` to the run folder. Call on rank 0 only."""
+    """Write `stopped.json`, which records that the run stopped on request, to the run folder.
+
+    Call on rank 0 only.
+    """
     folder, checkpoint = RunFolder(output_dir), stopped.checkpoint
     # before the first save, this may be a checkpoint of another run from which this run started
     own = checkpoint is None or checkpoint.parent.resolve() == folder.checkpoints.resolve()

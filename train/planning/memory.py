@@ -253,7 +253,7 @@ def least_memory_gib(s: Setting) -> float:
 
 
 def weight_bytes(compute: str) -> int:
-    """Return the size of a model weight in bytes, for a value of precision.compute."""
+    """Return the number of bytes per model parameter for the given value of precision.compute."""
     return 4 if compute == "fp32" else 2
 
 

@@ -44,7 +44,7 @@ class Plan:
         tokens: Total number of training tokens.
         configured: Predictions for the configured setting.
         recommended: Predictions for the recommended setting on the same number of GPUs.
-        by_gpus: Maps numbers of GPUs to the recommended setting, or to None if the model does not fit.
+        by_gpus: Maps each number of GPUs to the recommended setting, or to None if the model does not fit.
         checkpoint_bytes: Size of a checkpoint, in bytes.
     """
 

@@ -131,7 +131,7 @@ class Setting:
 
     @property
     def phases(self) -> list[tuple[float, Setting]]:
-        """Return the fraction of the steps and the setting for each phase of precision.schedule."""
+        """Return a pair for each phase of precision.schedule: its fraction of the steps, and its setting."""
         return [(share, replace(self, schedule=(), **own)) for share, own in self.schedule] or [(1.0, self)]
 
     @property
@@ -195,7 +195,7 @@ class Setting:
 
     @property
     def layer_matrices(self) -> int:
-        """Return the number of matrix elements in a decoder layer. Norm weights are excluded."""
+        """Return the number of elements in the weight matrices of a decoder layer. Norm weights are excluded."""
         return layer_matrix_parameters(self.sizes) // self.sizes.num_hidden_layers
 
     @property

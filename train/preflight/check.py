@@ -195,14 +195,14 @@ def check_output(args: TrainingArguments) -> None:
 def device_problems(
     args: TrainingArguments, sizes: Any, local_ranks: int, devices: int, capability: Capability | None = None
 ) -> list[Exception]:
-    """Return an error for each setting that needs more GPUs than this node has.
+    """Return an error for each setting that the GPUs of this node do not support.
 
     Args:
         args: The training arguments.
         sizes: The model configuration, or None if it could not be loaded.
         local_ranks: The number of ranks on this node.
         devices: The number of visible CUDA devices.
-        capability: The compute capability of the first one.
+        capability: The compute capability of the first device.
     """
     te, backend, attention = (
         VARIANTS[args.model.variant].te,

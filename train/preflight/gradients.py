@@ -147,7 +147,7 @@ def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.
 def compare_gradients(
     engine: Any, micro_step: MicroStep, precision: Precision, batches: list[Batch], max_grad_norm: float
 ) -> list[Comparison]:
-    """Compare DeepSpeed's gradients for one step with a plain all-reduce.
+    """Compare DeepSpeed's gradients for one step with gradients from a plain all-reduce.
 
     Collective: all ranks must call this function. The call changes the FP8 state.
 
@@ -190,15 +190,15 @@ def trained_parameters(engine: Any) -> list[nn.Parameter]:
 
 
 def sample_stride(engine: Any) -> int:
-    """Return the distance between two compared elements in a flattened parameter.
+    """Return the stride at which the gradient check samples the elements of a flattened parameter.
 
-    The distance is odd, so that the compared elements cover all columns of a matrix.
+    The stride is odd, so that the sampled elements cover all columns of a matrix.
     """
     return math.ceil(sum(zero.full_shape(p).numel() for p in trained_parameters(engine)) / SAMPLE) | 1
 
 
 def empty_sample(engine: Any) -> Gradients:
-    """Return a dictionary with a zero tensor for the compared gradient elements of each parameter."""
+    """Return a tensor of zeros for the sampled gradient elements of each parameter, keyed by parameter name."""
     stride, shapes = (
         sample_stride(engine),
         {zero.parameter_name(engine, p): zero.full_shape(p) for p in trained_parameters(engine)},

@@ -65,7 +65,7 @@ def split(name: str) -> tuple[str, int]:
 
 
 def values(health: dict[str, Any]) -> Iterator[tuple[str, str, str, list[float | None]]]:
-    """Yield (GEMM name pattern, operand, statistic, values by layer) for each list of an FP8 health sample."""
+    """Yield (GEMM name pattern, operand, statistic, values by layer) for each statistic in an FP8 health sample."""
     for kind, operands in health.items():
         for operand, found in operands.items():
             for statistic, column in found.items():
@@ -73,7 +73,7 @@ def values(health: dict[str, Any]) -> Iterator[tuple[str, str, str, list[float |
 
 
 def scalars(health: dict[str, Any]) -> dict[str, float]:
-    """Return the largest value over all layers of each FP8 health statistic, for trackers.
+    """Return the largest value of each FP8 health statistic over all layers, for trackers such as TensorBoard.
 
     The keys have the form fp8_health/<statistic>/<operand>/<GEMM name pattern>.
     """

@@ -115,9 +115,9 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove the entries of run.json that do not belong to the current run.
+    """Return the entries of run.json that belong to the current run.
 
-    These are the starts of an earlier run in the same folder, and starts whose steps were repeated by a later start.
+    Starts of an earlier run in the same folder are omitted, as are starts whose steps a later start repeated.
     """
     kept: list[dict[str, Any]] = []
     for start in starts:

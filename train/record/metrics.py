@@ -64,7 +64,7 @@ def mfu(
 
 
 class MetricsLogger:
-    """Logger for the metrics of a run. Writes metrics.jsonl, log lines and trackers, on rank 0 only.
+    """Logger that writes the metrics of a run to metrics.jsonl, the log and the trackers, on rank 0 only.
 
     A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>. A new run moves all
     lines. Lines that cannot be written, for example because the disk is full, are kept and written later.

@@ -125,7 +125,7 @@ def draw_health(history: History, path: Path) -> bool:
 def _draw_panel(
     axis: Any, statistic: str, rows: dict[tuple[str, int], list[float | None]], steps: list[int]
 ) -> Any:
-    """Draw a heat map of one FP8 health statistic with one row per layer. Return the image.
+    """Draw a heat map of one FP8 health statistic with one row per layer, and return the image.
 
     A cell spans the steps since the previous sample.
     """
