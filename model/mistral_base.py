@@ -45,8 +45,8 @@ def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = 
 def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy in nats over all labels except -100, computed in float32.
 
-    If all labels are -100, the loss is 0, as in fused/cross_entropy.py. torch would return NaN, which would skip the
-    step. Labels are already shifted: labels[b, t] is the token after input_ids[b, t].
+    If all labels are -100, the loss is 0, as in fused/cross_entropy.py. torch would return NaN, and the step would be
+    skipped. Labels are already shifted: labels[b, t] is the token after input_ids[b, t].
 
     Args:
         logits_BTV: [B, T, V] (B batch, T tokens, V vocabulary size).

@@ -50,7 +50,7 @@ class Task:
         precision: the configured precision, with compute fp8. speed and attention_backend are also the configured
             values.
         accumulation: number of micro-batches per step.
-        main_grad: whether GEMMs add weight gradients into float32 buffers.
+        main_grad: whether GEMMs add weight gradients directly to float32 buffers.
         graphs_allowed: whether training can use CUDA graphs.
         document_mask: whether attention is restricted to documents.
         other_memory_gib: GPU memory that training needs in addition to weights, gradients and activations, mainly for

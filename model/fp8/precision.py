@@ -128,7 +128,7 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Return whether scales depend on earlier passes, so that checkpoints must contain FP8 state."""
+        """Return whether scales depend on earlier passes. If so, checkpoints must contain the FP8 state."""
         return self.fp8 and RECIPES[self.config.recipe].has_state
 
     @property

@@ -40,7 +40,7 @@ class Recipe:
 
     Attributes:
         package: "te" (Transformer Engine and its CPU reference implementation) or "torchao".
-        has_state: whether scales depend on earlier steps, so that checkpoints must contain them.
+        has_state: whether scales depend on earlier steps. If so, checkpoints must contain the scales.
         knobs: the keys of PrecisionConfig that only some recipes read, including this one.
     """
 
@@ -241,7 +241,9 @@ def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int)
 
 
 def find_phase(phases: list[PrecisionPhase], max_steps: int, step: int, tokens: int) -> int:
-    """Return the index of the precision phase for the next step, after `step` steps and `tokens` tokens."""
+    """Return the index of the precision phase that applies to the next step, given `step` steps and `tokens` tokens so
+    far.
+    """
     last = len(phases) - 1
     return next((n for n in range(last) if not is_phase_over(phases[n], max_steps, step, tokens)), last)
 

@@ -214,7 +214,9 @@ def quantize_blocks(
 
 
 def mx_exponents(amax: Tensor, fp8_max: float) -> Tensor:
-    """Return the E8M0 scales of blocks as biased exponents, int32 (float_to_e8m0 in ptx.cuh).
+    """Return the E8M0 scales of blocks as biased exponents, int32.
+
+    Matches float_to_e8m0 in Transformer Engine's ptx.cuh.
 
     A scale is amax / fp8_max rounded up to a power of two, so that no value of the block saturates. The OCP MX
     specification leaves this rounding open. An amax of 0 has exponent 0, and an amax of inf has the largest exponent,
@@ -316,8 +318,8 @@ def fp8_matmul(
 def accumulate(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, fast: bool) -> Tensor:
     """Multiply an FP8 matrix [M, K] by the transpose of an FP8 matrix [N, K]. Returns float32 [M, N].
 
-    `fast` has no effect here. Tests replace this function with a simulation of a Hopper GPU's tensor cores, which
-    depend on `fast`.
+    `fast` has no effect here. Tests replace this function with a simulation of a Hopper GPU's tensor cores, whose
+    results depend on `fast`.
     """
     if a_scale_inv.dim() == 0:
         return (fp8_values(a) @ fp8_values(b).t()).mul_(a_scale_inv * b_scale_inv)

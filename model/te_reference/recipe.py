@@ -51,7 +51,7 @@ class QParams:
 
 
 class Recipe:
-    """Base class for FP8 recipes. As in Transformer Engine, `delayed` identifies delayed scaling."""
+    """Base class for FP8 recipes. As in Transformer Engine, `delayed` returns whether a recipe uses delayed scaling."""
 
     fp8_format: Format
 
