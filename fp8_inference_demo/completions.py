@@ -30,13 +30,13 @@ class Request:
 
 
 class Completion:
-    """Completion of a request, from the first new token to the complete text.
+    """State of one completion while it is generated, and its result.
 
     finish_reason: "stop" after EOS or a stop string. "length" after max_new_tokens, at the end of the context, or if
         the callback `on_text` stopped the batch. None while tokens are generated.
     tokens: number of new tokens, including EOS.
-    text: updated after each token if `updates_text` is True or stop strings are set, otherwise only at the end. On the
-        CPU, decoding each token separately can take longer than the GPU needs to generate the tokens.
+    text: updated after each token if `updates_text` is True or stop strings are set, otherwise only at the end.
+        Decoding after each token costs CPU time, which can exceed the time that the GPU needs to generate the token.
     """
 
     def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], updates_text: bool):
@@ -74,9 +74,9 @@ def complete(
     options: Options,
     on_text: Callable[[Sequence[Completion]], bool] | None = None,
 ) -> tuple[list[Completion], Generation]:
-    """Complete up to `engine.batch_size` requests as one batch. Return the completions and the Generation.
+    """Complete up to `engine.batch_size` requests as one batch. Return them with the `Generation`.
 
-    on_text: called with the completions after each token and at the end. All completions stop if it returns True.
+    on_text: called with the completions after each token and at the end. If it returns True, all completions stop.
 
     Raises EngineError if the logits are not finite, or if a prompt is empty or fills the context.
     """

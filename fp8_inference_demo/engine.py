@@ -35,9 +35,9 @@ STEPS_AHEAD = 8
 
 @dataclass
 class Timing:
-    """Number of tokens and seconds for the prefill and for decoding, over all rows.
+    """Token counts and times in seconds for the prefill and for decoding, summed over all rows.
 
-    The time for the prefill includes the first new token of each row.
+    The prefill time includes the first new token of each row.
     """
 
     prefill_tokens: int = 0
@@ -154,7 +154,7 @@ class Generation:
     def __iter__(self) -> Iterator[list[int | None]]:
         """Yield the new tokens of each step.
 
-        All generations share one KV cache, so finish one before you start the next.
+        All generations of an engine share one KV cache, so finish one before you start the next.
 
         Raises EngineError if the logits are not finite.
         """
@@ -183,8 +183,8 @@ class Generation:
                 else "Try another checkpoint."
             )
             raise EngineError(
-                f"the logits for row {out.index(-1)} are not finite at new token {index}. The weights are damaged, or "
-                f"the model diverged. {instead}",
+                f"the logits of row {out.index(-1)} for new token {index} are not finite. The weights are damaged, or "
+                f"the model diverged in training. {instead}",
                 code="not_finite",
             )
         return out
@@ -293,8 +293,8 @@ class Engine:
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
-                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1}. The max_length of "
-                    f"{self.max_length} includes the new tokens.",
+                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1} tokens, because max_length "
+                    f"({self.max_length}) includes the new tokens",
                     code="row_length",
                     key=f"row {index}",
                 )

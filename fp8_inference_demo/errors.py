@@ -6,7 +6,7 @@ from model.errors import UserError
 
 
 class InferenceError(UserError, ValueError):
-    """Error raised if a model, prompt, file or option cannot be used for inference. `key` identifies the input."""
+    """Error raised if a model, prompt, file or option cannot be used for inference. `key` names it."""
 
     code = "inference"
 

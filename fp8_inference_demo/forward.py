@@ -1,7 +1,8 @@
 """Forward pass with a fixed-size KV cache, for whole prompts (prefill) or for one token per row (decode).
 
 The operations are Triton kernels on a Hopper or later GPU, and plain torch elsewhere.
-Shapes: B rows (samples), T tokens, S cache, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
+Shapes: B rows (samples), T tokens, S cache positions, H hidden, N query heads, K key/value heads, D head dimension, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Forward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the part of a layer before attention.
 
-        x_MH, delta: hidden states and the output of the previous layer that is not added yet, or None.
+        x_MH: hidden states. delta: output of the previous layer, if it has not been added to x_MH yet, otherwise None.
         Returns x_MH + delta and the fused projection [q; k; v].
         """
         x_MH, rows = self.operations.add_norm_rows(
@@ -149,7 +150,7 @@ class Forward:
         """Run the part of a layer after attention.
 
         attended: output of attention. few: whether there are at most FEW_ROWS rows. largest: buffer for the kernels.
-        Returns the hidden states and the output of the MLP, which the next operation adds to them.
+        Returns the hidden states and the MLP output separately. The next operation adds them.
         """
         do = self.operations
         for matrix in (layer.o, layer.gate_up, layer.down):
@@ -167,7 +168,7 @@ class Forward:
 
 
 def _digits(weight: Matrix, few: bool) -> int:
-    """Return the argument `digits` of `reference.rows` for activations that are multiplied by `weight`.
+    """Return the number of FP8 codes per activation (0 to 2) for a product with `weight`. See `reference.rows`.
 
     few: whether there are at most FEW_ROWS rows of activations.
     """

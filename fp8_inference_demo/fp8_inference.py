@@ -61,7 +61,7 @@ def find_model_folder(given: Path) -> Path:
     if given.name.startswith("step-") or (given / "checkpoints").is_dir():
         command = shlex.join(["python", "train/export.py", str(given), f"{given}-hf"])
         raise InferenceError(
-            f"--model {given}: the checkpoint is not exported yet. Run {command}, then pass --model {given}-hf.",
+            f"--model {given}: the checkpoint has not been exported. Run {command}, then pass --model {given}-hf.",
             code="not_exported",
             key=str(given),
         )
@@ -129,7 +129,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--top_p",
-        "sample only from the most likely tokens whose total probability reaches this value",
+        "sample only from the smallest set of most likely tokens whose total probability reaches this value",
         type=between(1e-6, 1, float),
         default=1.0,
     )
@@ -152,7 +152,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--stop",
-        "end a completion before this text; the option can be repeated",
+        "stop string: end a completion before this text; the option can be repeated",
         type=unicode,
         action="append",
         default=[],
@@ -179,8 +179,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         engine,
         "--max_length",
-        "context length in tokens, including the new tokens; default: the longest prompt plus --max_new_tokens, up "
-        "to the sequence length of the training or, if the model folder does not record it, to max_position_embeddings",
+        "context length in tokens, including the new tokens; default: the longest prompt plus --max_new_tokens, capped "
+        "at the training sequence length, or at max_position_embeddings if the model folder does not record it",
         type=between(2),
     )
     arguments = parser.parse_args(argv)
@@ -193,7 +193,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def option_problem(arguments: argparse.Namespace) -> str:
-    """Return a message about the first invalid option or combination of options, or "" if all are valid."""
+    """Return an error message for the first invalid option or combination of options, or "" if all are valid."""
     if arguments.prompts and not arguments.output:
         return "--prompts requires a file for the completions; pass --output FILE.jsonl"
     if arguments.output and not arguments.prompts:

@@ -25,7 +25,7 @@ def read_piped_prompts() -> Iterator[str]:
 def read_typed_prompts() -> Iterator[str]:
     """Yield the lines that the user types in a terminal, until Ctrl-D or an empty line.
 
-    Typed lines can be edited and have a history. Ctrl-C discards the current line. If standard input is not a terminal,
+    Line editing and a history are available. Ctrl-C discards the current line. If standard input is not a terminal,
     yield its non-blank lines.
     """
     if not sys.stdin.isatty():
@@ -100,8 +100,8 @@ def answer_lines(session: Session) -> int:
 def hold_conversation(session: Session) -> None:
     """Run a conversation between the user and the model until the user ends the input.
 
-    The model continues one text that consists of all prompts and answers. Each prompt starts a new line of this text.
-    If the text is too long for the context, its beginning is dropped.
+    All prompts and answers form one text, which the model continues. Each prompt starts a new line of this text. If the
+    text is too long for the context, its beginning is dropped.
     """
     session.load(None, 1)
     length = session.engine.max_length

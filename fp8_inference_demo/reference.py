@@ -2,7 +2,8 @@
 
 The engine uses them on a CPU, on older GPUs and in float32. A CUDA graph can capture all operations, because none of
 them synchronizes or has a shape that depends on a value.
-Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, D head dimension, S cache, M = B T.
+Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, D head dimension, S cache positions,
+M = B T.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def rotate(
 def rows(x: torch.Tensor, digits: int) -> Rows:
     """Convert activations x [M, C] to the first operand of `gemm`.
 
-    digits: 0 returns x unchanged. 1 returns FP8 codes and a float32 scale per row, [M, 1]. 2 keeps the precision of
-        bf16 for a product with FP8 weights. The kernels then return the rounding error as a second FP8 code. This
-        reference implementation returns x unchanged.
+    digits: number of FP8 codes per element. With 0, x is returned unchanged. With 1, FP8 codes and a float32 scale per
+        row, [M, 1], are returned. With 2, a product with FP8 weights keeps the precision of bf16: the kernels store the
+        rounding error as a second FP8 code, and this reference implementation returns x unchanged.
     """
     if digits != 1:
         return x, None

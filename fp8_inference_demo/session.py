@@ -49,7 +49,10 @@ class Session:
         )
 
     def encode(self, prompt: str, name: str) -> list[int]:
-        """Return the token ids of a prompt. Raises InferenceError, starting with `name`, if encoding fails."""
+        """Return the token ids of a prompt.
+
+        Raises InferenceError if encoding fails. The message starts with `name`.
+        """
         try:
             return encode(self.tokenizer, prompt, self.config.vocab_size)
         except InferenceError as error:
@@ -58,8 +61,8 @@ class Session:
     def max_length(self, longest: int | None) -> int:
         """Return the context length in tokens: --max_length, or the length of the longest prompt plus --max_new_tokens.
 
-        Without --max_length, the result is limited to the sequence length of the training. If the model folder does not
-        record this length, the limit is max_position_embeddings.
+        Without --max_length, the result is capped at the training sequence length, or at max_position_embeddings if the
+        model folder does not record the training sequence length.
         longest: number of tokens in the longest prompt, or None if unknown.
         """
         trained = trained_length(self.config)
@@ -70,7 +73,7 @@ class Session:
         """Raise InferenceError if the prompt leaves no room for a new token in the context.
 
         ids: token ids of the prompt. name: name of the prompt in the message. max_tokens: context length in tokens. The
-        default is the longest allowed context.
+        default is the longest context that the options allow.
         """
         max_tokens = max_tokens or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= max_tokens:

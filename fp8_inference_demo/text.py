@@ -61,7 +61,7 @@ def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
     ids = ([] if bos is None else [bos]) + list(ids)
     if not ids:
         raise InferenceError(
-            "the prompt is empty, and the tokenizer has no BOS token. Enter some text.",
+            "the prompt is empty, and the tokenizer has no BOS token to start from. Enter a prompt.",
             code="empty_prompt",
         )
     if max(ids) >= vocab_size:
@@ -108,7 +108,7 @@ class TextStream:
         self.ids.append(token)
 
     def piece(self) -> str:
-        """Return the text completed by the tokens added since the last call. Often ''."""
+        """Return the text completed since the last call, or "" if its last character is still incomplete."""
         text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -134,7 +134,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Add a piece of text and return the text that cannot be part of a stop string. Often ''.
+        """Add a piece of text and return the text, possibly "", that cannot be part of a stop string.
 
         Do not call this method after `found` is set.
         """
@@ -149,6 +149,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest prefix of `stop`, except `stop` itself, that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

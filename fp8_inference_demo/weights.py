@@ -84,7 +84,7 @@ class Layer:
 class Weights:
     """All weights of a model. V vocabulary, H hidden size.
 
-    `embedding` and `head.values` are the same tensor if the model ties them.
+    If the model ties its embeddings, `embedding` and `head.values` are the same tensor.
     """
 
     config: MistralConfig

@@ -50,7 +50,10 @@ def parse(text: str) -> list[re.Match]:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the numbers in the release part of a version, for comparisons. "2.11.0+cu130" returns [2, 11, 0]."""
+    """Return the release segment of a version as a list of integers, for comparisons.
+
+    For example, "2.11.0+cu130" returns [2, 11, 0].
+    """
     release = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in release.group().split(".")] if release else []
 
@@ -66,7 +69,7 @@ def installed_version(name: str) -> str | None:
 def to_install(
     requirements: list[re.Match], exact: bool, optional: bool = False
 ) -> tuple[list[re.Match], list[str]]:
-    """Return the requirements that pip must install, and a list of remarks on accepted and missing packages."""
+    """Return the requirements that pip must install, and remarks on accepted versions and missing optional packages."""
     wanted, remarks = [], []
     for requirement in requirements:
         name, version, floor = requirement.group("name", "version", "floor")
@@ -87,9 +90,15 @@ def to_install(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="requirements files")
-    parser.add_argument("--exact", action="store_true", help="accept only pinned versions")
+    parser.add_argument(
+        "--exact", action="store_true", help="require the pinned version of every installed package"
+    )
     parser.add_argument("--optional", action="store_true", help="also install missing optional packages")
-    parser.add_argument("--keep", action="store_true", help="fail if an installed package would be replaced")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="check only whether an installed package would be replaced; the exit status is 3 if so",
+    )
     arguments = parser.parse_args()
     wanted, remarks = [], []
     for file in arguments.files:
@@ -104,7 +113,9 @@ def main() -> int:
         have = {requirement: installed_version(requirement["name"]) for requirement in wanted}
         if not any(have.values()):
             return 0
-        remarks = [f"{r['name']}: installed {v or 'none'}, needed {r['version']}" for r, v in have.items()]
+        remarks = [
+            f"{r['name']}: installed: {v or 'none'}, required: {r['version']}" for r, v in have.items()
+        ]
     else:
         for requirement in wanted:
             print(requirement["spec"])

@@ -43,7 +43,7 @@ class GPURun:
         self.began: dict[str, float] = {}  # start times of the running tests
 
     def terminated(self, *_: object) -> None:
-        """Handle SIGTERM, which is sent at the time limit. Print the tests that are still running."""
+        """Handle SIGTERM, which is sent when the time limit is reached. Print the tests that are still running."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():

@@ -23,7 +23,7 @@ from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, s
 from train.config.schema import Node, all_keys, describe
 from train.planning.memory import checkpoint_bytes
 
-BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
+BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of the generated text -->\n"
 SEQ_LENGTH = 2048
 GB = 1e9
 
@@ -144,7 +144,10 @@ PAGES = {ROOT / "docs/configuration.md": configuration, ROOT / "docs/hardware.md
 
 
 def page_with(page: Path, written: str) -> str:
-    """Return the page with `written` between the two marker lines. Raises ValueError if a marker line is missing."""
+    """Return the text of the page with `written` in place of the text between its two marker lines.
+
+    Raises ValueError if a marker line is missing.
+    """
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

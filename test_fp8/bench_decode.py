@@ -70,12 +70,12 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
     if options.cache < options.prompt + 2:
         raise ValueError(
-            f"--cache {options.cache} is too small; set it to at least --prompt {options.prompt} plus 2 tokens"
+            f"--cache {options.cache} is too small; it must exceed --prompt ({options.prompt}) by at least 2 tokens"
         )
     config = load_config(options.config)
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
-        raise ValueError(f"--cache and --prefill_length: {longest} tokens exceed the model's maximum of "
-            f"{config.max_position_embeddings} positions; choose a smaller length")  # fmt: skip
+        raise ValueError(f"--cache and --prefill_length need {longest} positions, but the model has only "
+            f"{config.max_position_embeddings} (max_position_embeddings); reduce them")  # fmt: skip
     check_fp8_gpu()
     results = decoding.measure(options, config)
     bf16 = {(r["what"], r["batch"]): r["tokens_per_s"] for r in results if r["row"] == "bf16"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how training scales over the GPUs of one host.
+"""Measure how training scales across the GPUs of one host.
 
 The benchmark runs bench_model.py --measure step with te_layer on 1, 2, 4, ... GPUs, for each ZeRO stage, in bf16 and
 FP8.
@@ -105,7 +105,7 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 def make_programs(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """Return the benchmark processes to run at the same time in one round.
+    """Return the benchmark processes that run at the same time in one round.
 
     If `ranks` is 1, there is one process per GPU. Otherwise, there is one process that uses several ranks. gpus: the
     number of GPUs on this host.

@@ -149,8 +149,8 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
 def read_records(folder: Path) -> list[Result]:
     """Return the records in metrics.jsonl of a run, merged into one record per step.
 
-    The keys of a record are "step", "tokens", "loss", "eval_loss", "tokens_per_second" and others. Not every record has
-    every key. After a resume, the evaluation of a step is a separate line in the file.
+    The keys of a record are "step", "tokens", "loss", "eval_loss", "tokens_per_second" and others. A key can be missing
+    from a record. After a resume, the evaluation of a step is a separate line in the file.
     """
     records: dict[int, Result] = {}
     for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
@@ -168,8 +168,8 @@ def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
     """Pair each record with the training time up to its step, in seconds.
 
-    Evaluations and saves are excluded. A log interval below half of the median speed includes compilation or graph
-    capture. The median speed is used for such an interval.
+    Evaluations and saves are excluded. A log interval in which the speed is below half of the median includes
+    compilation or graph capture. The time of such an interval is computed from the median speed.
     """
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
@@ -282,7 +282,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train all benchmark cases and compare the losses with the baseline.
 
-    Raises ValueError if a configuration is invalid, before any training starts, or if a run fails.
+    Raises ValueError before any training if a configuration is invalid, or later if a run fails.
     """
     cases = chosen_cases(options)
     configs = [
@@ -297,9 +297,15 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         if not same_samples or config.optim != base.optim:
             continue
         if not abs(result["eval_difference_percent"]) <= options.tolerance * 100:
-            misses.append(f"{case.name}: {result['eval_difference_percent']:+.2f} % from {cases[0].name}")
+            misses.append(
+                f"{case.name}: the evaluation loss differs by {result['eval_difference_percent']:+.2f} % "
+                f"from that of {cases[0].name}"
+            )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
-            misses.append(f"{case.name}: {result['skipped_steps']} skipped steps")
+            misses.append(
+                f"{case.name}: {result['skipped_steps']} steps were skipped, but only {results[0]['skipped_steps']} "
+                f"in {cases[0].name}"
+            )
     training = {
         **{key: getattr(base, key) for key in TRAINING_KEYS},
         "model.config": Path(base.model.config).name,
@@ -310,7 +316,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     curves = {r["row"]: r["curves"] for r in results}
     panels = {
         "training loss": {name: (c["step"], c["loss"]) for name, c in curves.items()},
-        "evaluation loss, difference to the baseline (%)": {
+        "evaluation loss, difference from the baseline (%)": {
             name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
         },
     }

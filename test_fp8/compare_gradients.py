@@ -3,13 +3,14 @@
 
     python test_fp8/compare_gradients.py --init_from output/RUN/hf --data data/pretrain [--output FILE.json]
 
-Two training runs differ by seed noise, which hides differences of half a percent. This comparison has no seed noise.
+Two training runs differ by seed noise, which hides differences of half a percent or less. This comparison has no seed
+noise.
 
 The table has the following columns, where g is the gradient in FP8 or bf16, and r is the float32 gradient:
 
-    loss      difference to the float32 loss
+    loss      difference from the float32 loss
     error     |g - r| / |r| over all parameters for a micro-batch, as a mean over --batches micro-batches
-    of sum    |g - r| / |r| for the gradients summed over all micro-batches; random errors average out in this sum
+    of sum    |g - r| / |r| for the gradients summed over all micro-batches; in this sum, random errors average out
     along     (g . r) / (r . r) for the summed gradients; the gradient is too small if this value is below 1
     worst     the largest "of sum" of a single weight matrix
 

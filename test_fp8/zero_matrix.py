@@ -189,7 +189,8 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
     steps = [(r["step"], r["tokens"]) for r in several]
     if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
         return {
-            "why": f"steps: {len(several)} steps on several ranks, {len(one)} on one rank, or different tokens"
+            "why": f"steps: the number of steps ({len(several)} on several ranks, {len(one)} on one rank) or their "
+            "tokens differ"
         }
     result: Result = {}
     apart = {}
@@ -201,7 +202,9 @@ def compare_runs(several: Sequence[Result], one: Sequence[Result], tolerance: Ma
         apart[f"first_{key}"] = relative[0]
     result |= {f"{key}_difference": apart[key] for key in tolerance}
     beyond = [
-        f"{k}: difference {apart[k]:.1e}, allowed {m:.0e}" for k, m in tolerance.items() if not apart[k] <= m
+        f"{k}: relative difference {apart[k]:.1e}, allowed {m:.0e}"
+        for k, m in tolerance.items()
+        if not apart[k] <= m
     ]
     return result | ({"why": "; ".join(beyond)} if beyond else {})
 

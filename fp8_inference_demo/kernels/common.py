@@ -41,9 +41,10 @@ def prefetch(places):
 
 @triton.jit
 def magnitude_bits(x):
-    """Return the bits of abs(x) as int32, for float32 x. They sort like the magnitudes, with NaN last.
+    """Return the bits of abs(x) as int32, for float32 x.
 
-    tl.max drops NaN in a float32 tensor, but not in this result.
+    The integers have the same order as the magnitudes, and NaN is the largest. tl.max ignores NaN in float32 tensors,
+    but not in this representation.
     """
     return tl.abs(x).to(tl.int32, bitcast=True)
 

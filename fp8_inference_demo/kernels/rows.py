@@ -1,6 +1,6 @@
 """Operations on several rows between matrix products: norm, SwiGLU, residual, quantization, and KV cache writes.
 
-Shapes: M rows, C columns, B samples of T tokens, S cache, K key/value heads, D head dimension.
+Shapes: M rows, C columns, B samples of T tokens, S cache positions, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _rows(
 ) -> tuple[torch.Tensor, Rows]:
     """Launch `_row`. Return x + delta, and the result of RMSNorm or SwiGLU as an operand of `gemm`.
 
-    With digits 0, the operand is [M, C] without a scale. Otherwise, it is FP8 codes [digits, M, C] and scales
-    [digits, M, 1].
+    If `digits` is 0, the operand is [M, C] without a scale. Otherwise, it consists of FP8 codes [digits, M, C] and
+    scales [digits, M, 1].
     """
     M, C = x.shape[-2:]
     C = C // 2 if swiglu else C

@@ -18,7 +18,7 @@ from train.monitor.signals import signal_on_parent_exit
 class Program:
     """A script in this repository that runs in child processes.
 
-    script: path in the repository. options: command-line arguments. log: file to which the output is appended. ranks:
+    script: path in the repository. options: command-line arguments. log: file that the output is appended to. ranks:
     number of processes, or 0 for one process without the launcher. gpus: indices of the GPUs to use among those that
     are visible to this process, or None for all.
     """

@@ -23,7 +23,7 @@ positive = between(1)
 
 
 class DeviceDefault(NamedTuple):
-    """The default of a command-line option that depends on whether the host has a GPU."""
+    """A pair of default values for an option: `gpu` on a host with a GPU, and `cpu` on a host without one."""
 
     gpu: Any
     cpu: Any

@@ -137,7 +137,7 @@ def write_json(path: Path, command: str, results: Sequence[Result], /, **more: A
 
 
 def measured(results: Sequence[Result]) -> list[Result]:
-    """Return the results of the benchmark cases that could be measured."""
+    """Return the results of the benchmark cases that were measured successfully."""
     return [r for r in results if "reason" not in r]
 
 

@@ -68,7 +68,7 @@ class Reference:
         return cls(weights, logits, losses, relative_error(logits_in_e4m3(model, input_ids), logits))
 
     def logits_tolerance(self) -> dict[str, float]:
-        """Return the largest relative error of the logits that is allowed for each value of precision.compute."""
+        """Return the maximum allowed relative error of the logits for each value of precision.compute."""
         return {"bf16": BF16_LOGITS_TOLERANCE, "fp8": FP8_LOGITS_FACTOR * self.fp8_error}
 
 
@@ -149,19 +149,21 @@ def check_same_model(
     allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:
         raise DifferentModel(
-            f"the relative error of the logits is {error:.1e}, but in {compute} at most {allowed:.1e} is "
-            "allowed"
+            f"the relative error of the logits is {error:.1e}, but at most {allowed:.1e} is allowed in "
+            f"{compute}"
         )
     return error
 
 
 def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Return a description of each weight that is missing, unknown or not bit-identical to the expected weight."""
-    problems = [f"{name} is missing or unknown" for name in expected.keys() ^ weights.keys()]
+    problems = [f"{name} exists in only one of the two models" for name in expected.keys() ^ weights.keys()]
     for name in expected.keys() & weights.keys():
         ours, theirs = weights[name], expected[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            problems.append(f"{name} is {ours.dtype} {tuple(ours.shape)}")
+            problems.append(
+                f"{name} is {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
+            )
         elif not torch.equal(ours, theirs.to(ours.device)):
             problems.append(f"{name} has different values")
     return sorted(problems)
@@ -178,6 +180,6 @@ def loss_error(loss: float, compute: str, reference: Reference, samples: int) ->
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(
             f"the loss is {loss:.5f}, but the transformers model in bf16 has a loss of {expected:.5f}. The "
-            f"relative error is {error:.1e}, and at most {LOSS_TOLERANCE[compute]:.0e} is allowed in {compute}"
+            f"relative error is {error:.1e}, but at most {LOSS_TOLERANCE[compute]:.0e} is allowed in {compute}."
         )
     return error

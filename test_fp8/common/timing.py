@@ -90,7 +90,7 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
 
 
 def count_calls(seconds: float, ms: float, min_calls: int, max_calls: int) -> int:
-    """Return how many calls of `ms` milliseconds fit into `seconds`, limited to `min_calls` to `max_calls`."""
+    """Return how many calls of `ms` ms fit into `seconds`, but at least `min_calls` and at most `max_calls`."""
     return max(min_calls, min(max_calls, round(seconds * 1e3 / ms)))
 
 

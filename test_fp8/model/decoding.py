@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
     for batch in options.batches:
         prompts = torch.randint(config.vocab_size, (batch, options.prompt), generator=generator)
         results += decode(options, weights, prompts)
-        print(f"batch {batch} is done", flush=True)
+        print(f"measured batch size {batch}", flush=True)
     results += prefill(options, config, weights)
     if options.transformers_batches:
         weights.clear()
@@ -121,5 +121,5 @@ def decode_with_transformers(
         each = (whole - first) / (new - 1)
         gib = num_parameters(config) * 2 / GIB
         results.append(make_result("decode", "transformers", batch, each, batch, weights_gib=gib))
-        print(f"transformers, batch {batch}, is done", flush=True)
+        print(f"measured transformers with batch size {batch}", flush=True)
     return results

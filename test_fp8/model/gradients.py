@@ -32,8 +32,9 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers in one precision.
 
-    how: settings for the configuration section "precision". config: the model configuration. init_from: folder with
-    trained weights, or None for random weights. Raises StartupCheckError if a GEMM did not run in FP8 as configured.
+    how: the settings in the section "precision" of the training configuration. config: the model configuration.
+    init_from: folder with trained weights, or None for random weights. Raises StartupCheckError if a GEMM did not run
+    in FP8 as configured.
     """
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=SEED, init_from=init_from)

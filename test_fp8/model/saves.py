@@ -117,4 +117,6 @@ def measure(options: argparse.Namespace) -> Outcome:
     lost, ranks = lost_time_share(results), dist.get_world_size()
     dist.destroy_process_group()
     more = {"ranks": ranks, "parameters": num_parameters(training.engine.module.config), "lost": lost}
-    return Outcome(results, more, [f"a background save costs {lost:.1%} of the time of a blocking save"])
+    return Outcome(
+        results, more, [f"a background save costs {lost:.1%} of the training time that a blocking save costs"]
+    )
