@@ -171,7 +171,7 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
 
 
 def _trained_with(state: RunState) -> set[str]:
-    """Return the SHA-256 hashes of the tokenizers with which the training data was prepared."""
+    """Return the SHA-256 hashes of the tokenizers that were used to prepare the training data."""
     return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 

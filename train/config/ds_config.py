@@ -319,9 +319,9 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
     """Return the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
 
-    With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. Transformer
-    Engine's backward pass needs these weights later. The weights of a leaf module are freed only when the whole module
-    has finished.
+    With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. However,
+    Transformer Engine's backward pass still needs these weights. ZeRO 3 frees the weights of a leaf module only after
+    the backward pass of the whole module.
     """
     variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
     if not (arguments.gradient_checkpointing and VARIANTS[variant].te):

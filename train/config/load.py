@@ -119,7 +119,10 @@ def help_text() -> str:
 
 
 def schema_text() -> str:
-    """Return the output of `train.py --schema`: the JSON schema in train_args/train_config.schema.json."""
+    """Return the JSON schema that `train.py --schema` prints.
+
+    The file train_args/train_config.schema.json contains the same schema.
+    """
     schema = full_schema()
     named = {
         "$schema": {"type": "string", "description": "Path of this schema, which editors use."}

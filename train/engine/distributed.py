@@ -152,8 +152,8 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
 
     Collective: all ranks must call this function.
 
-    PyTorch would wait for half an hour and then report only a socket error. With torchrun and accelerate, this function
-    does nothing, because their agents wait for each other.
+    Without this function, PyTorch would wait for half an hour and then report only a socket error. With torchrun and
+    accelerate, this function does nothing, because their agents wait for each other.
 
     Returns:
         The TCPStore at MASTER_PORT, or None on a single node. Keep a reference until the process group is initialized.

@@ -171,9 +171,9 @@ class SkipDecision:
     """Detector for skipped steps. It restores the FP8 state, so that a skipped step changes nothing.
 
     A step is skipped on all ranks if the norm of its reduced gradients is not finite. If the loss is not finite,
-    MicroStep sets the gradients to NaN, so checking the norm is sufficient. DeepSpeed's optimizers then leave weights
-    and optimizer state unchanged, and the engine counts the step in `skipped_steps`. One optimizer of DeepSpeed does
-    not check the norm; train/engine/zero.py adds the check.
+    MicroStep sets the gradients to NaN, so checking the norm is sufficient. When a step is skipped, DeepSpeed's
+    optimizers leave weights and optimizer state unchanged, and the engine counts the step in `skipped_steps`. One
+    DeepSpeed optimizer does not check the norm, so train/engine/zero.py adds the check.
 
     `is_skipped` reads the count and restores the FP8 state. The trainer reports skipped steps, and stops a run that
     skips too many steps.

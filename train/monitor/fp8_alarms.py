@@ -203,7 +203,7 @@ def find_fallbacks(
 
 
 def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
-    """Group the FP8 health statistics that have limits by GEMM operand."""
+    """Group FP8 health statistics by GEMM operand. Statistics without a limit are omitted."""
     found: dict[Operand, dict[str, float]] = {}
     for kind, operand, what, column in values(health):
         for layer, value in enumerate(column):

@@ -59,7 +59,7 @@ class SpikeDetector:
     median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median. Unlike the mean and the standard
     deviation, these statistics are hardly affected by single spikes. Spikes are also added to the window. So a higher
     level that persists is accepted once it fills half of the window. No spike is reported before the window is full,
-    because gradient norms of several times the median are harmless at the beginning of a training.
+    because gradient norms of several times the median are harmless at the beginning of training.
     """
 
     def __init__(self, window: int, factor: float, recent: Iterable[float] = ()) -> None:

@@ -43,7 +43,7 @@ def count_slow_windows(before: list[int], times_s: list[float]) -> list[int]:
 
 
 class SlowRanks:
-    """Detector for slow ranks. Measures the forward time of this rank and compares it with the other ranks.
+    """Detector for slow ranks, which compares the forward time of this rank with the other ranks.
 
     All ranks must call the methods at the same points.
 
