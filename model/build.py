@@ -61,10 +61,10 @@ def build_model(
             te_layer).
 
     Raises:
-        ModelConfigError: the variant does not support document masks.
-        WeightsError: `init_from` has a different architecture or unusable weights.
-        PrecisionError: the variant does not support the precision or `compile`, a pattern in bf16_modules matches no
-            module, or the sizes do not fit FP8.
+        ModelConfigError: If the variant does not support document masks.
+        WeightsError: If `init_from` has a different architecture or unusable weights.
+        PrecisionError: If the variant does not support the precision or `compile`, a pattern in bf16_modules matches
+            no module, or FP8 does not support the sizes.
     """
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))

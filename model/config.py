@@ -171,9 +171,9 @@ def load_config(name_or_path: str) -> MistralConfig:
         name_or_path: name of a file in model/configs, path of a JSON file, or path of a folder with a config.json.
 
     Raises:
-        ModelConfigError: The file does not exist or is not valid JSON. The model type is not mistral or llama. A key
-            looks misspelled, so transformers would ignore it and use the default. A value has the wrong type or is out
-            of range.
+        ModelConfigError: If the file does not exist or is not valid JSON, the model type is not mistral or llama, a
+            key looks misspelled (transformers would ignore it and use the default), or a value has the wrong type or
+            is out of range.
     """
     path = config_file(name_or_path)
     values = _read_file(path)

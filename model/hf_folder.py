@@ -57,8 +57,8 @@ def check_init_from(folder: str, config: Any) -> None:
     """Check that the Hugging Face weights in `folder` can initialize a model with `config`. Reads only config.json.
 
     Raises:
-        WeightsError: the folder does not exist, its architecture differs from `config`, or its weights are quantized.
-        ModelConfigError: its config.json is invalid or unsupported.
+        WeightsError: If the folder does not exist, its model does not match `config`, or its weights are quantized.
+        ModelConfigError: If its config.json is invalid or unsupported.
     """
 
     def architecture(of: Any) -> dict[str, Any]:

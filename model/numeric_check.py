@@ -59,7 +59,7 @@ def choose_kernels(
     document_mask: bool = False,
     seed: int = 0,
 ) -> tuple[SpeedConfig, list[str]]:
-    """Compare the kernels of a training run with a float32 reference, and disable optional kernels with wrong results.
+    """Compare the kernels of a training run with a float32 reference, and disable optional kernels that fail.
 
     The global random state does not change.
 
@@ -67,14 +67,14 @@ def choose_kernels(
         variant: te_linear or te_layer.
         batch_size: number of samples per micro-batch. The check uses fewer samples if the float32 logits would need
             more than 1 GiB.
-        seq_length: number of tokens per sample. The check uses at most 4096 tokens, or 64 tokens with the CPU
-            reference implementation.
+        seq_length: number of tokens per sample. The check uses at most 4096 tokens, or 64 tokens with the CPU reference
+            implementation.
 
     Returns:
         `speed` with the failed kernels disabled, and lines for the log.
 
     Raises:
-        StartupCheckError: The results are wrong even if all optional kernels are disabled.
+        StartupCheckError: If the results are wrong even with all optional kernels disabled.
     """
     probe = _Probe(config, variant, precision, batch_size, seq_length, document_mask, seed)
     errors = probe.errors(speed)

@@ -204,7 +204,7 @@ def verify_attention(
     backend = te_backend.attention_backend_in_use(precision.te)
     if backend == te_backend.NO_ATTENTION:
         raise StartupCheckError(
-            "Transformer Engine did not report its attention backend, so the installed version is not "
+            "Transformer Engine did not report its attention backend. The installed version is probably not "
             "supported. Install the supported version with pip install -r requirements-gpu.txt",
             code="no_attention",
         )

@@ -69,7 +69,7 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
 
     Args:
         gpu: name of the GPU for the message.
-        recipe: Transformer Engine recipe to check too.
+        recipe: Transformer Engine recipe that the GPU must also support.
     """
     found = architecture(capability)
     if capability < FP8_CAPABILITY:

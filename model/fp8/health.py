@@ -128,7 +128,7 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
 def has_health_checks(model: nn.Module, precision: Precision) -> bool:
     """Return whether FP8 health checks run for `model` (precision.health_steps).
 
-    torchao and mxfp8 do not support health checks.
+    The torchao variant and the mxfp8 recipe do not support health checks.
     """
     reads_key = "health_steps" in RECIPES[precision.config.recipe].knobs
     is_on = precision.config.health_steps > 0 and precision.fp8 and reads_key

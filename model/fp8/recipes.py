@@ -241,9 +241,7 @@ def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int)
 
 
 def find_phase(phases: list[PrecisionPhase], max_steps: int, step: int, tokens: int) -> int:
-    """Return the index of the precision phase that applies to the next step, given `step` steps and `tokens` tokens so
-    far.
-    """
+    """Return the index of the precision phase for the next step, given the `step` steps and `tokens` tokens so far."""
     last = len(phases) - 1
     return next((n for n in range(last) if not is_phase_over(phases[n], max_steps, step, tokens)), last)
 

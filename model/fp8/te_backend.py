@@ -283,7 +283,7 @@ def recipe_problem(recipe: str) -> str:
 
 
 def describe_gpu() -> str:
-    """Return a log line with the current GPU, the FP8 recipes that it supports, and the defaults that are disabled."""
+    """Return a log line with the current GPU, its FP8 recipes, and the default features that it does not support."""
     capability = torch.cuda.get_device_capability()
     found = architecture(capability)
     recipes = [recipe for recipe in AVAILABILITY if not recipe_problem(recipe)]
@@ -313,8 +313,9 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "") -> None:
 
 @contextmanager
 def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
-    """Give the models created inside this context manager a separate process-wide FP8 state, then restore the former
-    state.
+    """Use a separate FP8 state for the models created inside this context manager.
+
+    The former process-wide state is restored on exit.
 
     The CPU reference implementation does not need this, because it does not keep references to released models. See
     also `release_models`.
@@ -397,7 +398,7 @@ _attention_environment: dict[str, str | None] = {}
 
 
 def choose_attention_backend(name: str) -> None:
-    """Select Transformer Engine's attention backend for the next forward passes.
+    """Select Transformer Engine's attention backend for subsequent forward passes.
 
     Args:
         name: "fused" (cuDNN), "flash" (FlashAttention), "unfused", or "auto" (Transformer Engine's choice, with the
@@ -423,11 +424,11 @@ FLASH_PACKAGES = ("flash-attn-4", "flash-attn-3", "flash-attn")
 def document_backends() -> tuple[str, ...]:
     """Return the attention backends that support document masks on this GPU, in order of preference.
 
-    Unfused attention is excluded, because it pads each document to the longest one. FlashAttention comes first, because
-    its work grows with the number of tokens. cuDNN launches its kernels for each document as if the document contained
-    all tokens of the batch. cuDNN's deterministic backward needs a workspace of about 128 bytes for each document, head
-    and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is therefore excluded if kernels
-    must be deterministic.
+    Unfused attention is excluded, because it pads each document to the length of the longest one. FlashAttention comes
+    first, because its work grows with the number of tokens. cuDNN launches its kernels for each document as if the
+    document contained all tokens of the batch. cuDNN's deterministic backward needs a workspace of about 128 bytes for
+    each document, head and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is therefore
+    excluded if kernels must be deterministic.
     """
     flash = any(is_installed(package) for package in FLASH_PACKAGES)
     deterministic = (
@@ -513,10 +514,10 @@ NO_ATTENTION = "none yet"
 
 
 def attention_backend_in_use(te: SimpleNamespace) -> str:
-    """Return the attention backend of the last forward pass.
+    """Return the attention backend that the last forward pass used.
 
-    The result is "fused ...", "flash ...", "unfused", NO_ATTENTION before the first forward pass, or "torch SDPA"
-    for the CPU reference implementation.
+    The result is "fused ...", "flash ...", "unfused", NO_ATTENTION before the first forward pass, or "torch SDPA" for
+    the CPU reference implementation.
     """
     if te.name == "reference":
         return "torch SDPA"

@@ -121,7 +121,9 @@ def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
 
 
 def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
-    """Compute the SwiGLU gradient for the input x [..., 2 F] as FP8 [..., 2 F], row by row and transposed. CUDA only.
+    """Compute the SwiGLU gradient for the input x [..., 2 F] as FP8 [..., 2 F].
+
+    The result is both row-wise and transposed. CUDA only.
 
     Args:
         gradient: gradient of silu(gate) * up, [..., F] (feature size F).

@@ -153,7 +153,7 @@ class FP8Module(nn.Module):
                 )
 
     def prepare_fp8(self, inp: Tensor) -> FP8Call | None:
-        """Return the settings for an FP8 forward pass in the current autocast, or None without FP8.
+        """Return the settings for an FP8 forward pass in the current autocast context, or None without FP8.
 
         Call this method at the start of each forward pass.
 

@@ -178,7 +178,7 @@ def fp8_gemm(
 ) -> Tensor:
     """Compute `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
 
-    The operands are quantized by the quantizers of `module`'s GEMM with index `gemm`.
+    The quantizers of `module`'s GEMM with index `gemm` quantize the operands.
 
     RMSNorm is applied if `norm_weight` is given. The input is [..., K], or [..., 2 K] with `swiglu`; the output is
     [..., N] (K input features, N output features).

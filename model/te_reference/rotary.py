@@ -67,7 +67,7 @@ def apply_rotary_pos_emb(
     Shapes: B batch, S tokens, N heads, D head dimension.
 
     Raises ValueError if the format is not "bshd", fused is False (Transformer Engine would then round cos and sin
-    first), or there are fewer angles than tokens.
+    first), or there are fewer rows of angles than tokens.
     """
     if not fused or tensor_format != "bshd" or t.shape[1] > len(freqs):
         raise ValueError(
