@@ -1,7 +1,8 @@
 """Measure the training throughput of whole models in bf16 and with each FP8 recipe.
 
-The compared implementations are transformers with and without torch.compile, torchao, te_linear, te_layer and
-Megatron-Core. Forward and backward passes are measured alone and as part of optimizer steps in DeepSpeed.
+The compared implementations are this project's model variants te_linear and te_layer, transformers with and without
+torch.compile, torchao, and Megatron-Core. Forward and backward passes are measured alone and as part of optimizer steps
+in DeepSpeed.
 
     python test_fp8/bench_model.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash

@@ -3,10 +3,10 @@
     python test_fp8/bench_save.py [--config hare_1.1b] [--rounds 3] [--steps 8] [--output FILE.json]
     python train/launch.py --nproc 2 test_fp8/bench_save.py ...                        several ranks
 
-Both kinds of saves alternate in one process, which trains te_layer on random tokens in FP8 with delayed scaling, AdamW
-and ZeRO 1. The lost time is the sum of the time in `Saver.begin`, the time waited at the end of the save, and the time
-by which steps during the save are slower than the median step. The first save of each kind is excluded, because it
-allocates host memory. Set TMPDIR to choose the disk.
+Both kinds of saves alternate in one process, which trains the model variant te_layer on random tokens in FP8 with
+delayed scaling, AdamW and ZeRO 1. The lost time is the sum of the time in `Saver.begin`, the time waited at the end of
+the save, and the time by which steps during the save are slower than the median step. The first save of each kind is
+excluded, because it allocates host memory. Set TMPDIR to choose the disk.
 """
 
 from __future__ import annotations

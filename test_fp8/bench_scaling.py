@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure how training scales across the GPUs of one host.
 
-The benchmark runs bench_model.py --measure step with te_layer on 1, 2, 4, ... GPUs, for each ZeRO stage, in bf16 and
-FP8.
+The benchmark runs bench_model.py --measure step with the model variant te_layer on 1, 2, 4, ... GPUs, for each ZeRO
+stage, in bf16 and FP8.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2

@@ -9,7 +9,7 @@ noise.
 The table has the following columns, where g is the gradient in FP8 or bf16, and r is the float32 gradient:
 
     loss      difference from the float32 loss
-    error     |g - r| / |r| over all parameters for a micro-batch, as a mean over --batches micro-batches
+    error     |g - r| / |r| over all parameters for one micro-batch, averaged over --batches micro-batches
     of sum    |g - r| / |r| for the gradients summed over all micro-batches; in this sum, random errors average out
     along     (g . r) / (r . r) for the summed gradients; the gradient is too small if this value is below 1
     worst     the largest "of sum" of a single weight matrix

@@ -1,7 +1,8 @@
 """Attention to the KV cache for one token per row.
 
-As in Flash-Decoding (https://pytorch.org/blog/flash-decoding), several programs share the cache of a row. The last
-program to finish combines their results. For a single row with a short cache, one program per query head is enough.
+As in Flash-Decoding (https://pytorch.org/blog/flash-decoding), several Triton programs share the cache of a row. The
+last program to finish combines their results. For a single row with a short cache, one program per query head is
+enough.
 
 The kernels also apply RoPE to the query and key of the token and write its key and value into the cache. This saves a
 launch.

@@ -178,7 +178,7 @@ def _choose_tiling(M: int, C: int, fp8: bool, late: bool) -> Tiling:
 
 
 def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
-    """Return the fastest block sizes for the gate and up projection of M rows. SwiGLU needs complete sums."""
+    """Return the fastest block sizes for the gate and up projection of M rows, where one program sums all columns."""
     if M <= 16:
         return Tiling(64, 128, 8, 4, PROGRAMS)
     if fp8:
@@ -188,7 +188,7 @@ def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
-    """Triton version of `reference.gemm`. Return one or several partial sums, bf16 or float32 [sums, M, R].
+    """Triton version of `reference.gemm`. Return one or more partial sums, bf16 or float32 [sums, M, R].
 
     Uses cuBLAS for more than CUBLAS_ROWS rows, or if the number of columns is not a multiple of the block size.
     cuBLAS does not support weights with several scales per row.

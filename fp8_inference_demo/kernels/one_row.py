@@ -331,7 +331,7 @@ def decode_layer(
 
 
 def head(weights: Weights, eps: float, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
-    """Apply the last norm and the head. A single row uses a Triton kernel. See `reference.head`."""
+    """Apply the last norm and the head, with one Triton kernel if x has a single row. See `reference.head`."""
     if len(x) > 1:
         _, (rows, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
         return F.linear(rows, weights.head.values)

@@ -65,8 +65,8 @@ def require_megatron() -> None:
 def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
     """Convert weights with Hugging Face names to Megatron-Core's names and layout.
 
-    Megatron-Core's qkv weight groups its rows by key head. Each group has the rows for the queries, the key and the
-    value.
+    In Megatron-Core's qkv weight, the rows are grouped by key/value head. Each group consists of the rows of its query
+    heads, its key head and its value head.
     """
     K, D = config.num_key_value_heads, head_dim(config)
     named = {
