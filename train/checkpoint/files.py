@@ -99,7 +99,7 @@ def step_folders(root: Path) -> list[Path]:
     """Return all checkpoint folders in `root`, including incomplete ones, sorted by step.
 
     Raises:
-        PermissionError: `root` cannot be read. Ignoring this error would restart training from step 0.
+        PermissionError: if `root` cannot be read. Ignoring this error would restart training from step 0.
     """
     names = os.listdir(root) if root.is_dir() else []
     return sorted(
@@ -128,7 +128,7 @@ def write_manifest(path: Path, entries: list[dict[str, Any]], changes: Sequence[
         changes: `RunState.changes`, copied to the manifest for information.
 
     Raises:
-        OSError: a file written by another rank is not visible on this node.
+        OSError: if a file written by another rank is not visible on this node.
     """
     entries = sorted(entries, key=lambda e: e["name"])
     wait_for_files(path, entries)
@@ -142,7 +142,7 @@ def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
     On a network file system, files written by other nodes may become visible late.
 
     Raises:
-        OSError: a file is not visible after VISIBILITY_TIMEOUT_S seconds.
+        OSError: if a file is not visible after VISIBILITY_TIMEOUT_S seconds.
     """
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     for entry in entries:
@@ -180,7 +180,7 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         The values in the order of `keys`, or [] if the file does not exist.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: if the file is damaged.
     """
     try:
         text = file.read_text()
@@ -202,7 +202,7 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         {file name: (size in bytes, sha256)} for every file in the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or its manifest is damaged.
+        CheckpointError: if the checkpoint is incomplete, or its manifest is damaged.
     """
     found = read_signed(path / MANIFEST, "files", "step")
     if not found:
@@ -230,7 +230,7 @@ def rolled_back(path: Path) -> list[list[int]] | None:
         Ranges [first, end) in the global sample order, or None if the run was not rolled back to this checkpoint.
 
     Raises:
-        CheckpointError: rollback.json is damaged.
+        CheckpointError: if rollback.json is damaged.
     """
     found = read_signed(path.parent / ROLLBACK, "checkpoint", "skipped_samples")
     return found[1] if found and found[0] == identity(path) else None
@@ -240,7 +240,7 @@ def record_rollback(path: Path, ranges: list[list[int]]) -> None:
     """Write rollback.json, which records a rollback to the checkpoint `path` and the sample ranges to skip.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: if the file cannot be written.
     """
     write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges})
 
@@ -260,7 +260,7 @@ def remove(path: Path) -> None:
     checkpoint.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: if a file cannot be removed.
     """
     if path.is_symlink():
         path.unlink()
@@ -273,7 +273,7 @@ def remove_unfinished(path: Path) -> None:
     """Remove the folder `path` if it contains an incomplete save. A complete checkpoint is kept.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: if a file cannot be removed.
     """
     if path.exists() and not (path / MANIFEST).exists():
         remove(path)
@@ -331,7 +331,7 @@ def check_named_checkpoint(path: Path, key: str, hashes: bool = True) -> None:
         hashes: whether to compare the sha256 of every file. If False, only the sizes are compared.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete or damaged.
+        CheckpointError: if the checkpoint is missing, incomplete or damaged.
     """
     if found := problems(path, hashes):
         raise CheckpointError("; ".join(found), code="no_checkpoint", key=key)
@@ -343,7 +343,7 @@ def newest_intact(root: Path) -> Path | None:
     Newer checkpoints that are damaged are skipped with a warning.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: if all checkpoints are damaged.
     """
     candidates = committed(root)
     for path in reversed(candidates):
@@ -370,7 +370,7 @@ def find_checkpoint(given: Path) -> Path | None:
         `given` if it is a checkpoint, or the newest intact checkpoint of the run. None if there is no checkpoint.
 
     Raises:
-        CheckpointError: `given` is a damaged checkpoint, or all checkpoints of the run are damaged.
+        CheckpointError: if `given` is a damaged checkpoint, or all checkpoints of the run are damaged.
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
         check_named_checkpoint(given, key=str(given))
@@ -395,7 +395,7 @@ def is_branch(root: Path, path: Path) -> bool:
         False if the run has no checkpoints, or if `path` is one of its own checkpoints.
 
     Raises:
-        CheckpointError: the run has checkpoints, but did not start from `path`.
+        CheckpointError: if the run has checkpoints, but did not start from `path`.
     """
     own = committed(root)
     if not own or is_in_folder(path, root):
@@ -419,7 +419,7 @@ def read_state(path: Path) -> RunState:
     """Read the run state of a complete checkpoint.
 
     Raises:
-        CheckpointError: run_state.json is missing, damaged, or was written by an incompatible version.
+        CheckpointError: if run_state.json is missing, damaged, or was written by an incompatible version.
     """
     try:
         return RunState(**json.loads((path / RUN_STATE).read_text()))

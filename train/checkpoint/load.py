@@ -124,8 +124,8 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool
             (`is_partitioned_differently` in train/checkpoint/resume.py).
 
     Raises:
-        CheckpointError: a file contains a type that could execute code or does not have DeepSpeed's format, the files
-            do not contain the whole model, or the number of ranks changed and their FP8 states differ.
+        CheckpointError: if a file contains a type that could execute code or does not have DeepSpeed's format, the
+            files do not contain the whole model, or the number of ranks changed and their FP8 states differ.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not reshard and (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
@@ -166,7 +166,7 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
     """Load a checkpoint's weights on the CPU in the training dtype. Return them by Hugging Face parameter name.
 
     Raises:
-        CheckpointError: the weights are missing or cannot be read.
+        CheckpointError: if the weights are missing or cannot be read.
     """
     weights, tied = read_weights(path), model_config.tie_word_embeddings
     weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
@@ -177,7 +177,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Load a checkpoint's weights on the CPU. Return them by the parameter names of this project's model.
 
     Raises:
-        CheckpointError: the weights are missing or cannot be read.
+        CheckpointError: if the weights are missing or cannot be read.
     """
     if (state := read_state(path)).zero_stage == 3:
         return read_partitioned_weights(path, state)

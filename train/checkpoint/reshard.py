@@ -77,7 +77,7 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
         state: run state read from the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or incomplete, or the checkpoint belongs to another model.
+        CheckpointError: if a file is missing, unreadable or incomplete, or the checkpoint belongs to another model.
     """
     # order of the parameters in the optimizer state without ZeRO
     groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
@@ -110,7 +110,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
         path: the checkpoint, for the error message.
 
     Raises:
-        CheckpointError: the parameters or their sizes differ.
+        CheckpointError: if the parameters or their sizes differ.
     """
     held = {name: sum(piece.end - piece.start for piece in found) for name, found in saved.pieces.items()}
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
@@ -237,7 +237,7 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
         names: parameter names in the order of the optimizer state without ZeRO, which does not contain names.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or incomplete.
+        CheckpointError: if a file is missing, unreadable or incomplete.
     """
     file = model_file(path, state)
     saved = Contents(defaultdict(list))
@@ -259,7 +259,7 @@ def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Ten
     """Gather the float32 weights of a ZeRO 3 checkpoint from the optimizer files of all ranks, by parameter name.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or incomplete.
+        CheckpointError: if a file is missing, unreadable or incomplete.
     """
     model, pieces = load_shard(model_file(path, state)), read(path, state, []).pieces
     weights = {
@@ -345,7 +345,7 @@ def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) 
     All commands load checkpoints with this function.
 
     Raises:
-        CheckpointError: the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
+        CheckpointError: if the file cannot be read, or contains a type that neither torch nor zero.SHARD_TYPES allows.
     """
     with convert_load_errors(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
         return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
@@ -386,7 +386,7 @@ def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
         world: number of ranks that saved the checkpoint.
 
     Raises:
-        CheckpointError: the FP8 states differ in other values.
+        CheckpointError: if the FP8 states differ in other values.
     """
     states, merged = [load_shard(path / rank_file(rank))["fp8"] for rank in range(world)], {}
     for key, first in states[0].items():

@@ -84,7 +84,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint that a run will resume from, or None for a new run. Hashes are not checked.
 
     Raises:
-        CheckpointError: resume_from_checkpoint is an incomplete checkpoint, or belongs to another run.
+        CheckpointError: if resume_from_checkpoint is an incomplete checkpoint, or belongs to another run.
     """
     setting, own = str(args.resume_from_checkpoint), RunFolder(args.output_dir).checkpoints
     if is_new_run(args):
@@ -112,8 +112,8 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         Lines for the log.
 
     Raises:
-        CheckpointError: rollback.json is damaged, or a change is not allowed.
-        ConfigurationError: max_steps is smaller than the step of the checkpoint.
+        CheckpointError: if rollback.json is damaged, or a change is not allowed.
+        ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
     found = allowed_changes(state, saved, path, allow)
     old, new = saved.train_config, state.train_config
@@ -162,8 +162,8 @@ def allowed_changes(
         allow: value of allow_changes_on_resume: the keys that may change, or True for all keys.
 
     Raises:
-        ChangesError: a change is not allowed.
-        ConfigurationError: max_steps is smaller than the step of the checkpoint.
+        ChangesError: if a change is not allowed.
+        ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
     found = changes(state, saved)
     if saved.step > (max_steps := state.train_config["max_steps"]):
@@ -254,7 +254,7 @@ def resume_option(args: TrainingArguments) -> str:
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the configuration key that caused a difference between the data of a run and of its checkpoint."""
+    """Return the configuration key that made the data of a run differ from the data recorded in its checkpoint."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

@@ -65,8 +65,8 @@ def roll_back(
         Whether the run was rolled back. If not, a warning with the reason is logged.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
-        OSError: rollback.json cannot be written.
+        CheckpointError: if all checkpoints are damaged.
+        OSError: if rollback.json cannot be written.
     """
     path = choose_checkpoint(root, "auto")
     saved = read_state(path) if path else None

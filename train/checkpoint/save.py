@@ -296,7 +296,7 @@ def write_tensors(path: Path, value: Any) -> dict[str, Any]:
         The manifest entry of the file.
 
     Raises:
-        OSError: the file could not be written, for any reason. The message contains the path.
+        OSError: if the file could not be written for any reason. The message contains the path.
     """
     try:
         with open(path, "wb") as file:

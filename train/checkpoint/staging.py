@@ -43,7 +43,7 @@ class HostBuffer:
             pin: whether to pin the memory, for fast copies from a GPU.
 
         Raises:
-            OSError, MemoryError: there is not enough host memory.
+            OSError, MemoryError: if there is not enough host memory.
         """
         if size == self.size:
             return
@@ -124,8 +124,8 @@ class Snapshot:
     byte for byte, with and without a buffer.
 
     Raises:
-        MemoryError: there is not enough host memory.
-        PicklingError and similar: the object cannot be pickled, so torch.save cannot write it either.
+        MemoryError: if there is not enough host memory.
+        PicklingError and similar: if the object cannot be pickled. torch.save cannot write such an object either.
     """
 
     def __init__(self, value: Any, buffer: HostBuffer | None):
@@ -151,7 +151,7 @@ class Snapshot:
             {address of the original storage (`_cdata`): copied storage}.
 
         Raises:
-            MemoryError: there is not enough host memory.
+            MemoryError: if there is not enough host memory.
         """
         storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]

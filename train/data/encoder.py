@@ -60,7 +60,7 @@ class TextEncoder:
         markers: function that returns the Markers.
 
     Raises:
-        DataError: the folder contains no tokenizer, or the tokenizer is not readable or has no BOS or EOS.
+        DataError: if the folder contains no tokenizer, or the tokenizer is not readable or has no BOS or EOS.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -198,8 +198,8 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         vocab_size: number of ids in the vocabulary.
 
     Raises:
-        DataError: transformers cannot load the tokenizer, an id is `vocab_size` or larger, or the BOS or EOS id differs
-            from `encoder`.
+        DataError: if transformers cannot load the tokenizer, an id is `vocab_size` or larger, or the BOS or EOS id
+            differs from `encoder`.
     """
     from transformers import AutoTokenizer
 
@@ -240,7 +240,7 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
         texts: texts to encode, in addition to the special and user-defined pieces.
 
     Raises:
-        DataError: the ids of a text differ, or a text is encoded to a special id.
+        DataError: if the ids of a text differ, or a text is encoded to a special id.
     """
     special, user_defined, _ = encoder.markers()
     around = [text for piece in (*special, *user_defined) for text in (piece, f"a {piece} b{piece}c")]
@@ -296,7 +296,7 @@ def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Pa
         export: folder of the exported model, or None.
 
     Raises:
-        DataError: none of the folders contains a tokenizer.
+        DataError: if none of the folders contains a tokenizer.
     """
     folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
     folders += [export] if export else []
@@ -304,7 +304,7 @@ def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Pa
         if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
             return folder
     raise DataError(
-        f"there is no tokenizer in {' or '.join(map(str, folders))}; pass its folder as --tokenizer",
+        f"no tokenizer was found in {' or '.join(map(str, folders))}; pass the folder of the tokenizer as --tokenizer",
         code="no_tokenizer",
         key=str(folders[0]),
     )

@@ -133,14 +133,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check the manifest in a folder with prepared data.
 
     Raises:
-        DataError: the folder or its manifest is missing, or the manifest is invalid. If the manifest is invalid, the
+        DataError: if the folder or its manifest is missing, or the manifest is invalid. If the manifest is invalid, the
             error's `key` is the first invalid field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise DataError(
-            f"data folder {folder} has no manifest.json: it does not exist, or its preparation is unfinished. Pass the "
-            "--output of a completed train/prepare_data.py",
+            f"data folder {folder} has no manifest.json: the folder does not exist, or its preparation is unfinished. "
+            "Pass the --output of a completed train/prepare_data.py",
             code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
         )
@@ -172,7 +172,7 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
     """Check that the files of a shard have the sizes listed in the manifest.
 
     Raises:
-        DataError: a file is missing or has a different size.
+        DataError: if a file is missing or has a different size.
     """
     index_bytes = shard.documents * INDEX_DTYPE.itemsize
     for name, size in ((shard.name, shard.bytes), (f"{shard.name}.index", index_bytes)):
@@ -200,7 +200,7 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
     """Check that the tokenizer in a data folder is the tokenizer that produced the token ids.
 
     Raises:
-        DataError: the tokenizer file is missing, or its hash differs from the manifest.
+        DataError: if the tokenizer file is missing, or its hash differs from the manifest.
     """
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
@@ -223,7 +223,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     """Check the hashes of a shard and of its index, and that all token ids are in the vocabulary.
 
     Raises:
-        DataError: a hash differs from the manifest, or an id is not in the vocabulary.
+        DataError: if a hash differs from the manifest, or an id is not in the vocabulary.
     """
     path = Path(folder) / shard.name
     index_path = path.with_name(path.name + ".index")

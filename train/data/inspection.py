@@ -47,7 +47,8 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
     """Return the histogram of document lengths (`count_lengths`) for one shard.
 
     Raises:
-        DataError: the document end offsets do not increase, or the last document does not end at the end of the shard.
+        DataError: if the document end offsets do not increase, or the last document does not end at the end of the
+            shard.
     """
     lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
     if lengths.min() < 1 or lengths.sum() != shard.tokens:
@@ -111,7 +112,7 @@ def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
     """Return one training sample as text, with a separator line before each document.
 
     Raises:
-        DataError: a token id is not in the vocabulary.
+        DataError: if a token id is not in the vocabulary.
     """
     input_ids = np.empty(source.seq_length, dtype=np.int64)
     source.read(window, input_ids, np.empty_like(input_ids))
@@ -145,7 +146,7 @@ def print_samples(
         seq_length: tokens per sample. A shorter split is printed as a single sample.
 
     Raises:
-        DataError: the tokenizer in the folder is not the tokenizer that produced the data.
+        DataError: if the tokenizer in the folder is not the tokenizer that produced the data.
     """
     tokens = manifest.split_tokens(split)
     seq_length = min(seq_length, tokens - 1)  # the labels are one token ahead of the inputs
@@ -171,8 +172,8 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
         args: the parsed command line of inspect_data.py.
 
     Raises:
-        DataError: the folder contains no prepared data, or the tokenizer is damaged.
-        OSError: the folder cannot be read.
+        DataError: if the folder contains no prepared data, or the tokenizer is damaged.
+        OSError: if the folder cannot be read.
     """
     folder, verify = Path(args.folder), args.verify
     manifest = read_manifest(folder)

@@ -115,7 +115,7 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
         seq_length: tokens per sample.
 
     Raises:
-        DataError: a weight is too small, or a phase has no samples.
+        DataError: if a weight is too small, or a phase has no samples.
     """
     phases = _phases(weights)
     starts = [0] + [-(-(phase.until_tokens or 0) // seq_length) for phase in phases[:-1]]
@@ -144,8 +144,8 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
 class Mixture:
     """The order in which K sources are interleaved, with exact quotas.
 
-    After any number of samples n, the number of samples from each source differs from its target by at most
-    1 - 1/(2K - 2). The target is n * weight. With several phases, it is the sum of samples * weight over the phases.
+    After any number of samples n, the number of samples from each source differs from its target by at most 1 - 1/(2K -
+    2). The target is n * weight. With several phases, it is the sum of samples * weight over the phases.
 
     The next sample is taken from the source with the earliest deadline. With d = 1/(2K - 2), sample j of a source is
     released when the target of the source reaches j - 1 + d, and is due before the target exceeds j - d. No sample is
@@ -167,7 +167,7 @@ class Mixture:
         weights: weights in each phase, normalized to a sum of 1.
 
     Raises:
-        ValueError: a weight is so small that no period up to `max_period` contains a sample from its source.
+        ValueError: if a weight is so small that no period up to `max_period` contains a sample from its source.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class _Targets:
                 reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
 
     def release(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the earliest position (counted from 1) for sample `ordinal` of a source.
+        """Return the earliest position (counted from 1) at which sample `ordinal` of a source may be placed.
 
-        The target uses the weights of `phase`.
+        The target of the source is computed with the weights of `phase`.
         """
         scale = 2 * self.sources - 2  # 1/d, see Mixture
         level = self.unit[phase] * (scale * (ordinal - 1) + 1) - self.offset[phase][source] * scale
@@ -299,7 +299,7 @@ class _Targets:
         return 0 if level <= 0 else math.inf
 
     def due(self, phase: int, source: int, ordinal: int) -> float:
-        """Return the latest position (counted from 1) for sample `ordinal` of a source."""
+        """Return the latest position (counted from 1) at which sample `ordinal` of a source may be placed."""
         scale = 2 * self.sources - 2
         for s in range(phase, len(self.starts)):
             if slope := self.slope[s][source]:

@@ -40,8 +40,8 @@ class TokenSource:
         num_windows: number of windows in the split.
 
     Raises:
-        DataError: the folder or its manifest is missing or corrupt, a shard is missing or truncated, the tokenizer was
-            replaced, or the split has too few tokens for one window.
+        DataError: if the folder or its manifest is missing or corrupt, a shard is missing or truncated, the tokenizer
+            was replaced, or the split has too few tokens for one window.
     """
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
@@ -67,10 +67,10 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Read up to `count` tokens from a shard, starting at token `offset`. Return fewer if the shard ends.
+        """Read up to `count` tokens from a shard, starting at token `offset`. Return fewer at the shard's end.
 
         Raises:
-            DataError: the file was truncated while it was open, or a token id is not in the vocabulary.
+            DataError: if the file was truncated while it was open, or a token id is not in the vocabulary.
         """
         size = self._dtype.itemsize
         expected = min(count, self.shards[index].tokens - offset) * size
@@ -99,7 +99,7 @@ class TokenSource:
         The labels are the inputs shifted by one token.
 
         Raises:
-            DataError: a shard is truncated, or a token id is not in the vocabulary.
+            DataError: if a shard is truncated, or a token id is not in the vocabulary.
         """
         tokens = self._span(window * self.seq_length, self.seq_length + 1)
         input_ids[:] = tokens[:-1]
@@ -112,7 +112,7 @@ class TokenSource:
             int64 [vocab_size].
 
         Raises:
-            DataError: a shard is truncated, or a token id is not in the vocabulary.
+            DataError: if a shard is truncated, or a token id is not in the vocabulary.
         """
         counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
         stride = PIECE_TOKENS * math.ceil(self.num_tokens / COUNTED_TOKENS)
@@ -125,7 +125,7 @@ class TokenSource:
         """Read tokens start..start+count-1 of the split, from one or more shards.
 
         Raises:
-            DataError: a shard is truncated, or a token id is not in the vocabulary.
+            DataError: if a shard is truncated, or a token id is not in the vocabulary.
         """
         shard = bisect_right(self._starts, start) - 1
         parts = [self._tokens(shard, start - self._starts[shard], count)]
@@ -143,7 +143,7 @@ class TokenSource:
             The position after each document end, from 1 to `seq_length`, increasing, int64.
 
         Raises:
-            DataError: the document end offsets in the index do not increase.
+            DataError: if the document end offsets in the index do not increase.
         """
         start, found = window * self.seq_length, []
         stop = start + self.seq_length
@@ -177,8 +177,8 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
         The sources, sorted by name.
 
     Raises:
-        DataError: a folder cannot be opened (see TokenSource), or the folders were prepared with different tokenizers
-            or, for the train split, with different eval fractions.
+        DataError: if a folder cannot be opened (see TokenSource), or the folders were prepared with different
+            tokenizers or, for the train split, with different eval fractions.
     """
     sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
     for source in sources[1:]:
@@ -196,7 +196,7 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
     are not checked if they are only for evaluation (fraction 1) or if each document was cut (eval_by position).
 
     Raises:
-        DataError: a folder in `held_out` has a larger eval fraction than a folder in `train`.
+        DataError: if a folder in `held_out` has a larger eval fraction than a folder in `train`.
     """
     for one, other in itertools.product(train, held_out):
         fractions = one.manifest.eval_fraction, other.manifest.eval_fraction
@@ -217,7 +217,7 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
     """Check that two data sources were prepared with the same tokenizer.
 
     Raises:
-        DataError: the tokenizers differ.
+        DataError: if the tokenizers differ.
     """
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
@@ -231,7 +231,7 @@ def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -
     """Check that a model's vocabulary and maximum sequence length are large enough for the data.
 
     Raises:
-        DataError: the vocabulary or the maximum sequence length is too small.
+        DataError: if the vocabulary or the maximum sequence length is too small.
     """
     first = sources[0]
     if first.manifest.vocab_size > vocab_size:

@@ -161,7 +161,7 @@ class SampleStream:
             rows: minimum number of rows. Missing rows are filled with copies of the first sample.
 
         Raises:
-            DataError: the eval split has too few samples, or the data are corrupt.
+            DataError: if the eval split has too few samples, or the data are corrupt.
         """
         if self.split == "eval" and start + count > self.num_samples:
             raise DataError(
@@ -199,7 +199,7 @@ class SampleStream:
             The number of checked shards.
 
         Raises:
-            DataError: a hash differs from the manifest, or a token id is not in the vocabulary.
+            DataError: if a hash differs from the manifest, or a token id is not in the vocabulary.
         """
         shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
         with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the GIL
@@ -269,7 +269,8 @@ def open_stream(
         sources: {name of the source: folder}. For the other arguments, see SampleStream.
 
     Raises:
-        DataError: a folder cannot be opened, the folders are incompatible with each other, or the weights are invalid.
+        DataError: if a folder cannot be opened, the folders are incompatible with each other, or the weights are
+            invalid.
     """
     return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
 
@@ -293,7 +294,7 @@ def open_held_out(
         {name of the loss: stream}.
 
     Raises:
-        DataError: a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
+        DataError: if a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
             training data or with a larger eval fraction.
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
@@ -319,7 +320,7 @@ def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
         held_out: the evaluation stream with the same sources.
 
     Raises:
-        DataError: a shard is corrupt.
+        DataError: if a shard is corrupt.
     """
     counts = np.zeros((len(held_out.sources), held_out.vocab_size), dtype=np.int64)
     for start in range(0, held_out.num_samples, PLAN_SAMPLES):

@@ -36,7 +36,7 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
     """Plan the evaluation from the parsed command line of evaluate.py.
 
     Raises:
-        ValueError, UserError: There is no model, or the options do not fit the model.
+        ValueError, UserError: If there is no model, or the options are incompatible with the model.
     """
     plan = plan_model(find_model(args.model), args.precision)
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
@@ -71,7 +71,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
         One `Packed` for all prepared folders (with --by packed), and one `Documents` for all other data.
 
     Raises:
-        DataError, ValueError, UserError: The data cannot be read, or were prepared with a different tokenizer.
+        DataError, ValueError, UserError: If the data cannot be read, or were prepared with a different tokenizer.
     """
     folders = {name: name for name in args.data} or plan.sources()
     if not folders:
@@ -102,7 +102,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         world: number of ranks.
 
     Raises:
-        ValueError, OSError, UserError: The model or the data cannot be read, or are incompatible.
+        ValueError, OSError, UserError: If the model or the data cannot be read, or are incompatible.
     """
     plan = plan_evaluation(args)
     logger.info(plan.describe())

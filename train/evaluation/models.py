@@ -52,7 +52,7 @@ def find_model(given: Path) -> Path:
             newest undamaged checkpoint, or the exported model if there is no checkpoint.
 
     Raises:
-        EvaluationError, CheckpointError: There is no model, or all checkpoints are damaged.
+        EvaluationError, CheckpointError: If there is no model, or all checkpoints are damaged.
     """
     if (given / "config.json").is_file():
         return given
@@ -108,7 +108,7 @@ class Plan:
             tokenizer: Folder of the model's tokenizer, or None to find the tokenizer.
 
         Raises:
-            DataError, EvaluationError: The data cannot be read, or were prepared with a different tokenizer.
+            DataError, EvaluationError: If the data cannot be read, or were prepared with a different tokenizer.
         """
         known = self.tokenizers(tokenizer)
         for folder in folders:
@@ -133,7 +133,7 @@ class Plan:
                 exported model.
 
         Raises:
-            DataError: There is no tokenizer.
+            DataError: If there is no tokenizer.
         """
         if given is not None:
             return given
@@ -161,7 +161,7 @@ class Plan:
             given: Folder passed as --tokenizer, or None.
 
         Raises:
-            EvaluationError: The tokenizer in the data folder was replaced after training.
+            EvaluationError: If the tokenizer in the data folder was replaced after training.
         """
         encoder = TextEncoder(self.tokenizer_folder(given))
         if given is None and encoder.sha256() not in self.tokenizers(None):
@@ -179,8 +179,8 @@ class Plan:
         With delayed scaling, the model uses the FP8 scales that rank 0 used in training.
 
         Raises:
-            ValueError, CheckpointError: Weights are missing or damaged, or belong to a different model.
-            PrecisionError, BackendError: This host does not support the precision.
+            ValueError, CheckpointError: If weights are missing or damaged, or belong to a different model.
+            PrecisionError, BackendError: If this host does not support the precision.
         """
         from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
@@ -224,7 +224,7 @@ def plan_model(path: Path, compute: Any) -> Plan:
         compute: The value of --precision, or None for the default.
 
     Raises:
-        CheckpointError, ValueError: The configuration, or the weights in a Hugging Face folder, cannot be read.
+        CheckpointError, ValueError: If the configuration, or the weights in a Hugging Face folder, cannot be read.
     """
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))

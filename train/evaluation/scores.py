@@ -44,8 +44,8 @@ def score(
         The sums for each source, float64 [number of sources, 5], and log lines about the GEMMs that ran.
 
     Raises:
-        EvaluationError: A loss is not finite, or a token id is not in the vocabulary.
-        StartupCheckError: A module did not run in the configured precision.
+        EvaluationError: If a loss is not finite, or a token id is not in the vocabulary.
+        StartupCheckError: If a module did not run in the configured precision.
     """
     sums = np.zeros((len(sources), 5))
     vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
@@ -114,7 +114,7 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     --max_samples.
 
     Raises:
-        EvaluationError: No source has predicted tokens.
+        EvaluationError: If no source has predicted tokens.
     """
     table, by_source = sums.numpy().copy(), {}
     for row, source in zip(table, sources, strict=True):

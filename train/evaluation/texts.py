@@ -85,7 +85,7 @@ class Packed:
         document_mask: Restrict attention to tokens of the same document, as in training.
 
     Raises:
-        DataError: A folder cannot be opened, or the folders are incompatible with each other.
+        DataError: If a folder cannot be opened, or the folders are incompatible with each other.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Documents:
         """Add the eval split of a folder with prepared data as a source.
 
         Raises:
-            DataError: A file in the folder is damaged or missing.
+            DataError: If a file in the folder is damaged or missing.
         """
         manifest = read_manifest(folder)
         check_tokenizer(folder, manifest)
@@ -165,7 +165,7 @@ class Documents:
             ends = open_index(folder, shard)
             if np.any(ends[1:] <= ends[:-1]) or int(ends[-1]) != shard.tokens:
                 raise DataError(
-                    f"{Path(folder) / shard.name}.index is damaged, because the document ends do not increase; "
+                    f"{Path(folder) / shard.name}.index is damaged: the document end offsets do not increase; "
                     "prepare or copy the data again"
                 )
             dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -185,8 +185,8 @@ class Documents:
             max_dropped: Maximum number of unreadable documents.
 
         Raises:
-            DataError: The input does not exist or is not accepted.
-            EvaluationError: More than `max_dropped` documents cannot be read, there are no documents, or a file is
+            DataError: If the input does not exist or is not accepted.
+            EvaluationError: If more than `max_dropped` documents cannot be read, there are no documents, or a file is
                 damaged.
         """
         dropped: list[Dropped] = []
@@ -217,7 +217,7 @@ class Documents:
         """Add a source with up to `samples` of its documents, evenly spaced.
 
         Raises:
-            DataError: The source has no documents.
+            DataError: If the source has no documents.
         """
         if not documents:
             raise DataError(

@@ -125,7 +125,7 @@ def read_results(
         occurs, [vocab_size].
 
     Raises:
-        OSError: the results of a task are missing.
+        OSError: if the results of a task are missing.
     """
     tally, shards = Tally(), []
     counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}

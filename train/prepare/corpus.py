@@ -119,9 +119,9 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         split_on: separator between documents in .txt files, or None.
 
     Raises:
-        DataError: a path does not exist, cannot be read, has an unknown format or is given twice; a folder contains no
-            readable file; a dataset cannot be loaded; or `split_on` is given but there is no .txt file.
-        SystemExit: a package is not installed.
+        DataError: if a path does not exist, cannot be read, has an unknown format or is given twice; a folder contains
+            no readable file; a dataset cannot be loaded; or `split_on` is given but there is no .txt file.
+        SystemExit: if a package is not installed.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
@@ -231,8 +231,9 @@ def read_share(
 ) -> Items:
     """Yield the documents in one task's share of the input files.
 
-    A share is a contiguous part of the input. All shares have the same number of bytes, as far as the files can be
-    split. The shares of all tasks in order contain exactly the documents that a single task would read.
+    A share is a contiguous part of the input. All shares have about the same number of bytes, unless the input contains
+    large files that cannot be split. The shares of all tasks in order contain exactly the documents that a single task
+    would read.
 
     Args:
         task: index of the task, from 0.
@@ -292,8 +293,8 @@ def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
         visited: real paths of the folders visited so far. Links to these folders are not followed.
 
     Raises:
-        OSError: a folder cannot be listed.
-        DataError: a link is broken.
+        OSError: if a folder cannot be listed.
+        DataError: if a link is broken.
     """
     visited.add(os.path.realpath(folder))
     for name in sorted(os.listdir(folder)):

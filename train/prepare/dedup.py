@@ -102,7 +102,10 @@ class DuplicateSignatures(PipelineStep):
 
 
 class DuplicateSearch(PipelineStep):
-    """Pipeline block that finds the duplicates of earlier documents, and writes their indices to one file per task."""
+    """Pipeline block that finds the documents that duplicate an earlier document.
+
+    Their indices are written to one file per task.
+    """
 
     type, name = "DEDUP", "search"
 

@@ -51,8 +51,8 @@ def run_local(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
         workers: number of worker processes. With 1, the tasks run in this process.
 
     Raises:
-        PreparationError: a worker process died.
-        Exception: a task failed. Its exception is raised after the running tasks have completed.
+        PreparationError: if a worker process died.
+        Exception: if a task failed. Its exception is raised after the running tasks have completed.
     """
     for pipeline in pipelines:
         ranks = incomplete_tasks(pipeline, folder)
@@ -146,8 +146,8 @@ def run_ray(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
     """Run the pipelines on the Ray cluster at RAY_ADDRESS, or on a new local cluster if RAY_ADDRESS is not set.
 
     Raises:
-        SystemExit: ray is not installed.
-        PreparationError: at least one task failed.
+        SystemExit: if ray is not installed.
+        PreparationError: if at least one task failed.
     """
     require_packages("--executor ray", "ray", requirements="requirements-prep.txt")
     import ray
@@ -163,7 +163,7 @@ def run_ray(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
             ).run()
             if left := incomplete_tasks(pipeline, folder):
                 raise PreparationError(
-                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}, the first one is task "
+                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}. The first is task "
                     f"{left[0]}. See the log of the task in {folder / pipeline.name / 'logs'}, or Ray's log. Run the "
                     "same command again to resume",
                     code="tasks_failed",
@@ -195,7 +195,7 @@ def submit_slurm(
         The job ids.
 
     Raises:
-        DataError: the path of `folder` contains characters that the shell interprets, or sbatch refused a job.
+        DataError: if the path of `folder` contains characters that the shell interprets, or sbatch refused a job.
     """
     if shlex.quote(str(folder)) != str(folder):
         raise DataError(
@@ -249,7 +249,7 @@ def running_slurm(ids: Path) -> list[str]:
     Jobs that Slurm no longer knows are assumed to have finished.
 
     Raises:
-        PreparationError: squeue failed, so the state of the jobs is unknown.
+        PreparationError: if squeue failed and the state of the jobs is therefore unknown.
     """
     jobs = ids.read_text(encoding="utf-8").split() if ids.exists() else []
     if not jobs:

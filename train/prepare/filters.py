@@ -43,7 +43,7 @@ def find_step_options(args: argparse.Namespace) -> StepOptions:
         args: the parsed command line of prepare_data.py.
 
     Raises:
-        DataError: a file is missing, a package is not installed, or the language model cannot be downloaded.
+        DataError: if a file is missing, a package is not installed, or the language model cannot be downloaded.
     """
     model = language_model(args.languages, args.language_model) if args.languages else None
     if args.quality:
@@ -124,7 +124,7 @@ def language_model(languages: list[str], given: str | None) -> str:
         given: path of the model file, or None to download lid.176 to datatrove's cache.
 
     Raises:
-        DataError: a package is not installed, the download failed, the file is missing or invalid, or the model does
+        DataError: if a package is not installed, the download failed, the file is missing or invalid, or the model does
             not support a language.
     """
     url = FT176LID.MODEL_URL
@@ -175,11 +175,11 @@ def quality_filter(name: str, language: str) -> BaseFilter:
 def check_splitter(language: str) -> None:
     """Check that datatrove can split texts in `language` into words and sentences.
 
-    datatrove loads the package for a language on first use. Without this check, a missing package would make every
-    task fail.
+    datatrove loads the package for a language on first use. Without this check, a missing package would make every task
+    fail.
 
     Raises:
-        DataError: a package or its data are missing, or the language is unknown.
+        DataError: if a package or its data are missing, or the language is unknown.
     """
     try:
         splitter = load_word_tokenizer(language)

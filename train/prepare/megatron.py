@@ -68,7 +68,7 @@ def open_dataset(prefix: str) -> IndexedDataset:
     """Open the Megatron dataset PREFIX.idx and PREFIX.bin after checking the whole index and the size of the data.
 
     Raises:
-        DataError: a file is missing or invalid, the two files do not match, or the dataset is empty or multimodal.
+        DataError: if a file is missing or invalid, the two files do not match, or the dataset is empty or multimodal.
     """
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
@@ -186,7 +186,7 @@ class Framing:
             bin_path: the file named in error messages.
 
         Raises:
-            DataError: a token id, other than `eod_id`, is not in the vocabulary.
+            DataError: if a token id, other than `eod_id`, is not in the vocabulary.
         """
         bos_id, eos_id, dtype = self.encoder.bos_id, self.encoder.eos_id, token_dtype(self.encoder.vocab_size)
         ids = self._checked(tokens, bin_path).astype(dtype, copy=False)
@@ -256,8 +256,8 @@ def import_datasets(args: argparse.Namespace) -> Manifest:
         args: the parsed command line of import_megatron.py.
 
     Raises:
-        DataError: a dataset, the tokenizer or the output folder is invalid, or a split has no documents.
-        OSError: a file cannot be read or written.
+        DataError: if a dataset, the tokenizer or the output folder is invalid, or a split has no documents.
+        OSError: if a file cannot be read or written.
     """
     encoder = TextEncoder(local_folder(str(args.tokenizer), weights=False))
     check_tokenizer(encoder, [])

@@ -81,7 +81,7 @@ def evaluation_texts(file: str, key: str) -> list[str]:
     """Return the texts in an evaluation file: the value of `key` in each record, or each non-blank line of plain text.
 
     Raises:
-        DataError: a part of the file cannot be read.
+        DataError: if a part of the file cannot be read.
     """
     texts = []
     for source in list_sources([file]):
@@ -102,12 +102,12 @@ def evaluation_texts(file: str, key: str) -> list[str]:
 def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
     """Write the n-gram index of all evaluation texts to `folder`.
 
-    The index contains the sorted n-gram hashes, and the number of the file that contains each n-gram. A report lists
-    for each file the number of texts, of texts with fewer than n words (which are ignored), and of distinct n-grams.
-    The same files give the same bytes.
+    The index contains the sorted n-gram hashes and, for each hash, the number of the file that contains the n-gram. A
+    report lists for each file the number of texts, of texts with fewer than n words (which are ignored), and of
+    distinct n-grams. The same files give the same bytes.
 
     Raises:
-        DataError: a file cannot be read, or none of its texts has n words.
+        DataError: if a file cannot be read, or none of its texts has n words.
     """
     hashes, owners, report = [], [], []
     for owner, file in enumerate(files):

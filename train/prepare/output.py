@@ -151,7 +151,8 @@ class SplitWriter:
         Args:
             documents: the tokens of each document, [number of tokens], with the data type of the shards.
             contents: for each document, the bytes or buffer whose hash determines the split.
-            splits: for each document, its split, or None to use the hash. Default: None for all documents.
+            splits: for each document, its split, or None to use the hash. By default, the hash is used for all
+                documents.
         """
         written: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for document, content, given in zip(
@@ -183,7 +184,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Create the output folder, and keep it locked until the `with` block ends.
 
     Raises:
-        DataError: another process has locked the folder, or the folder cannot be written.
+        DataError: if another process has locked the folder, or the folder cannot be written.
     """
     if problem := folder_problem(folder):
         raise DataError(f"--output {folder} {problem}", code="cannot_write", key=str(folder))
@@ -225,7 +226,7 @@ class OutputFolder:
             resumable: whether to resume unfinished work.
 
         Raises:
-            DataError: the folder contains prepared data and `overwrite` is not set, it contains files of unknown
+            DataError: if the folder contains prepared data and `overwrite` is not set, it contains files of unknown
                 origin, or another process is writing to it.
         """
         with locked(self.folder):
@@ -304,7 +305,7 @@ class OutputFolder:
             source: the manifest fields that describe the inputs and options.
 
         Raises:
-            DataError: a split is empty. An empty train split is allowed if all data are for evaluation.
+            DataError: if a split is empty. An empty train split is allowed if all data are for evaluation.
         """
         encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
@@ -337,8 +338,7 @@ class OutputFolder:
     def _exchange(self, manifest: Manifest) -> None:
         """Replace the old shards and tokenizer files in the output folder with the new ones.
 
-        After an interruption, the folder has no manifest. When the preparation is resumed, it moves the remaining
-        files.
+        If the exchange is interrupted, the folder has no manifest, and a resumed preparation moves the remaining files.
         """
         names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
         names |= {f"{TOKENIZER_FOLDER}/{name}" for name in manifest.tokenizer_files}

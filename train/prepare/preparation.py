@@ -68,7 +68,7 @@ class Preparation:
         """Build the preparation from the parsed command line of prepare_data.py.
 
         Raises:
-            ValueError: the inputs, the tokenizer or the options are invalid.
+            ValueError: if the inputs, the tokenizer or the options are invalid.
         """
         tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
         # Load the tokenizer before listing the inputs, which can be slow.
@@ -123,7 +123,7 @@ class Preparation:
             The pipelines to run.
 
         Raises:
-            DataError: the tokenizer or an evaluation file is not usable, or the folder contains unfinished work with
+            DataError: if the tokenizer or an evaluation file is not usable, or the folder contains unfinished work with
                 other inputs or options and --overwrite is not set.
         """
         path, now = self.work(IDENTITY_NAME), self.identity()
@@ -156,8 +156,8 @@ class Preparation:
         """Check the results of all tasks, move the shards to the output folder, and write the manifest.
 
         Raises:
-            DataError: an input changed during the preparation, more documents were dropped or more files were damaged
-                than allowed, no document is left, or a split is empty.
+            DataError: if an input changed during the preparation, more documents were dropped or more files were
+                damaged than allowed, no document is left, or a split is empty.
         """
         output.encoder = self.encoder()
         paths = [(source, Path(source.path)) for source in self.sources]
@@ -168,7 +168,7 @@ class Preparation:
         ]:
             raise DataError(
                 f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
-                "command again with --overwrite after all input files are complete",
+                "command again with --overwrite when all input files are complete",
                 code="input_changed",
                 key=str(changed[0]),
             )
@@ -211,7 +211,7 @@ def make_pipelines(
         write: function that builds the block that writes shards, from the pipeline's tally.
 
     Raises:
-        DataError: the evaluation texts cannot be read, or all of them are too short.
+        DataError: if the evaluation texts cannot be read, or all of them are too short.
     """
     index, duplicates = scratch / INDEX_FOLDER, scratch / DEDUP_FOLDER
     if options.decontaminate:
@@ -240,9 +240,9 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         The manifest, or None if Slurm jobs were submitted or are still running.
 
     Raises:
-        DataError: the inputs, the tokenizer or the output folder is invalid, or more documents were dropped or more
+        DataError: if the inputs, the tokenizer or the output folder is invalid, or more documents were dropped or more
             files were damaged than allowed.
-        PreparationError: a worker process died, a task failed, or the state of the Slurm jobs is unknown.
+        PreparationError: if a worker process died, a task failed, or the state of the Slurm jobs is unknown.
     """
     preparation = Preparation.from_arguments(args)
     folder, ids = preparation.work("stages"), preparation.work(JOBS_NAME)

@@ -100,7 +100,7 @@ def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost
         error: the exception raised while reading.
 
     Raises:
-        OSError: the operating system failed to read the file, so the file itself may be intact.
+        OSError: if the operating system failed to read the file. The file itself may be intact.
     """
     if getattr(error, "errno", None):
         raise error

@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quality_language",
         default="en",
         metavar="CODE",
-        help="language whose rules split text into words and sentences for --quality (default: en). gopher_quality "
-        "requires English stop words only for en",
+        help="language whose rules split text into words and sentences for --quality (default: en). With en, "
+        "gopher_quality also requires English stop words",
     )
     add(
         "--decontaminate",

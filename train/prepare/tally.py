@@ -107,7 +107,7 @@ class Tally:
             again: option to pass when the command is run again, for the error message.
 
         Raises:
-            DataError: a limit is exceeded (`key` is --max_dropped or --max_damaged_files), or no document is left.
+            DataError: if a limit is exceeded (`key` is --max_dropped or --max_damaged_files), or no document is left.
         """
         if self.dropped or self.by_step or self.damaged:
             logger.warning(self.table())

@@ -70,7 +70,8 @@ def sample_texts(
     whole corpus and makes it reproducible. Only the sample is kept in memory.
 
     Raises:
-        DataError: more than `max_dropped` documents or `max_damaged_files` files cannot be read, or there is no text.
+        DataError: if more than `max_dropped` documents or `max_damaged_files` files cannot be read, or there is no
+            text.
     """
     tally = Tally()
     kept: list[tuple[int, int, int, str]] = []  # a heap whose first entry has the largest hash
@@ -126,7 +127,7 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
         required: additional sentencepiece trainer options. Only the recursive call passes them.
 
     Raises:
-        DataError: the texts yield fewer than `vocab_size` pieces, or contain too many different characters for
+        DataError: if the texts yield fewer than `vocab_size` pieces, or contain too many different characters for
             `vocab_size`.
     """
     model = io.BytesIO()
@@ -262,7 +263,7 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         first difference), of tokens, and of unknown tokens.
 
     Raises:
-        DataError: the ids differ, or a text is encoded to a special id.
+        DataError: if the ids differ, or a text is encoded to a special id.
     """
     import transformers
 
@@ -328,7 +329,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         args: the parsed command line of train_tokenizer.py.
 
     Raises:
-        DataError: the inputs are invalid, the corpus does not fit the vocabulary size, the output folder already
+        DataError: if the inputs are invalid, the corpus does not fit the vocabulary size, the output folder already
             contains a tokenizer, or transformers gives different ids. No tokenizer is written in these cases.
     """
     output = Path(args.output)
