@@ -283,7 +283,7 @@ def recipe_problem(recipe: str) -> str:
 
 
 def describe_gpu() -> str:
-    """Return a log line with the current GPU, its FP8 recipes, and the default features that it does not support."""
+    """Return a log line with the current GPU, its FP8 recipes, and the default features that are disabled on it."""
     capability = torch.cuda.get_device_capability()
     found = architecture(capability)
     recipes = [recipe for recipe in AVAILABILITY if not recipe_problem(recipe)]
