@@ -131,7 +131,7 @@ def _child(node: Node, step: str | int) -> Node | None:
 
 
 def value_schema(node: Node) -> Node | None:
-    """Return the schema of the values in an object with arbitrary keys, or None for any other schema."""
+    """Return the schema of the values if `node` describes an object with arbitrary keys, otherwise None."""
     entries = node.get("additionalProperties", False)
     return None if entries is False else {} if entries is True else entries
 

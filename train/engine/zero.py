@@ -354,7 +354,7 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
 def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
     """Call engine.save_checkpoint, but pass the content of each file to `take` instead of writing the file.
 
-    DeepSpeed's conversion scripts are not copied to the checkpoint folder. Use train/export.py to export a checkpoint.
+    DeepSpeed's conversion scripts are not copied to the checkpoint folder, because train/export.py replaces them.
 
     Args:
         take: Function that is called with the name and the content of each file.

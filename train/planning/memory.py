@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
-        """Return the peak of the memory that tensors use, in GiB."""
+        """Return the peak memory used by tensors, in GiB."""
         return sum(self.parts.values())
 
     def describe(self) -> str:

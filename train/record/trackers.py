@@ -38,7 +38,7 @@ def names(report_to: str | Sequence[str]) -> list[str]:
 
 
 def check_installed(report_to: str | Sequence[str]) -> None:
-    """Check that the packages of the trackers are installed.
+    """Check that the packages required by the trackers are installed.
 
     Raises:
         TrackerError: A package cannot be imported.
