@@ -83,7 +83,7 @@ class HostBuffer:
             torch.ones(1, device="cuda")
         logger.warning(
             f"{self.size / 1e9:.1f} GB of host memory for background saves could not be pinned (CUDA error {status}). "
-            "Copies from the GPU will be several times slower. Increase the limit of locked memory (ulimit -l)"
+            "Copies from the GPU will be several times slower. Increase the limit on locked memory (ulimit -l)"
         )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class _Pickler(pickle.Pickler):
 class Snapshot:
     """A copy of an object for torch.save, with the tensor data in a host buffer.
 
-    Copies from a GPU are only queued. Call torch.cuda.synchronize before using them. Without a buffer, the snapshot
+    Copies from a GPU are asynchronous: call torch.cuda.synchronize before using them. Without a buffer, the snapshot
     refers to the original tensors, which must not change until they are written.
 
     Like torch.save, a snapshot contains each storage as a whole and only once. The written files are therefore equal,
@@ -145,7 +145,7 @@ class Snapshot:
         return unpickler.load()
 
     def _copy_storages(self, buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
-        """Copy the storage of each tensor into `buffer`. Copies from a GPU are only queued.
+        """Copy the storage of each tensor into `buffer`. Copies from a GPU are asynchronous.
 
         Returns:
             {address of the original storage (`_cdata`): copied storage}.

@@ -64,7 +64,7 @@ def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
 def examine(
     folder: Path, manifest: Manifest, verify: bool, workers: int
 ) -> tuple[np.ndarray, list[Exception]]:
-    """Check all shards of a folder.
+    """Check all shards in a folder with prepared data, and count the document lengths.
 
     Args:
         verify: check hashes and token ids in addition to the sizes and indices.

@@ -63,7 +63,7 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
 
     Args:
         labels: int64 [batch size, sequence length].
-        after: int64, the index after each document end, in the flattened labels.
+        after: int64 [number of document ends], index of the position after each document end in the flattened labels.
     """
     labels.reshape(-1)[after - 1] = NO_LABEL
     begins = np.zeros(labels.size + 1, dtype=bool)

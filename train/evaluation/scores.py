@@ -109,9 +109,9 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     """Compute the results for each data source and in total from the sums of `score`.
 
     A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
-    are counted in the input text if it is known, or else in the decoded tokens. Without any bytes, the value is None.
-    Bits per byte exclude BOS and EOS. Sources without predicted tokens are omitted, for example with a small
-    --max_samples.
+    are counted in the input text if it is known, or else in the decoded tokens. If there are no bytes, `bytes` and
+    `bits_per_byte` are None. Bits per byte exclude BOS and EOS. Sources without predicted tokens are omitted, for
+    example with a small --max_samples.
 
     Raises:
         EvaluationError: If no source has predicted tokens.

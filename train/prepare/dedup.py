@@ -79,8 +79,8 @@ def minhash_signature(shingles: np.ndarray, seed: int) -> np.ndarray:
 class DuplicateSignatures(PipelineStep):
     """Pipeline block that writes the duplicate signatures of a task's documents.
 
-    The file of a task contains a table, uint64 [1 + hashes per document, documents]. The first row has the indices of
-    the documents in the task.
+    The file of a task contains a table, uint64 [1 + number of hashes per document, number of documents]. The first row
+    has the indices of the documents in the task.
     """
 
     type, name = "DEDUP", "signatures"
@@ -165,8 +165,9 @@ def find_later(tables: list[np.ndarray]) -> np.ndarray:
 def link_to_first(edges: np.ndarray) -> np.ndarray:
     """Find the connected components of a graph, and link each node to the lowest node of its component.
 
-    Each round minimizes the labels along the edges and replaces each label with the label of its label. The number of
-    rounds is about log(longest path) (Zhang, Azad and Buluc 2020, "FastSV").
+    Each node has a label, at first its own number. Each round takes the minimum of the labels along every edge, and
+    then replaces each label with the label of the node that it points to. The number of rounds is about log(longest
+    path) (Zhang, Azad and Buluc 2020, "FastSV").
 
     Args:
         edges: pairs of connected nodes, [number of edges, 2].

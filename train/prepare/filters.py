@@ -101,7 +101,7 @@ class Counted(BaseFilter):
 
 
 class FileLanguages(FT176LID):
-    """Language detection with a local fastText model file, which is loaded on first use in each task."""
+    """Language detector that uses a local fastText model file. Each task loads the model on first use."""
 
     def __init__(self, languages: list[str], file: str) -> None:
         super().__init__(languages)
