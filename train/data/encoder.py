@@ -179,9 +179,9 @@ class TextEncoder:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
         raise DataError(
-            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but must be a token of the tokenizer. "
-            f"Add {example} to tokenizer_config.json in a copy of the folder. BOS and EOS may be the same token. "
-            f"The special tokens are: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but must be a token in the "
+            f"vocabulary. Add {example} to tokenizer_config.json in a copy of the folder. BOS and EOS may be the same "
+            f"token. The special tokens are: {', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
         )

@@ -180,8 +180,8 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             raise DataError(
-                f"{path} {'is missing' if found is None else f'has {found} bytes'}, but the manifest lists {size} "
-                f"bytes; {COPY_ADVICE}",
+                f"{path}: the manifest lists {size} bytes, but the file "
+                f"{'is missing' if found is None else f'has {found} bytes'}; {COPY_ADVICE}",
                 code="file_missing" if found is None else "wrong_size",
                 key=str(path),
             )
@@ -230,7 +230,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     for name, sha256 in ((path, shard.sha256), (index_path, shard.index_sha256)):
         if sha256_file(name) != sha256:
             raise DataError(
-                f"{name} changed: its sha256 differs from the manifest; {COPY_ADVICE}",
+                f"{name} was changed: its sha256 does not match the manifest; {COPY_ADVICE}",
                 code="wrong_sha256",
                 key=str(name),
             )

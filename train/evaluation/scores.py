@@ -69,7 +69,7 @@ def score(
             if not np.isfinite(losses).all():
                 raise EvaluationError(
                     f"{_names(sources, places)}: the loss is NaN or infinite, because weights are not finite or "
-                    "activations overflowed. Pass --precision bf16 or fp32, or an earlier checkpoint",
+                    "activations overflowed. Pass --precision bf16 or fp32, or evaluate an earlier checkpoint",
                     code="loss_not_finite",
                     key=_names(sources, places),
                 )

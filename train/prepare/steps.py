@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quality",
         choices=QUALITY,
-        help="quality filters to run, in this order, with datatrove's default settings. c4 also removes single lines, "
-        "and documents that contain a curly bracket in a sentence (default: none)",
+        help="quality filters to run, in this order, with datatrove's default settings. c4 also removes individual "
+        "lines, and documents that contain a curly bracket in a sentence (default: none)",
         **texts,
     )
     add(
