@@ -186,7 +186,7 @@ def test_duplicate_column_raises(tmp_path):
 def test_control_characters_in_names_are_escaped(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"\\u001b[31m": 1, "plain name": 2, "\\udcff": 3}')
     (item,) = read_documents([str(path)])
-    assert item.detail == r"there is no 'text'; the keys are '\x1b[31m', plain name, '\udcff'"
+    assert item.detail == r"the record has no key 'text'; its keys are '\x1b[31m', plain name, '\udcff'"
 
 
 def test_other_files_in_folder_are_counted(tmp_path, caplog):
