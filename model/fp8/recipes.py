@@ -311,7 +311,7 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes of optimizer state per parameter, excluding the weight that the model computes with."""
+        """Return the bytes of optimizer state per parameter, excluding the weights of the model itself."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         return optimizer_state_bytes(self.optimizer_states, self.moment_type)

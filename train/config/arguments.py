@@ -82,8 +82,8 @@ class ModelArguments:
         example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
-        "Model implementation. te_layer and te_linear use Transformer Engine modules, hf is the model from "
-        "transformers, and torchao is hf with FP8 from torchao.",
+        "Model implementation. te_layer and te_linear use Transformer Engine modules, hf uses the transformers "
+        "library, and torchao adds FP8 from torchao to hf.",
         "te_layer",
         resume="structural",
         why="a checkpoint stores weights under the module names of its variant; start a new run from an export "
@@ -281,14 +281,14 @@ class TrainingArguments:
         min_length=1,
     )
     dry_run: bool = option(
-        "Run everything that precedes the first training step, then exit with status 0. output_dir is not "
-        "changed.",
+        "Run all checks and the complete startup, then exit with status 0 before the first training step. "
+        "output_dir is not changed.",
         False,
         resume="free",
     )
     preflight: bool | None = option(
         "Whether to run preflight checks before the first step. They compare software and files across "
-        "ranks, measure the speed of GPUs and links, and verify the gradient reduction. If null, they run "
+        "ranks, measure the speed of GPUs and network links, and verify the gradient reduction. If null, they run "
         "only on several nodes.",
         None,
         resume="free",
@@ -326,8 +326,8 @@ class TrainingArguments:
         resume="free",
     )
     save_strategy: Literal["steps", "no"] = option(
-        'What to save. "steps" saves checkpoints at the intervals save_steps and save_minutes and at the '
-        'end of the run, and exports the final model. "no" disables checkpoints and the export.',
+        'What to save. "steps" saves checkpoints at the intervals set by save_steps and save_minutes and '
+        'at the end of the run, and exports the final model. "no" disables checkpoints and the export.',
         "steps",
         resume="free",
     )
@@ -355,8 +355,9 @@ class TrainingArguments:
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys that may differ from the checkpoint although they affect the computation. true allows changes "
-        "to all keys that can be changed when resuming. Changes are recorded in metrics.jsonl.",
+        "Keys whose values may differ from those in the checkpoint even though they affect the computation. "
+        "true allows changes to all keys that can be changed when resuming. Changes are recorded in "
+        "metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -426,7 +427,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     value = read_json_file(path)
     if not isinstance(value, dict):
         raise ConfigurationError(
-            f"{path} does not contain a JSON object; enclose the keys in {{...}}",
+            f"{path} does not contain a JSON object; enclose its keys in curly braces",
             code="not_an_object",
             key=str(path),
         )
