@@ -74,9 +74,12 @@ def complete(
     options: Options,
     on_text: Callable[[Sequence[Completion]], bool] | None = None,
 ) -> tuple[list[Completion], Generation]:
-    """Complete up to `engine.batch_size` requests as one batch. Return them with the `Generation`.
+    """Complete up to `engine.batch_size` requests as one batch.
 
-    on_text: called with the completions after each token and at the end. If it returns True, all completions stop.
+    Return the completions, and the batch's `Generation` with its timing.
+
+    on_text: called with the completions so far after each token, and at the end. If it returns True, generation stops
+    for the whole batch.
 
     Raises EngineError if the logits are not finite, or if a prompt is empty or fills the context.
     """

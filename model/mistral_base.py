@@ -127,11 +127,11 @@ class MistralBase(nn.Module):
     def recompute_layers(self) -> None:
         """Enable gradient checkpointing for the decoder layers.
 
-        Only the input of each layer is saved, and its activations are recomputed in the backward pass.
+        Only the input of each layer is saved. The activations of the layer are recomputed in the backward pass. The CPU
+        reference implementation does not recompute.
 
-        The CPU reference implementation does not recompute. The layer's forward is wrapped instead of its call, because
-        the recomputation must run inside the layer's hooks. ZeRO 3 gathers weights in a hook before the backward and
-        frees them in a hook after the forward; the recomputation must not trigger these.
+        This wraps each layer's `forward` instead of its `__call__`, so that the recomputation does not run the layer's
+        hooks again. ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the forward.
         """
         for layer in self.model.layers:
             layer.forward = partial(self._recomputed, layer, layer.forward)

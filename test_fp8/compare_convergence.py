@@ -166,10 +166,10 @@ def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Pair each record with the training time up to its step, in seconds.
+    """Pair each record with the cumulative training time up to its step, in seconds, without evaluations and saves.
 
-    Evaluations and saves are excluded. A log interval in which the speed is below half of the median includes
-    compilation or graph capture. The time of such an interval is computed from the median speed.
+    A log interval with less than half of the median speed is assumed to include compilation or graph capture. Its time
+    is therefore estimated from the median speed.
     """
     median = statistics.median(column(records, "tokens_per_second")[1])
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]

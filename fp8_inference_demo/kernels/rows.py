@@ -90,10 +90,10 @@ def _rows(
     swiglu: bool = False,
     delta: Sums | None = None,
 ) -> tuple[torch.Tensor, Rows]:
-    """Launch `_row`. Return x + delta, and the result of RMSNorm or SwiGLU as an operand of `gemm`.
+    """Launch `_row`. Return x + delta, and its RMSNorm or SwiGLU (if `swiglu`) as an operand of `gemm`.
 
-    If `digits` is 0, the operand is [M, C] without a scale. Otherwise, it consists of FP8 codes [digits, M, C] and
-    scales [digits, M, 1].
+    digits: number of FP8 terms whose scaled sum represents each value of the operand. The operand then consists of FP8
+    codes [digits, M, C] and scales [digits, M, 1]. If 0, the operand is bf16 [M, C] without a scale.
     """
     M, C = x.shape[-2:]
     C = C // 2 if swiglu else C

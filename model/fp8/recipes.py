@@ -87,9 +87,9 @@ def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
 
 
 def forward_recipe(recipe_name: str) -> str:
-    """Return the recipe that `recipe_name` uses in the forward pass: "block" for the fallback "bf16_backward".
+    """Return the FP8 recipe of the forward pass for a recipe or fallback.
 
-    Any other name except "bf16" is returned unchanged.
+    The fallback "bf16_backward" runs its forward pass with "block". All other names are returned unchanged.
     """
     return "block" if recipe_name == "bf16_backward" else recipe_name
 

@@ -90,8 +90,8 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
         is_last, end = index == len(phases) - 1, phase.until_tokens
         if is_last != (end is None) or (end is not None and end <= begin):
             problems.append(
-                f"{what}: until_tokens is {end}, but must be above {begin}, where the phase begins; only the last "
-                "phase must omit until_tokens"
+                f"{what}: until_tokens is {end}, but must be greater than {begin}, the token count at which the phase "
+                "begins. Every phase except the last must set until_tokens; the last phase must omit it"
             )
         begin = end or begin
     problems += [

@@ -303,9 +303,10 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
 
 
 def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
-    """Return a sample of short texts from places spread over all input files.
+    """Return a sample of short texts from positions spread over all input files.
 
-    SAMPLE_TEXTS limits the number of texts, SAMPLE_LENGTH the characters per text and SAMPLE_PLACES the places.
+    The sample has at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters each. They are read from SAMPLE_PLACES
+    positions in total.
     """
     texts: list[str] = []
     chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
