@@ -41,7 +41,7 @@ class Recipe:
     Attributes:
         package: "te" (Transformer Engine and its CPU reference implementation) or "torchao".
         has_state: whether scales depend on earlier steps. If so, checkpoints must contain the scales.
-        knobs: the keys of PrecisionConfig that only some recipes read, including this one.
+        knobs: the keys of PrecisionConfig that this recipe reads and at least one other recipe does not.
     """
 
     name: str

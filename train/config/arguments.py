@@ -179,7 +179,7 @@ class TrainingArguments:
 
     optim: Literal["adamw", "muon"] = option(
         'Optimizer. "muon" uses Muon for the weight matrices of the decoder layers and AdamW for all other '
-        "parameters. It needs ZeRO stage 0 or 1.",
+        "parameters. Muon needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
         why="the two optimizers store different states; start a new run from an export (model.init_from)",
@@ -289,7 +289,7 @@ class TrainingArguments:
     preflight: bool | None = option(
         "Whether to run preflight checks before the first step. They compare software and files across "
         "ranks, measure the speed of GPUs and network links, and verify the gradient reduction. If null, they run "
-        "only on several nodes.",
+        "only if the ranks are on several nodes.",
         None,
         resume="free",
     )

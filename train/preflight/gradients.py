@@ -91,7 +91,7 @@ def check_gradients(
             mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
     except torch.OutOfMemoryError as error:
         text = (
-            f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) in the check of the gradients, "
+            f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) during the gradient check, "
             "which needs more memory than a training step. Use a smaller per_device_train_batch_size, or skip the "
             "preflight checks with --preflight false"
         )
