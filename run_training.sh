@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train a model. The script installs missing packages, prepares the embedded corpus if the configuration uses it,
+# Train a model. The script installs missing packages, prepares the built-in corpus if the configuration uses it,
 # trains the model, and generates a few lines of text with it.
 #
-#   ./run_training.sh                                            train a tiny model on the embedded corpus
+#   ./run_training.sh                                            train a tiny model on the built-in corpus
 #   ./run_training.sh train_args/train_config_fp8.json           train on all GPUs of this host
 #   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    override any key of CONFIG
 #

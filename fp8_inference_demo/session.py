@@ -78,8 +78,9 @@ class Session:
         max_tokens = max_tokens or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= max_tokens:
             raise InferenceError(
-                f"{name} has {len(ids)} tokens, but the context length is {max_tokens}, including the new tokens. Use "
-                f"a shorter prompt, or --max_length up to {self.config.max_position_embeddings}.",
+                f"{name} has {len(ids)} tokens, but the prompt and the generated tokens together must fit in a "
+                f"context of {max_tokens} tokens. Use a shorter prompt, or increase --max_length (maximum "
+                f"{self.config.max_position_embeddings}).",
                 code="prompt_too_long",
                 key=name,
             )

@@ -88,9 +88,9 @@ class Documents:
         self.cu_seqlens[len(other.cu_seqlens) :].fill_(self.positions.numel())
 
     def attention_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that restrict attention in Transformer Engine modules to document pieces.
+        """Return the keyword arguments that keep attention within each document (or part of one) of a packed sequence.
 
-        The arguments are for te.DotProductAttention and te.TransformerLayer. They use the format "thd".
+        They are passed to te.DotProductAttention, and use its format "thd".
         """
         return {
             "cu_seqlens_q": self.cu_seqlens,

@@ -154,8 +154,8 @@ def try_lock(file: IO) -> bool:
         return False
     except OSError as error:
         logger.warning(
-            f"{file.name} cannot be locked ({error.strerror}). Make sure that no other process writes to the "
-            "folder of this file at the same time"
+            f"cannot lock {file.name} ({error.strerror}); continuing without a lock. Make sure that no other "
+            "process writes to its folder at the same time"
         )
     return True
 

@@ -14,7 +14,7 @@ another signal, terminates the ranks immediately.
 
 Before the launcher starts train/train.py, it checks the configuration and this node (train/preflight).
 
---supervise prepares the embedded corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
+--supervise prepares the built-in corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
 after a stop request, and generates sample text at the end. Its options are environment variables, which are documented
 at the top of run_training.sh. In a Slurm job with several nodes or a container, srun starts one launcher per node.
 
@@ -317,7 +317,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
-        parser.error("several nodes need --master_addr and --master_port. Pass the same values on each node")
+        parser.error(
+            "multi-node runs require --master_addr and --master_port; pass the same values on every node"
+        )
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes ({options.nnodes})")
     return options
@@ -406,7 +408,7 @@ class Supervisor:
         return status
 
     def prepare(self) -> int:
-        """Prepare the embedded corpus on the first node if the run uses it.
+        """Prepare the built-in corpus on the first node if the run uses it.
 
         Returns:
             The exit status of the first command that fails, or 0.
@@ -415,7 +417,7 @@ class Supervisor:
         if corpus is None or self.options.node_rank:
             return 0
         logger.info(
-            f"data: preparing the embedded corpus (source code of the Python standard library) in {corpus}"
+            f"data: preparing the built-in corpus (source code of the Python standard library) in {corpus}"
         )
         source, tokenizer = ["--input", EMBEDDED_CORPUS], corpus.parent / "tokenizer-4096"
         programs = [["bash", "-c", INSTALL]]

@@ -557,7 +557,7 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     )
     if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
         logger.info(
-            f"the msamp section of the DeepSpeed configuration is replaced by {settings} in the precision section"
+            f"this run applies the msamp section of the DeepSpeed configuration as {settings} in the precision section"
         )
 
 

@@ -25,8 +25,8 @@ def drop_log_messages(logger: str, *prefixes: str) -> None:
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dictionaries that describe the hardware and the software versions.
 
-    The hardware dictionary contains the processor, GPU, GPU memory and driver. The versions dictionary contains Python,
-    torch, CUDA, cuDNN, the FP8 backend ("fp8") and relevant packages that are installed.
+    The hardware dictionary contains the processor, GPU, GPU memory and driver. The versions dictionary contains the
+    versions of Python, torch, CUDA, cuDNN, the FP8 backend (under the key "fp8") and related packages, if installed.
     """
     import torch
 

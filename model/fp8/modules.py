@@ -111,7 +111,7 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
 def matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the weight matrices of a module that are used in GEMMs, each with shape [outputs, inputs].
 
-    With ZeRO 3, the weights are partitioned.
+    With ZeRO 3, the returned parameters are still partitioned. Gather them before reading their values.
     """
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]

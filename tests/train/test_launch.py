@@ -361,7 +361,7 @@ def test_demo_needs_a_checkpoint(machine: Machine, options: list[str], compute: 
         assert demo[demo.index("--precision") + 1] == compute and demo[demo.index("--prompt") + 1] == "a b"
 
 
-def test_embedded_corpus_is_prepared_once(machine: Machine) -> None:
+def test_built_in_corpus_is_prepared_once(machine: Machine) -> None:
     folder = machine.folder / "data/python-stdlib"
     option = ("--data.sources.text", str(folder))
     assert machine.run(*option) == 0 and len(machine.starts()) == 1
