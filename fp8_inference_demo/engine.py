@@ -286,15 +286,15 @@ class Engine:
         """
         if not 0 < len(rows) <= self.batch_size:
             raise EngineError(
-                f"the batch has {len(rows)} rows; the engine was loaded for 1 to {self.batch_size} rows (batch_size)",
+                f"the batch has {len(rows)} rows, but must have 1 to {self.batch_size} (the engine's batch_size)",
                 code="row_count",
                 key="batch_size",
             )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
-                    f"row {index} has {len(ids)} tokens; pass 1 to {self.max_length - 1} tokens, because max_length "
-                    f"({self.max_length}) includes the new tokens",
+                    f"row {index} has {len(ids)} tokens, but a prompt must have 1 to {self.max_length - 1} tokens, "
+                    f"because max_length ({self.max_length}) also counts the generated tokens",
                     code="row_length",
                     key=f"row {index}",
                 )

@@ -77,7 +77,7 @@ def temperature(text: str) -> float:
     if not (value := float(text)) or 1e-6 <= value <= 100:
         return value
     raise argparse.ArgumentTypeError(
-        f"{text} is invalid; use 0 (always the most likely token) or a value from 1e-6 to 100"
+        f"{text} is invalid; use 0 for greedy decoding, or a value from 1e-6 to 100"
     )
 
 
@@ -115,7 +115,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--temperature",
-        "sampling temperature; 0 always selects the most likely token",
+        "sampling temperature; 0 selects greedy decoding (always the most likely token)",
         type=temperature,
         default=0.8,
     )
@@ -152,14 +152,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--stop",
-        "stop string: end a completion before this text; the option can be repeated",
+        "end a completion where this text first occurs, and omit the text; can be given more than once",
         type=unicode,
         action="append",
         default=[],
         metavar="STRING",
     )
     text.add_argument(
-        "--ignore_eos", action="store_true", help="do not stop at EOS, but continue up to --max_new_tokens"
+        "--ignore_eos",
+        action="store_true",
+        help="do not stop at the EOS token; stop after --max_new_tokens tokens",
     )
 
     engine = parser.add_argument_group("engine")
@@ -179,8 +181,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         engine,
         "--max_length",
-        "context length in tokens, including the new tokens; default: the longest prompt plus --max_new_tokens, capped "
-        "at the training sequence length, or at max_position_embeddings if the model folder does not record it",
+        "context length in tokens (prompt plus generated tokens); default: the longest prompt plus --max_new_tokens, "
+        "capped at the training sequence length, or at max_position_embeddings if the model folder does not record the "
+        "training sequence length",
         type=between(2),
     )
     arguments = parser.parse_args(argv)

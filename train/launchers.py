@@ -231,7 +231,7 @@ def _rank_0_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
         return first_hostname(nodes)
     raise LauncherError(
         f"{launcher.name} started ranks on several hosts, but the host of rank 0 is unknown. Set MASTER_ADDR "
-        "to this host (srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: "
+        "to the host of rank 0 (srun --export=ALL,MASTER_ADDR=HOST; mpirun -x MASTER_ADDR=HOST; MPICH and Intel MPI: "
         "-genv MASTER_ADDR HOST)",
         code="no_master_addr",
         key="MASTER_ADDR",

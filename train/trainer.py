@@ -241,8 +241,8 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
     """Export the last checkpoint to hf/, unless it was already exported or does not exist. Call on rank 0 only."""
     if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
-            f"training is complete; exporting {checkpoint}. If the export fails, the same "
-            f"command{resume_option(args)} repeats it without training"
+            f"training is complete; exporting {checkpoint}. If the export fails, run the same "
+            f"command{resume_option(args)} to repeat only the export"
         )
         log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
         run, root = str(folder.path), Path(__file__).resolve().parent.parent
@@ -753,7 +753,7 @@ class Trainer:
                 try:
                     self._finish_save()
                 except Exception as error:  # the original exception decides the exit status
-                    logger.warning(f"saving an earlier step failed: {error}")
+                    logger.warning(f"the background save of an earlier step also failed: {error}")
                 raise
             finally:
                 self.batches.close()

@@ -148,8 +148,8 @@ def _register_fused_swiglu() -> str:
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
         _warn_about_swiglu(
-            f"Transformer Engine {package_version('transformer_engine')} does not have the expected table of "
-            "activation functions"
+            f"Transformer Engine {package_version('transformer_engine')} does not have the table of "
+            "activation functions that the fused SwiGLU kernels need"
         )
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")

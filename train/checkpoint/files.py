@@ -291,7 +291,9 @@ def discard_old(path: Path, keep: int) -> None:
         try:
             remove(old)
         except OSError as error:  # the new checkpoint is not affected
-            logger.warning(f"the old checkpoint {old} could not be removed: {error}")
+            logger.warning(
+                f"the old checkpoint {old} could not be removed: {error}. The next save will try again"
+            )
 
 
 # ---------------------------------------------------------------- verify
@@ -408,8 +410,9 @@ def is_branch(root: Path, path: Path) -> bool:
                 return True
             break
     raise CheckpointError(
-        f"resume_from_checkpoint {path} belongs to another run, but the run in {root} did not start from it. Choose "
-        "another output_dir, or resume the run in this output_dir with --resume_from_checkpoint auto",
+        f"resume_from_checkpoint {path} belongs to another run, and {root} already contains the checkpoints of a run "
+        "that did not start from it. Choose another output_dir, or continue the run in this output_dir with "
+        "--resume_from_checkpoint auto",
         code="other_run",
         key="resume_from_checkpoint",
     )

@@ -86,7 +86,7 @@ def roll_back(
         rate = state.train_config["learning_rate"] / 2
         logger.warning(
             f"on_spike rollback: the run continues without a rollback, because {MAX_ROLLBACKS} rollbacks to "
-            f"{path.name} did not help. To lower the learning rate, stop the run and start it again with "
+            f"{path.name} did not prevent new spikes. To lower the learning rate, stop the run and start it again with "
             f"--resume_from_checkpoint {shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW_KEY} learning_rate"
         )
         return False

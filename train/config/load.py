@@ -440,7 +440,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     if given is not None and steps is not None and given != micro_tokens * steps:
         raise ConfigurationError(
             f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}, because "
-            f"{sizes}, and {steps} times this number is {micro_tokens * steps}; remove one of the two keys",
+            f"{sizes} per micro-batch, and {steps} micro-batches have {micro_tokens * steps} tokens; remove one key",
             code="batch_contradiction",
             key="train_batch_size_tokens",
         )

@@ -87,7 +87,7 @@ class TextEncoder:
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
                 f"{path} cannot be read: {error}. Copy the file again (for a Git LFS pointer, run `git lfs pull`). "
-                "If the folder has another tokenizer file, you can remove this file instead",
+                "If the folder contains another tokenizer file, you can delete the unreadable one instead",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
@@ -247,7 +247,7 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
     for text in around[: 2 * len(special)]:
         if found := {*special.values()}.intersection(*encoder.encode_batch([text])):
             raise DataError(
-                f"{encoder.folder}: the text {text!r} is encoded to the special id {min(found)}, so a document could "
+                f"{encoder.folder}: the text {text!r} is encoded as the special id {min(found)}, so a document could "
                 "end in the middle of its text. Use a BPE tokenizer whose special tokens are marked as special (in "
                 "sentencepiece, control symbols), such as a tokenizer from train/train_tokenizer.py",
                 code="special_id_from_text",

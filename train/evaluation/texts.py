@@ -202,10 +202,11 @@ class Documents:
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
             remedy = (
-                f"Repair the documents, pass the key of the text as --text_key, or pass --max_dropped {count}"
+                "Repair the documents, pass the key that contains the text as --text_key, or pass --max_dropped "
+                f"{count}"
             )
             raise EvaluationError(
-                f"DATA {name}: {count:,} documents cannot be read, and {len(documents):,} can be read. {remedy}",
+                f"DATA {name}: {count:,} of {count + len(documents):,} documents cannot be read. {remedy}",
                 code="unreadable_documents" if documents else "no_text",
                 key=name,
             )

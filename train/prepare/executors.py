@@ -230,9 +230,8 @@ def submit_slurm(
             raise DataError(
                 f"sbatch refused the job of pipeline {pipeline.name} ({error}). The job script is "
                 f"{folder / pipeline.name / 'launch_script.slurm'}. Run the command on a login node of the cluster, "
-                "and "
-                f"check --slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs that were submitted "
-                "before. Cancel them with scancel or let them finish, then run the same command again",
+                f"and check --slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs that were already "
+                "submitted. Cancel them with scancel or let them finish, then run the same command again",
                 code="sbatch_refused",
                 key=pipeline.name,
             ) from error

@@ -88,8 +88,8 @@ def evaluation_texts(file: str, key: str) -> list[str]:
         for item in read_share([source], key, 0, 1):
             if not isinstance(item, Text):
                 raise DataError(
-                    f"--decontaminate cannot read a text: {item}. Repair the file, or pass the key of the texts as "
-                    "--decontaminate_key",
+                    f"--decontaminate cannot read a text: {item}. Repair the file, or pass the key that contains "
+                    "the text as --decontaminate_key",
                     code="evaluation_text_unreadable",
                     key=file,
                 )
@@ -117,8 +117,9 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
         too_short = sum(not len(text_hashes) for text_hashes in found)
         if not len(ngrams):
             raise DataError(
-                f"--decontaminate: none of the {len(texts)} texts in {file} has {n} words, so no document could match. "
-                "Pass longer texts, such as questions with their answers, or a smaller --decontaminate_ngram",
+                f"--decontaminate: none of the {len(texts)} texts in {file} has at least {n} words, so no document "
+                "could match. Pass longer texts, such as questions with their answers, or a smaller "
+                "--decontaminate_ngram",
                 code="evaluation_texts_too_short",
                 key=file,
             )

@@ -79,8 +79,8 @@ class Preparation:
         if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
             eval_by = "position"  # a hash would assign the only document to one split
             logger.info(
-                f"the input is a single text, so its last {args.eval_fraction:.2%} become the eval split (--eval_by "
-                "position)"
+                f"the input is a single text, so the last {args.eval_fraction:.2%} of this text is used as the eval "
+                "split (--eval_by position)"
             )
         size = sum(source.bytes for source in sources)
         return cls(
@@ -134,8 +134,9 @@ class Preparation:
                 return self.pipelines()
             if not output.overwrite:
                 raise DataError(
-                    f"{self.output} contains unfinished work with other inputs or options ({', '.join(changed)}). To "
-                    f"resume, pass the values in {path}. To start again, pass --overwrite",
+                    f"{self.output} contains an unfinished preparation that used other inputs or options "
+                    f"({', '.join(changed)}). To resume it, pass the values in {path}. To start again, pass "
+                    "--overwrite",
                     code="other_preparation",
                     key=changed[0],
                 )

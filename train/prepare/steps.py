@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quality",
         choices=QUALITY,
-        help="quality filters to run, in this order, with datatrove's default settings. c4 also removes individual "
-        "lines, and documents that contain a curly bracket in a sentence (default: none)",
+        help="quality filters to run, in the given order, with datatrove's default settings. c4 also removes "
+        "individual lines, and documents that contain a curly bracket in a sentence (default: none)",
         **texts,
     )
     add(
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=unicode,
         default="text",
         metavar="KEY",
-        help="key of the text in the records of the --decontaminate files (default: text)",
+        help="key that contains the text in the records of the --decontaminate files (default: text)",
     )
     add(
         "--decontaminate_ngram",
