@@ -66,7 +66,8 @@ def find_model_folder(given: Path) -> Path:
             key=str(given),
         )
     raise InferenceError(
-        f"--model {given} has no config.json or hf/config.json. Pass a Hugging Face folder or a run's output_dir.",
+        f"--model {given} contains neither config.json nor hf/config.json. Pass a Hugging Face folder or a "
+        "run's output_dir.",
         code="no_config_json",
         key=str(given),
     )

@@ -113,7 +113,8 @@ def hold_conversation(session: Session) -> None:
         ids = truncate_left(whole, max_tokens, session.tokenizer.bos_token_id)
         if len(ids) < len(whole):
             print(
-                f"note: dropped the first {len(whole) - len(ids)} tokens of the conversation to fit the context",
+                f"note: dropped the first {len(whole) - len(ids)} tokens of the conversation, because the "
+                "context is full",
                 file=sys.stderr,
             )
         with record_first_ctrl_c() as interrupted:

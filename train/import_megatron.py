@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--eod_id",
         type=between(0),
-        help="end-of-document id of the datasets (default: the EOS id of the tokenizer)",
+        help="token id that ends each document in the datasets (default: the EOS id of the tokenizer)",
     )
     add(
         "--eval_fraction",

@@ -367,7 +367,7 @@ def convert_load_errors(file: Path) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{file} cannot be read or does not have the format of DeepSpeed 0.19.8: {error!r}"
+            f"{file} cannot be read, or is not in the format of DeepSpeed 0.19.8: {error!r}"
         ) from error
 
 
@@ -394,8 +394,8 @@ def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
         reduced = tensors[:, 1:] if is_history else tensors
         if not torch.equal(reduced, reduced[:1].expand_as(reduced)):
             raise CheckpointError(
-                f"{path}: the FP8 states of the ranks differ, for example in {key}, because precision.reduce_amax was "
-                f"false. Resume with {world} ranks"
+                f"{path}: the FP8 states of the ranks differ, for example in {key}, because precision.reduce_amax "
+                f"was false, so they cannot be resharded. Resume with {world} ranks"
             )
         merged[key] = tensors.amax(0) if is_history else first
     return merged

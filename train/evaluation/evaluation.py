@@ -131,7 +131,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         print("\n".join(scores.table(by_source, everything)), flush=True)
     notes = [note for part in data for note in part.notes]
     if missing := [source.name for source in sources if source.name not in by_source]:
-        notes.append(f"no result for {', '.join(missing)}: the selected data contain no tokens to predict")
+        notes.append(f"no result for {', '.join(missing)}: the selected data contains no tokens to predict")
     for note in notes:
         logger.info(f"note: {note}")
     return {

@@ -122,7 +122,8 @@ class Plan:
                 )
             if not known:
                 logger.info(
-                    f"note: {self.path} has no tokenizer, so the tokenizer in {folder} could not be compared with it"
+                    f"note: {self.path} has no tokenizer, so it is unknown whether {folder} was prepared "
+                    "with the model's tokenizer"
                 )
 
     def tokenizer_folder(self, given: Path | None) -> Path:
@@ -166,8 +167,8 @@ class Plan:
         encoder = TextEncoder(self.tokenizer_folder(given))
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer that the model was trained with. It was replaced when the data "
-                "was prepared again. Pass the folder of the original tokenizer as --tokenizer",
+                f"{encoder.folder} is not the tokenizer that the model was trained with, because the data was "
+                "prepared again with another one. Pass the folder of the original tokenizer as --tokenizer",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )

@@ -211,7 +211,9 @@ class Documents:
                 key=name,
             )
         if count:
-            self.notes.append(f"{name}: {count:,} unreadable documents were dropped (--max_dropped)")
+            self.notes.append(
+                f"{name}: {count:,} unreadable documents were dropped (allowed by --max_dropped)"
+            )
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:

@@ -219,8 +219,9 @@ class Framing:
                     f", pass --eod_id {found} if this id marks the end of a document" if found > 0 else ""
                 )
                 raise DataError(
-                    f"{bin_path} contains the id {found}, but the ids of the tokenizer {self.encoder.folder} are 0 to "
-                    f"{vocab_size - 1}. Pass the tokenizer that produced the dataset{remedy}, or recreate the dataset",
+                    f"{bin_path} contains the token id {found}, but the ids of the tokenizer {self.encoder.folder} are "
+                    f"0 to {vocab_size - 1}. Pass the tokenizer that produced the dataset{remedy}, or recreate the "
+                    "dataset",
                     code="token_beyond_vocabulary",
                     key=str(bin_path),
                 )

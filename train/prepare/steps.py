@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--languages",
         metavar="CODE",
-        help="keep only documents in these languages, such as en de. A document is kept if its fastText score for one "
-        "of them is above 0.65 (default: keep all languages)",
+        help="keep only documents in these languages, such as en de. A document is kept if its fastText score for "
+        "one of these languages is above 0.65 (default: keep all languages)",
         **texts,
     )
     add(
