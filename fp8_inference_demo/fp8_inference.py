@@ -109,7 +109,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     task.add_argument(
         "--interactive", action="store_true", help="have a conversation with the model in the terminal"
     )
-    add(parser, "--output", "new JSON Lines file for the completions of --prompts", type=Path)
+    add(parser, "--output", "JSON Lines file to create for the completions of --prompts", type=Path)
 
     text = parser.add_argument_group("text")
     add(text, "--max_new_tokens", "maximum number of new tokens per completion", type=between(1), default=128)

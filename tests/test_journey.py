@@ -127,7 +127,7 @@ def prepared(user: User) -> User:
     texts = ("--input", "texts", "--split_on", "blank_line")
     tokenizer = ("--vocab_size", 2048, "--max_bytes", 2_000_000, "--output", "data/my-tokenizer")
     said = user.python("train/train_tokenizer.py", *texts, *tokenizer)
-    assert "with 2,048 pieces" in said.stdout + said.stderr
+    assert "vocabulary of 2,048 tokens" in said.stdout + said.stderr
     output = ("--tokenizer", "data/my-tokenizer", "--output", "data/mine")
     done = user.python("train/prepare_data.py", *texts, *output)
     count = (user.folder / "count").read_text()

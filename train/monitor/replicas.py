@@ -47,7 +47,7 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     if problem := describe_difference([row.tolist() for row in every], list(tensors)):
         raise ReplicaError(
             f"step {step}: {problem}. A GPU, its memory or a network link is probably faulty. Exclude the "
-            "node of the differing rank, and resume from a checkpoint saved before this step"
+            "node of the rank that differs, and resume from a checkpoint saved before this step"
         )
 
 

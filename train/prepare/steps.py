@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quality_language",
         default="en",
         metavar="CODE",
-        help="language whose rules split text into words and sentences for --quality (default: en). With en, "
+        help="language whose rules --quality uses to split text into words and sentences (default: en). With en, "
         "gopher_quality also requires English stop words",
     )
     add(

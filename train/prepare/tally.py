@@ -116,7 +116,9 @@ class Tally:
         if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
             return
         limits = f"--max_dropped {dropped} --max_damaged_files {damaged}"
-        remedy = f"Repair the inputs{', or pass the key of the text as --text_key,' * bool(self.dropped[MISSING_KEY])}"
+        remedy = "Repair the inputs" + ", or pass the key that contains the text as --text_key," * bool(
+            self.dropped[MISSING_KEY]
+        )
         raise DataError(
             f"{dropped} documents were dropped (--max_dropped is {max_dropped}), {damaged} files are damaged "
             f"(--max_damaged_files is {max_damaged_files}){', and no document is left' * is_empty}. "

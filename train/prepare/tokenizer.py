@@ -297,7 +297,8 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
     report["unknown_tokens"] = unknown = sum(own.count(unk_id) for own in ids)
     if unknown:
         logger.warning(
-            f"{unknown} of {report['tokens']} tokens in the sampled texts are unknown, and their text is lost. {remedy}"
+            f"{unknown} of {report['tokens']} tokens in the sampled texts are the unknown token, so the text that they "
+            f"replace is lost. {remedy}"
         )
     return report
 
@@ -362,7 +363,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
             path.replace(output / path.name)
     print(
-        f"wrote {output} with {args.vocab_size:,} pieces; transformers and sentencepiece "
+        f"wrote {output} with a vocabulary of {args.vocab_size:,} tokens; transformers and sentencepiece "
         f"give the same ids for {report['texts']} sampled texts",
         flush=True,
     )
