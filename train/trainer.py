@@ -589,7 +589,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
     is_main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if is_main:
         if backup := move_later_checkpoints(folder.checkpoints, state.step):
-            logger.info(f"checkpoints from steps after {state.step} were moved to {backup}")
+            logger.info(f"checkpoints of steps after {state.step} were moved to {backup}")
         if folder.exported()[0] > checkpoint_name(state.step):
             backup = folder.hf.rename(unused_backup_path(folder.hf))
             logger.info(f"the export of a later step was moved to {backup}")

@@ -278,8 +278,8 @@ class OutputFolder:
                 )
         elif foreign := self._foreign_files():
             raise DataError(
-                f"{foreign[0]} is not listed in a manifest and would be replaced; move the file, or choose another "
-                "--output",
+                f"{foreign[0]} would be overwritten, but no manifest lists it as prepared data; move the file, or "
+                "choose another --output",
                 code="foreign_file",
                 key=str(foreign[0]),
             )
