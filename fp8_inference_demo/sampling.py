@@ -90,7 +90,7 @@ class Sampler:
     def begin(self, rows: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Prepare to sample continuations for a batch of prompts.
 
-        rows: token ids of the prompts, which the repetition penalty includes. seeds: one seed per prompt.
+        rows: token ids of the prompts. The repetition penalty also applies to these tokens. seeds: one seed per prompt.
         """
         keys = mix(torch.tensor(seeds, dtype=torch.int64, device=self.uniform.device))
         steps = torch.arange(len(self.uniform), device=keys.device)

@@ -149,7 +149,7 @@ def read_hf_folder(
     """Read all weights of a model with configuration `config` from a Hugging Face folder.
 
     Args:
-        dtype: compute dtype. Weights are not converted to this dtype, but must be finite in it.
+        dtype: compute dtype. Weights are not converted to it, but every value must stay finite when cast to it.
 
     Returns: CPU tensors keyed by the names from `weight_shapes`, memory-mapped and in the dtype of the file. FP8
     matrices are returned as Quantized.

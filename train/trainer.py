@@ -1101,7 +1101,7 @@ class Trainer:
 
 
 def build_next_trainer(trainer: Trainer) -> tuple[Trainer, dict[str, Any]]:
-    """Build a Trainer for the precision of the next step from the previous Trainer's last checkpoint.
+    """Build a Trainer that resumes from the previous Trainer's last checkpoint in the precision of the next step.
 
     The memory of the previous Trainer is freed first.
 

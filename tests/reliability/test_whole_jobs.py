@@ -22,7 +22,7 @@ from tests.train.runs import ROOT, metrics
 from train.checkpoint.files import read_state
 from train.monitor import signals
 
-LAUNCHED = "training: {} ranks"
+LAUNCHED = "starting {} ranks"
 A_STEP = "\nstep "
 
 

@@ -103,7 +103,7 @@ def roll_back(
     health.load_state_dict(saved.health)
     record = samples_record(stream, first, end - first)
     logger.info(
-        f"on_spike rollback: the run returned to step {saved.step} ({path.name}) and skips {samples_text(record)}"
+        f"on_spike rollback: returned to step {saved.step} ({path.name}); skipping {samples_text(record)}"
     )
     record = {"from_step": spikes[-1].step, **record}
     metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": record})

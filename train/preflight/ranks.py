@@ -182,7 +182,8 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
     problems = unequal(
         [rank.equal for rank in ranks],
         names,
-        "install the same packages and sources on all nodes, and put data and output_dir on a shared file system",
+        "use the same package versions and source code on all nodes, and put data and output_dir on a shared file "
+        "system",
     )
     warnings = unequal(
         [rank.machine for rank in ranks],

@@ -163,9 +163,9 @@ def run_ray(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
             ).run()
             if left := incomplete_tasks(pipeline, folder):
                 raise PreparationError(
-                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}. The first is task "
-                    f"{left[0]}. See the log of the task in {folder / pipeline.name / 'logs'}, or Ray's log. Run the "
-                    "same command again to resume",
+                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}; the first is task "
+                    f"{left[0]}. See its log in {folder / pipeline.name / 'logs'}, or in Ray's log. To resume, run "
+                    "the same command again",
                     code="tasks_failed",
                     key=pipeline.name,
                 )

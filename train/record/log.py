@@ -61,7 +61,7 @@ def configure_logging(
 def open_log_file(path: Path) -> None:
     """Append log messages to the file `path`, after a header line with the time and the command.
 
-    The file also gets the messages that were logged since the call of `configure_logging`.
+    Messages logged since `configure_logging` was called are also written to it.
 
     Raises:
         OSError: The file cannot be written.

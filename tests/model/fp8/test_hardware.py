@@ -110,6 +110,6 @@ def test_the_log_names_recipes_and_what_is_off(gpu: Capability) -> None:
 
 def test_the_table_is_in_the_documentation() -> None:
     page = (ROOT / "docs/hardware.md").read_text()
-    assert table(("GPU", "FP8 recipes", "switched off"), table_rows()) in page
+    assert table(("GPU", "FP8 recipes", "disabled"), table_rows()) in page
     for capability, found in ARCHITECTURES.items():
         assert [r for r in RECIPES_OF_TABLE if not fp8_gpu_problem("", capability, r)] == list(found.recipes)

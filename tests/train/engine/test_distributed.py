@@ -63,7 +63,7 @@ def test_ranks_arrive_in_any_order() -> None:
 def test_missing_ranks_are_listed() -> None:
     port = free_port()
     for error in arrive(*(rank(number, port, 6, NODES_TIMEOUT_S="3") for number in (0, 2, 5))):
-        assert isinstance(error, ConnectionError) and numbers(error)[:5] == [6, 1, 3, 4, 3]
+        assert isinstance(error, ConnectionError) and numbers(error)[:4] == [1, 3, 4, 6]
 
 
 def test_unequal_world_sizes_raise() -> None:
