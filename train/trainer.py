@@ -50,7 +50,13 @@ from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
 from model.fp8.precision import Precision, resolve_head_gradients
 from model.numeric_check import choose_kernels
-from model.startup_check import attention_in_use, backend_in_use, check_attention, check_startup
+from model.startup_check import (
+    attention_in_use,
+    backend_in_use,
+    check_attention,
+    check_startup,
+    verify_attention,
+)
 from model.variants import VARIANTS
 from train.checkpoint.files import RunState, checkpoint_name, identity, is_in_folder, read_state
 from train.checkpoint.load import (
@@ -450,19 +456,30 @@ def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, l
         return args, []
     config, precision = load_config(model.config), Precision(args.precision)
     choose_attention(model.attention_backend, model.variant, precision, config, args.data.document_mask)
-    speed, lines = choose_kernels(
-        config,
-        model.variant,
-        precision,
-        args.speed,
-        args.per_device_train_batch_size,
-        args.max_seq_length,
-        document_mask=args.data.document_mask,
-        seed=args.seed,
-    )
+    try:
+        speed, lines = choose_kernels(
+            config,
+            model.variant,
+            precision,
+            args.speed,
+            args.per_device_train_batch_size,
+            args.max_seq_length,
+            document_mask=args.data.document_mask,
+            seed=args.seed,
+        )
+    except Exception:
+        # these causes have clearer errors
+        if precision.head_gradients:
+            precision.require("block", "set precision.fp8_head_gradients to null or false")
+        verify_attention(
+            config, precision, model.attention_backend, args.max_seq_length, args.data.document_mask
+        )
+        raise
     if args.precision.optimizer_states != "fp32":
         lines.append(check_packed_adamw(args.precision.moment_type, precision.device))
     free_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # the check may need more memory than the run
     return replace(args, speed=speed), lines
 
 

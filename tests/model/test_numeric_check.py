@@ -20,6 +20,7 @@ from model.numeric_check import KERNELS, choose_kernels
 from model.startup_check import StartupCheckError
 from model.te_reference import gemm as reference_gemm
 from model.variants import SpeedConfig
+from tests.conftest import numbers
 
 RECIPES = ("delayed", "current", "block")
 VARIANTS = ("te_linear", "te_layer")
@@ -47,6 +48,18 @@ def test_right_results_pass(variant: str, recipe: str) -> None:
     before = torch.get_rng_state()
     assert disabled(variant, recipe, document_mask=recipe == "current") == set()
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_modules_in_bf16_stay_in_bf16() -> None:
+    config = load_config("tiny")
+    config.intermediate_size = 388  # does not fit FP8
+    section = replace(
+        precision_of("delayed").config, bf16_modules=["lm_head", "model.layers.*.layernorm_mlp"]
+    )
+    speed, (line,) = choose_kernels(config, "te_layer", Precision(section), SpeedConfig(), 2, 64)
+    assert speed == SpeedConfig() and len(numbers(line)) >= 4
+    section = replace(section, bf16_modules=[f"model.layers.{n}.layernorm_mlp" for n in range(4)])
+    assert choose_kernels(config, "te_layer", Precision(section), SpeedConfig(), 2, 64)[0] == SpeedConfig()
 
 
 # ---------------------------------------------------------------- faults of FP8 GEMMs
