@@ -261,6 +261,7 @@ def run_program(folder: Path) -> None:
         assert losses["bare", name] == pytest.approx(losses["step", name], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_benchmark(tmp_path: Path) -> None:
     run_program(tmp_path)

@@ -97,13 +97,8 @@ def observed(settings: dict, **changes: Any) -> list[MicroBatch]:
 
 
 @pytest.mark.skipif(GPU, reason="test_speed.py compares graphs with none there")
-@pytest.mark.parametrize(
-    ("variant", "recipe"),
-    [
-        ("te_layer", "delayed"),
-        pytest.param("te_linear", "current", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "recipe"), [("te_layer", "delayed"), ("te_linear", "current")])
 def test_graphs_in_each_phase_are_bit_equal(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str
 ) -> None:

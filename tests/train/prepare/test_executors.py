@@ -59,6 +59,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_killed_workers_resume(tmp_path, prepare, command, large):
     """A killed worker is noticed; Ctrl-C ends stopped workers at once, without tracebacks; a killed command takes its
