@@ -22,7 +22,7 @@ from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.gemms import count_gemms
 from model.fp8.modules import uses_transformer_engine
-from model.fp8.precision import Precision
+from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
 from model.mistral_base import causal_attention
@@ -63,7 +63,7 @@ def check_startup(
     """
     te = VARIANTS[model.variant].te
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
-        precision.require("block", "set precision.fp8_head_gradients to null or false")
+        precision.require("block", HEAD_GRADIENTS_ADVICE)
     is_te = te and precision.te.name == "transformer_engine"
     lines = [_check_cudnn(), te_backend.describe_gpu()] if is_te else []
     # torch.compile would need a minute to compile for this batch shape

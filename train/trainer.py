@@ -48,7 +48,7 @@ from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
-from model.fp8.precision import Precision, resolve_head_gradients
+from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision, resolve_head_gradients
 from model.numeric_check import choose_kernels
 from model.startup_check import (
     attention_in_use,
@@ -470,7 +470,7 @@ def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, l
     except Exception:
         # these causes have clearer errors
         if precision.head_gradients:
-            precision.require("block", "set precision.fp8_head_gradients to null or false")
+            precision.require("block", HEAD_GRADIENTS_ADVICE)
         verify_attention(
             config, precision, model.attention_backend, args.max_seq_length, args.data.document_mask
         )

@@ -35,6 +35,7 @@ FALLBACK_ADVICE = (
     "modules of this checkpoint fell back to this recipe (precision.on_trouble). Resume on a GPU that supports it, or "
     "start over with --resume_from_checkpoint never. To evaluate, pass evaluate.py --precision bf16"
 )
+HEAD_GRADIENTS_ADVICE = "set precision.fp8_head_gradients to null or false"
 
 
 class PrecisionError(UserError, ValueError):

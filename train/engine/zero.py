@@ -223,7 +223,7 @@ def pack_states(engine: Any, moments: str) -> None:
     whole_state = optimizer.state_dict
 
     def state_dict() -> dict[str, Any]:
-        # clone, because torch.save would write the whole storage of which each part is a view
+        # clone, because each part is a view, and torch.save would write its whole storage
         parts = [weight.clone() for weight in optimizer.fp32_groups_flat_partition]
         return whole_state() | {"single_partition_of_fp32_groups": parts}
 

@@ -16,7 +16,7 @@ Alarms are logged, counted, and saved in checkpoints. With precision.on_trouble 
 Gradients may jump for one step. So an operand above its limit is checked again in the next step. The module falls back
 only if two of four consecutive checks find the operand above its limit. A module falls back by one recipe per check and
 never returns to an earlier recipe. Two kinds of modules fall back from block directly to bf16: a LayerNormMLP, because
-Transformer Engine supports its backward pass only in FP8, and an lm_head of which only the gradients are in FP8.
+Transformer Engine supports its backward pass only in FP8, and an lm_head with a bf16 forward pass and FP8 gradients.
 
 The statistics are reduced over all ranks, so all ranks make the same decision. After a fallback, the Trainer saves a
 checkpoint with all fallbacks of the run, and the next Trainer is built from this checkpoint.
@@ -28,8 +28,8 @@ The limits are based on these measurements:
   error of 0.062. A single gradient reached an error of 0.22. All maxima occur with delayed scaling.
 - Runs with 125 M parameters on an H200 (1,000 steps, equal final losses) reach an underflow of 0.2 % for inputs. For a
   gradient, the underflow reaches 18 % with current scaling. With delayed scaling it reaches 40 %, while the scale of
-  the first steps is used for some hundred steps. The error of this gradient was 0.031, of which 0.0265 is due to
-  rounding. The elements that became 0 were less than 2 % of its norm.
+  the first steps is used for some hundred steps. The error of this gradient was 0.031; rounding alone causes
+  0.0265. The elements that became 0 were less than 2 % of its norm.
 - In 250 steps of train_config_tiny with the default history of 16, only step 35 has an alarm. Gradients of three
   modules are up to 5.3 times what their scales allow, with an error of 0.53. No other range exceeds 2.4.
 """
