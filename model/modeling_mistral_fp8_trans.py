@@ -75,7 +75,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedTransformerLayer(nn.Module):
-    """Decoder layer with the modules and parameter names of te.TransformerLayer."""
+    """Decoder layer with the same modules and parameter names as te.TransformerLayer."""
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()

@@ -75,7 +75,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     config = load_config(options.config)
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
         raise ValueError(f"--cache and --prefill_length need {longest} positions, but the model has only "
-            f"{config.max_position_embeddings} (max_position_embeddings); reduce them")  # fmt: skip
+            f"{config.max_position_embeddings} (max_position_embeddings); reduce --cache or "
+            "--prefill_length")  # fmt: skip
     check_fp8_gpu()
     results = decoding.measure(options, config)
     bf16 = {(r["what"], r["batch"]): r["tokens_per_s"] for r in results if r["row"] == "bf16"}

@@ -62,9 +62,9 @@ OWN_FILES = (
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
     """Export the verified checkpoint `path` to the Hugging Face folder `out`.
 
-    The files are written to a temporary folder, which is then renamed. So `out` is always complete or absent. Files
-    from an earlier export are replaced. Other files in `out` are kept, such as the user's README.md. The file
-    exported_from.json in `out` identifies the checkpoint.
+    The files are written to a temporary folder that is then renamed to `out`, so an interrupted export leaves no
+    partial files. Files from an earlier export are replaced. Other files in `out` are kept, such as the user's
+    README.md. The file exported_from.json in `out` identifies the checkpoint.
 
     Args:
         tokenizer: Folder with tokenizer files, for example a model folder. Only the tokenizer files are copied.
@@ -115,7 +115,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunState) -> list[str]:
     """Write config.json and the weights to the folder `out`, and return notes for the user.
 
-    The weights keep their training dtype, except those that `form` stores in FP8.
+    The weights keep their training dtype. With form "hf-fp8", the weights of the decoder layers are stored in FP8
+    instead.
     """
     # These imports take seconds. They are not needed for --help, for a wrong path, or on ranks other than 0.
     import torch

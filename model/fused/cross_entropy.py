@@ -63,7 +63,7 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 def _scale_of(amax, largest, E4M3_MAX: tl.constexpr, POWER_2: tl.constexpr):
     """Return the scale that Transformer Engine uses for a block whose largest magnitude is `amax`.
 
-    largest: result if the scale overflows. POWER_2: round the scale down to a power of two.
+    largest: value to return if the scale overflows. POWER_2: whether to round the scale down to a power of two.
     """
     scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
@@ -93,7 +93,10 @@ def _gradient_in_fp8(
     E4M3_MAX: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    """Write one square of BLOCK x BLOCK gradient entries as FP8. Neighboring programs process neighboring columns."""
+    """Quantize one BLOCK x BLOCK square of the logit gradient to FP8.
+
+    Adjacent Triton programs process adjacent columns.
+    """
     square_v, square_m = tl.program_id(0), tl.program_id(1)
     m = square_m * BLOCK + tl.arange(0, BLOCK)
     v = square_v * BLOCK + tl.arange(0, BLOCK)
@@ -148,9 +151,9 @@ def loss_and_statistics(
 def gradient_in_place(
     logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Overwrite the logits with the gradient of the mean cross entropy, multiplied by the scalar `upstream`.
+    """Overwrite the logits with the gradient of the mean cross entropy and return them.
 
-    Return the gradient.
+    The gradient is multiplied by the scalar `upstream`, the gradient of the loss.
     """
     M, V = logits_MV.shape
     _gradient[(M,)](logits_MV, *statistics, upstream, V, IGNORED=IGNORED, PIECE=PIECE, num_warps=4)
@@ -218,8 +221,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the mean cross entropy of logits [..., V] (vocabulary size V), ignoring labels of -100. CUDA only.
+    """Compute the mean cross entropy of logits [..., V] (vocabulary size V). CUDA only.
 
-    The backward pass overwrites the logits with their gradient, so it can run only once.
+    Positions with the label -100 are ignored. The backward pass overwrites the logits with their gradient, so it can
+    run only once.
     """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten())

@@ -22,11 +22,12 @@ PIECE = 512
 
 @triton.jit
 def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Sum the gradients of ROWS sorted tokens for each token id.
+    """Sum the gradients per token id over ROWS tokens, which are sorted by id.
 
     Args:
-        parts: output, float32 [programs, 2, H] (hidden size H): the sum for an id that started in an earlier program,
-            and the sum for an id that continues in the next program.
+        parts: output, float32 [programs, 2, H] (hidden size H). Each program writes the sum for an id that continues
+            from the previous program to parts[:, 0] and the sum for an id that continues in the next program to
+            parts[:, 1].
     """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -53,10 +54,11 @@ def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE:
 
 @triton.jit
 def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Add up the partial sums for the token id that starts in this program and continues in the next ones.
+    """Add up the partial sums for a token id whose tokens begin in this program's rows and continue in the next
+    programs' rows.
 
     Args:
-        ends: for each program, the position after the last token with the id of the program's last token.
+        ends: int64 [programs]. Position after the last token that has the same id as the program's last token.
     """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -109,7 +111,12 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look up the rows of weight [V, H] (vocabulary size V, hidden size H) at int64 ids of any shape: [..., H]. CUDA
-    only.
+    """Look up token embeddings. CUDA only.
+
+    Args:
+        ids: int64 [...], any shape.
+        weight: [V, H] (vocabulary size V, hidden size H).
+
+    Returns: [..., H].
     """
     return _Embedding.apply(ids, weight)

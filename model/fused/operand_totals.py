@@ -22,7 +22,10 @@ ROWS, WARPS = 32, 4
 
 @triton.jit
 def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr, IGNORED: tl.constexpr):
-    """Return the values that were quantized, float32 [rows, columns]. Elements outside the matrix are 0."""
+    """Return one block of the operand before quantization, as float32 [rows, columns].
+
+    Elements outside the matrix are 0.
+    """
     row, column = m.to(tl.int64)[:, None], n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     if KIND == "swiglu":
@@ -96,10 +99,10 @@ def _totals(
 def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
     """Compute nine health-check totals for an operand x [M, N] (M rows, N columns): float64 [9]. CUDA only.
 
-    The totals are: (1) the number of nonzero elements of x, (2) the number of nonzero codes, (3) the number of elements
-    of |x| that rounding alone would move beyond the format's largest value, (4) the sum of (codes * scale_inv - x)^2,
-    (5) the sum of x^2, (6 to 8) with `moments` the sums of x, x^3 and x^4, otherwise 0, and (9) the largest |x| /
-    scale_inv, which is NaN if x contains NaN.
+    The totals are: (1) the number of nonzero elements of x, (2) the number of nonzero FP8 codes, (3) the number of
+    elements of |x| that rounding alone would move beyond the format's largest value, (4) the sum of (codes * scale_inv
+    - x)^2, (5) the sum of x^2, (6 to 8) with `moments` the sums of x, x^3 and x^4, otherwise 0, and (9) the largest |x|
+    / scale_inv, which is NaN if x contains NaN.
 
     Args:
         source: the tensor that was quantized (model.fp8.quantizers.Source).

@@ -35,7 +35,9 @@ def _rotate_heads(
     HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Split and rotate all heads of one token, or, with BACKWARD, join their gradients.
+    """Split one token's packed QKV into heads and rotate q and k.
+
+    With BACKWARD, rotate the gradients back and pack them.
 
     HEADS is N + 2 K (N query heads, K key/value heads) and HALF is half the head dimension, each rounded up to a power
     of two.

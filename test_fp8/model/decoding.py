@@ -121,5 +121,5 @@ def decode_with_transformers(
         each = (whole - first) / (new - 1)
         gib = num_parameters(config) * 2 / GIB
         results.append(make_result("decode", "transformers", batch, each, batch, weights_gib=gib))
-        print(f"measured transformers with batch size {batch}", flush=True)
+        print(f"measured decoding speed of transformers with batch size {batch}", flush=True)
     return results

@@ -63,7 +63,7 @@ class Memory:
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 
     def needed_gib(self, ranks: int) -> float:
-        """Return the GPU memory that the run needs, including memory outside of tensors, in GiB."""
+        """Return the GPU memory that the run needs, including memory that is not used by tensors, in GiB."""
         return self.peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + (NCCL_GIB if ranks > 1 else 0)
 
 
@@ -163,8 +163,8 @@ def predict_memory(s: Setting) -> Memory:
 def _predict_phase_memory(s: Setting) -> Memory:
     """Predict the peak GPU memory in one phase of precision.schedule.
 
-    The peak occurs at the start of the backward pass, in the backward pass of the last layer, in the optimizer step, or
-    in an evaluation, which applies only to small models.
+    The peak occurs at the start of the backward pass, in the backward pass of the last layer, in the optimizer step,
+    or, for small models, in an evaluation.
 
     CUDA graphs are captured before the optimizer moments and the 16-bit gradients are allocated. After the capture,
     torch does not count the graphs' memory as allocated.

@@ -73,8 +73,8 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return the candidates for precision.optimizer_states, starting with the one that needs the most memory.
 
     Returns:
-        Tuples of precision.optimizer_states, the type of the moments, and the ZeRO stages to consider. Muon and packed
-        states need ZeRO 1.
+        Tuples of precision.optimizer_states, the data type of the moments, and the ZeRO stages to consider. Muon and
+        packed states need ZeRO 1.
     """
     if s.args.optim == "muon":
         return [("fp32", "fp32", (1,))]
@@ -85,11 +85,11 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
     """Return the fastest setting that fits into GPU memory, or None if no setting fits.
 
-    The candidates are the configured setting, and ZeRO 1 to 3 with and without recomputation. The number of tokens per
-    step stays the same, so only micro-batch sizes that divide a rank's samples per step are candidates. Optimizer
-    states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that are
-    NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then no recomputation, and then the
-    least memory.
+    The candidates are the configured setting, and ZeRO 1 to 3 with and without activation recomputation. The number of
+    tokens per step stays the same, so only micro-batch sizes that divide a rank's samples per step are candidates.
+    Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that
+    are NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then no recomputation, and then
+    the least memory.
 
     Args:
         s: The configured setting.
@@ -115,7 +115,7 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
 def _fitting(
     s: Setting, gpu: Gpu, zero_stages: tuple[int, ...], batch_tokens: int, network_gbit_s: float
 ) -> Iterator[Planned]:
-    """Yield the variations of a setting that fit into GPU memory.
+    """Yield variations of a setting that fit into GPU memory.
 
     The number of micro-batches per step is chosen so that a step has about `batch_tokens` tokens. ZeRO stages other
     than the configured one use the DeepSpeed settings from train_args/ds_config_zero*.json.

@@ -146,7 +146,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """Return the predicted time of the optimizer step including clipping, in seconds.
+    """Return the predicted time of the optimizer step including gradient clipping, in seconds.
 
     With ZeRO, the time is divided by the number of ranks.
     """
