@@ -183,8 +183,8 @@ class Generation:
                 else "Try another checkpoint."
             )
             raise EngineError(
-                f"the logits of row {out.index(-1)} for new token {index} are not finite. The weights are damaged, or "
-                f"the model diverged in training. {instead}",
+                f"the logits of batch row {out.index(-1)} for new token {index} are not finite. The weights are "
+                f"damaged, or the model diverged in training. {instead}",
                 code="not_finite",
             )
         return out
@@ -286,7 +286,7 @@ class Engine:
         """
         if not 0 < len(rows) <= self.batch_size:
             raise EngineError(
-                f"the batch has {len(rows)} rows, but must have 1 to {self.batch_size} (the engine's batch_size)",
+                f"the batch has {len(rows)} rows, but must have 1 to {self.batch_size} (the batch_size of the engine)",
                 code="row_count",
                 key="batch_size",
             )
@@ -294,7 +294,8 @@ class Engine:
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
                     f"row {index} has {len(ids)} tokens, but a prompt must have 1 to {self.max_length - 1} tokens, "
-                    f"because max_length ({self.max_length}) also counts the generated tokens",
+                    f"because max_length ({self.max_length}) includes the generated tokens; shorten the prompt or "
+                    "increase max_length",
                     code="row_length",
                     key=f"row {index}",
                 )

@@ -104,12 +104,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     task = task.add_mutually_exclusive_group()
     add(task, "--prompt", "prompt to continue", type=unicode)
-    add(task, "--prompt_file", "UTF-8 text file with one prompt to continue", type=Path)
+    add(task, "--prompt_file", "UTF-8 text file that contains a single prompt to continue", type=Path)
     add(task, "--prompts", "JSON Lines file with prompts; requires --output", type=Path, metavar="FILE.jsonl")
     task.add_argument(
         "--interactive", action="store_true", help="have a conversation with the model in the terminal"
     )
-    add(parser, "--output", "JSON Lines file to create for the completions of --prompts", type=Path)
+    add(parser, "--output", "JSON Lines file to which the completions of --prompts are written", type=Path)
 
     text = parser.add_argument_group("text")
     add(text, "--max_new_tokens", "maximum number of new tokens per completion", type=between(1), default=128)
@@ -144,7 +144,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--repetition_penalty",
-        "values above 1 make tokens that already occur in the text less likely",
+        "repetition penalty; values above 1 make tokens that already occur in the text less likely",
         type=between(0.01, 100, float),
         default=1.0,
     )
@@ -153,7 +153,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         text,
         "--stop",
-        "end a completion where this text first occurs, and omit the text; can be given more than once",
+        "end a completion where this text first occurs, and omit the text from the output; can be given more than "
+        "once",
         type=unicode,
         action="append",
         default=[],
@@ -162,7 +163,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     text.add_argument(
         "--ignore_eos",
         action="store_true",
-        help="do not stop at the EOS token; stop after --max_new_tokens tokens",
+        help="ignore the EOS token and continue until --max_new_tokens tokens are generated",
     )
 
     engine = parser.add_argument_group("engine")

@@ -160,8 +160,8 @@ def pack(
         multiple = FP8_FEATURE_MULTIPLE if tensor.by_row else BLOCK
         if rows % FP8_FEATURE_MULTIPLE or columns % multiple:
             raise InferenceError(
-                f"{name} has {rows} rows and {columns} columns. FP8 requires a multiple of {FP8_FEATURE_MULTIPLE} rows "
-                f"and a multiple of {multiple} columns. Use --precision bf16.",
+                f"{name} has {rows} rows and {columns} columns. FP8 requires the number of rows to be divisible by "
+                f"{FP8_FEATURE_MULTIPLE} and the number of columns by {multiple}. Use --precision bf16.",
                 code="fp8_dimensions",
                 key=name,
             )

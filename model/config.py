@@ -150,8 +150,8 @@ def config_file(name_or_path: str) -> Path:
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise ModelConfigError(
-            f"model.config: {name_or_path!r} does not exist. Pass the path of a JSON file, a folder that "
-            f"contains config.json (such as a run's hf folder), or one of {names}",
+            f"model.config: {name_or_path!r} does not exist. Pass the path of a JSON file, a folder that contains "
+            f"config.json (such as a run's hf folder), or the name of a built-in configuration: {names}",
             code="not_found",
             key=name_or_path,
         )

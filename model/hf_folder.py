@@ -185,8 +185,8 @@ def read_hf_folder(
             problems.append(f"{name} contains NaN or infinite values; use another checkpoint")
         elif not extremes.to(dtype).isfinite().all():
             problems.append(
-                f"{name} contains values up to {float(extremes.abs().max()):g}, which are too large for "
-                f"{dtype}; choose bf16 or fp32"
+                f"{name} contains values up to {float(extremes.abs().max()):g}, which are too large for {dtype}; set "
+                "precision.compute to bf16 or fp32"
             )
     _refuse(folder, problems)
     if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():

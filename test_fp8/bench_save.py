@@ -27,7 +27,13 @@ OPTIONS = [
         accumulation=DeviceDefault(4, 2),
         deterministic=False,
     ),
-    option("--rounds", 3, "Number of timed saves of each kind, not counting the first save.", type=positive),
+    option(
+        "--rounds",
+        3,
+        "Number of timed blocking saves and of timed background saves, not counting the first "
+        "save of each kind.",
+        type=positive,
+    ),
     option("--steps", 8, "Number of training steps before each save.", type=positive),
 ]
 COLUMNS: report.Columns = {

@@ -303,8 +303,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(
-                f"{case.name}: {result['skipped_steps']} steps were skipped, but only {results[0]['skipped_steps']} "
-                f"in {cases[0].name}"
+                f"{case.name}: {result['skipped_steps']} steps were skipped, compared with "
+                f"{results[0]['skipped_steps']} in {cases[0].name}"
             )
     training = {
         **{key: getattr(base, key) for key in TRAINING_KEYS},

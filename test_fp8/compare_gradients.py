@@ -46,7 +46,7 @@ OPTIONS = [
     option(
         "--data",
         None,
-        "Folder with prepared data. Default: the inputs are random tokens.",
+        "Folder with prepared data to use as inputs. Default: random tokens.",
         type=Path,
         metavar="FOLDER",
     ),

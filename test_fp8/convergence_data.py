@@ -60,7 +60,7 @@ OPTIONS = [
     option(
         "--packages",
         ROOT / "test_fp8/packages.txt",
-        "File that lists the pinned wheels to download.",
+        "Requirements file with the pinned wheels to download.",
         type=Path,
     ),
     option("--work_dir", None, "Folder for all output files.", type=Path, required=True, metavar="DIR"),

@@ -235,7 +235,10 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     """
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
-        raise ValueError(f"--ranks {options.ranks}: this host has only {len(devices)} GPUs")
+        raise ValueError(
+            f"--ranks {options.ranks}: this host has only {len(devices)} GPUs; use at most "
+            f"{len(devices)} ranks"
+        )
     every = {case.name: case for case in matrix()}
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:

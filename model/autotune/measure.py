@@ -178,7 +178,7 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
         candidates = measure_steps(task, attention_backends(task, plain), timer, computes)
     logger.info(
         f"time for the forward and backward pass of {task.batch_size} x {task.seq_length} tokens "
-        f"({memory_gib:.1f} GiB of GPU memory are available):"
+        f"({memory_gib:.1f} GiB of GPU memory available):"
     )
     for c in candidates:
         logger.info(f"  {c.choice}: {c.note or f'{c.ms:.3f} ms, {c.peak_gib:.1f} GiB'}")

@@ -151,8 +151,8 @@ class PrecisionSettings:
         "Whether to compute scales from the largest amax across all ranks (recipe delayed only).", True
     )
     calibration_passes: int = option(
-        "Number of passes over the first micro-batch that set the initial scales (recipe delayed only). If "
-        "0, all scales start at 1.",
+        "Number of calibration passes over the first micro-batch, which set the initial scales (recipe delayed "
+        "only). If 0, all scales start at 1.",
         4,
         ge=0,
     )
@@ -162,7 +162,7 @@ class PrecisionSettings:
         None,
     )
     amax_epsilon: float = option(
-        "Lower bound on amax, the largest absolute value from which a scale is computed (recipes current and "
+        "Lower bound on amax (the largest absolute value), from which each scale is computed (recipes current and "
         "block only).",
         0.0,
         ge=0,
@@ -178,13 +178,14 @@ class PrecisionSettings:
         ["lm_head"],
     )
     fp8_head_gradients: bool | None = option(
-        "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and "
-        "te_layer). If null, FP8 is used on GPUs that support block scaling.",
+        "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (model variants "
+        "te_linear and te_layer only). If null, FP8 is used on GPUs that support block scaling.",
         None,
         before=False,
     )
     health_steps: int = option(
-        "Number of steps between FP8 health checks (te_linear and te_layer). If 0, the checks are disabled.",
+        "Number of steps between FP8 health checks (model variants te_linear and te_layer only). If 0, the checks "
+        "are disabled.",
         100,
         ge=0,
         resume="free",
@@ -279,8 +280,8 @@ class PrecisionConfig(PrecisionSettings):
     )
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
-        "Whether to time FP8, bf16, CUDA graphs and attention backends at startup and use the fastest "
-        "combination (te_linear and te_layer with compute fp8). This takes about a minute. A resumed run "
+        "Whether to time FP8, bf16, CUDA graphs and attention backends at startup and use the fastest combination "
+        "(model variants te_linear and te_layer with compute fp8 only). This takes about a minute. A resumed run "
         "keeps the choice.",
         False,
         resume="free",

@@ -162,7 +162,8 @@ def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor
         ours, theirs = weights[name], expected[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             problems.append(
-                f"{name} is {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
+                f"{name} has dtype {ours.dtype} and shape {tuple(ours.shape)}, but {theirs.dtype} and "
+                f"{tuple(theirs.shape)} were expected"
             )
         elif not torch.equal(ours, theirs.to(ours.device)):
             problems.append(f"{name} has different values")
