@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="checkpoint folder step-NNNNNNNN, or a run's output_dir (exports the newest undamaged checkpoint)",
+        help="checkpoint folder step-NNNNNNNN, or a run's output_dir to export its newest undamaged checkpoint",
     )
     parser.add_argument("out", type=given_path, help="Hugging Face folder to write")
     parser.add_argument(

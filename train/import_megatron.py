@@ -40,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="path prefixes of the datasets; each dataset consists of the files PREFIX.bin and PREFIX.idx",
+        help="path prefixes of the Megatron datasets; each dataset consists of the files PREFIX.bin and PREFIX.idx",
     )
     add(
         "--tokenizer",
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
         print(f"{name.upper()}: added to {added:,} documents, found {inside:,} times inside documents")
-    print(f"end-of-document ids that were replaced by the EOS id (--eod_id): {counts['eod_replaced']:,}")
+    print(f"end-of-document ids (--eod_id) replaced by the EOS id: {counts['eod_replaced']:,}")
     print(f"wrote {args.output}\n{manifest.summary()}")
 
 

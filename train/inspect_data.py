@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--seq_length",
         type=between(1),
         default=2048,
-        help="number of tokens per sample; at most the number of tokens in the split (default: 2048)",
+        help="maximum number of tokens per sample (default: 2048)",
     )
     add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
     cores = min(os.cpu_count() or 1, 16)

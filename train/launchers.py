@@ -161,7 +161,7 @@ def _check_torch_variables(environment: Mapping[str, str]) -> None:
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
         raise LauncherError(
-            f"RANK is set, but these variables are not set or invalid: {', '.join(wrong)}. {LAUNCH_HINT} "
+            f"RANK is set, but these variables are missing or invalid: {', '.join(wrong)}. {LAUNCH_HINT} "
             "To train with one process, unset RANK",
             code="rank_described_in_part",
             key=wrong[0],
@@ -190,7 +190,7 @@ def _torch_variables(launcher: Launcher, environment: Mapping[str, str]) -> dict
         )
     if wrong := [name for name, text in values.items() if not text.isdecimal()]:
         raise LauncherError(
-            f"{launcher.name} started this process ({launcher.sign} is set), but these variables are not set or "
+            f"{launcher.name} started this process ({launcher.sign} is set), but these variables are missing or "
             f"invalid: {', '.join(wrong)}. Pass all environment variables of {launcher.name} to the process. To train "
             f"with one process, unset {launcher.sign}",
             code="launcher_described_in_part",

@@ -434,8 +434,7 @@ def check_later_phases(
             if section.on_trouble == "escalate":
                 precision.require(
                     "block",
-                    'precision.on_trouble "escalate" needs recipe block for its fallbacks; set '
-                    'precision.on_trouble to "warn"',
+                    'set precision.on_trouble to "warn", because "escalate" uses recipe "block" as a fallback',
                 )
 
 
@@ -574,7 +573,7 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     )
     if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
         logger.info(
-            f"this run applies the msamp section of the DeepSpeed configuration as {settings} in the precision section"
+            f"the msamp section of the DeepSpeed configuration was applied as these precision settings: {settings}"
         )
 
 
@@ -606,7 +605,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
     is_main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if is_main:
         if backup := move_later_checkpoints(folder.checkpoints, state.step):
-            logger.info(f"checkpoints of steps after {state.step} were moved to {backup}")
+            logger.info(f"checkpoints after step {state.step} were moved to {backup}")
         if folder.exported()[0] > checkpoint_name(state.step):
             backup = folder.hf.rename(unused_backup_path(folder.hf))
             logger.info(f"the export of a later step was moved to {backup}")
@@ -895,7 +894,8 @@ class Trainer:
             f"non-finite losses by rank: {losses}" if losses else "the loss is finite, but a gradient is not"
         )
         logger.info(
-            f"step {number} was skipped on all ranks without changing weights: {reason}; {samples_text(found)}"
+            f"step {number} was skipped on all ranks without changing weights: {reason}. The step used "
+            f"{samples_text(found)}"
         )
         record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
@@ -932,7 +932,7 @@ class Trainer:
         spikes = self.health.find_spikes(self.tokens)
         for spike in spikes:
             samples = samples_record(self.data.train, spike.first_sample, self.samples)
-            logger.info(f"spike at step {spike.step}: {spike}; {samples_text(samples)}")
+            logger.info(f"spike at step {spike.step}: {spike}. The step used {samples_text(samples)}")
             value = {spike.what: spike.value, "threshold": spike.threshold}
             record.setdefault("spikes_found", []).append({"step": spike.step, **value, **samples})
         if not spikes or self.args.on_spike != "rollback":
@@ -1078,7 +1078,7 @@ class Trainer:
         if not background:
             self._finish_save(is_last)
         self.watchdog.renew(
-            f"finished saving step {self.state.step}, or started to save it in the background"
+            f"continuing after step {self.state.step}, whose save is complete or running in the background"
         )
         self._start_clock()
 

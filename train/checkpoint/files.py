@@ -187,7 +187,7 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         content = json.loads(text)
         del content["sha256"]
         if text != _signed(content):
-            raise ValueError("the content does not match the sha256 in the file")
+            raise ValueError("the sha256 field does not match the content")
         return [content[key] for key in keys]
     except FileNotFoundError:
         return []
@@ -292,7 +292,7 @@ def discard_old(path: Path, keep: int) -> None:
             remove(old)
         except OSError as error:  # the new checkpoint is not affected
             logger.warning(
-                f"the old checkpoint {old} could not be removed: {error}. The next save will try again"
+                f"the old checkpoint {old} could not be removed: {error}. The next save will try again to remove it"
             )
 
 
@@ -410,8 +410,8 @@ def is_branch(root: Path, path: Path) -> bool:
                 return True
             break
     raise CheckpointError(
-        f"resume_from_checkpoint {path} belongs to another run, and {root} already contains the checkpoints of a run "
-        "that did not start from it. Choose another output_dir, or continue the run in this output_dir with "
+        f"resume_from_checkpoint {path} belongs to another run, and {root} already contains checkpoints of a run that "
+        "did not start from this checkpoint. Choose another output_dir, or continue the run in this output_dir with "
         "--resume_from_checkpoint auto",
         code="other_run",
         key="resume_from_checkpoint",
@@ -428,7 +428,8 @@ def read_state(path: Path) -> RunState:
         return RunState(**json.loads((path / RUN_STATE).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path / RUN_STATE} is damaged or was written by an incompatible version: {error}",
+            f"{path / RUN_STATE} cannot be read ({error}). The file is damaged or was written by an incompatible "
+            "version of the code. Choose another checkpoint",
             code="damaged",
             key=str(path / RUN_STATE),
         ) from error

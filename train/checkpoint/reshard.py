@@ -116,8 +116,9 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
         name = wrong[0]
         raise CheckpointError(
-            f"{path} belongs to another model: {len(wrong)} parameters differ. For example, {name} has "
-            f"{held.get(name, 0)} elements in the checkpoint and {sizes.get(name, 0)} in the model"
+            f"{path} was saved by a different model: {len(wrong)} parameters differ. For example, {name} has "
+            f"{held.get(name, 0)} elements in the checkpoint and {sizes.get(name, 0)} in the model. Choose a "
+            "checkpoint of the configured model"
         )
 
 
@@ -362,12 +363,13 @@ def convert_load_errors(file: Path) -> Iterator[None]:
         # use only the first sentence of torch's message; the rest advises users to allow the type
         reason = str(error.__context__ or error).partition(". ")[0]
         raise CheckpointError(
-            f"{file} was not loaded: {reason}. A checkpoint may contain only tensors and plain values, because other "
-            "types can execute code. Use a checkpoint from a source that you trust"
+            f"{file} was not loaded: {reason}. A checkpoint may contain only tensors and plain values, because "
+            "loading other types can execute code. Use a checkpoint from a source that you trust"
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{file} cannot be read, or is not in the format of DeepSpeed 0.19.8: {error!r}"
+            f"{file} cannot be read ({error!r}). The file is damaged or not in the format of DeepSpeed 0.19.8. Choose "
+            "another checkpoint"
         ) from error
 
 
@@ -394,8 +396,8 @@ def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
         reduced = tensors[:, 1:] if is_history else tensors
         if not torch.equal(reduced, reduced[:1].expand_as(reduced)):
             raise CheckpointError(
-                f"{path}: the FP8 states of the ranks differ, for example in {key}, because precision.reduce_amax "
-                f"was false, so they cannot be resharded. Resume with {world} ranks"
+                f"{path} cannot be resharded, because it was saved with precision.reduce_amax false and the FP8 states "
+                f"of the ranks differ, for example in {key}. Resume with {world} ranks"
             )
         merged[key] = tensors.amax(0) if is_history else first
     return merged

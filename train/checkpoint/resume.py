@@ -135,8 +135,9 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         lines.append(f"model.init_from {given} is ignored, because the weights are loaded from {path}")
     if (saved.world_size, saved.zero_stage) != (state.world_size, state.zero_stage):
         lines.append(
-            f"{saved.world_size} -> {state.world_size} ranks, ZeRO {saved.zero_stage} -> {state.zero_stage}: weights, "
-            "optimizer and FP8 state are resharded; gradient_accumulation_steps "
+            "resharding weights, optimizer state and FP8 state: "
+            f"{saved.world_size} -> {state.world_size} ranks, ZeRO stage {saved.zero_stage} -> {state.zero_stage}, "
+            "gradient_accumulation_steps "
             f"{old['gradient_accumulation_steps']} -> {new['gradient_accumulation_steps']}"
         )
     lines += [f"{ALLOW_KEY}: starting at step {saved.step + 1}, {change}" for change in found]
@@ -145,7 +146,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     else:
         lines.append(
             f"the sample order changed, so the run resumes at sample {state.consumed_samples:,} of the new order. Some "
-            "texts may be repeated or skipped until the current epochs end"
+            "texts may be repeated or skipped in the current epoch of each source"
         )
     return lines
 

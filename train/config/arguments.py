@@ -82,16 +82,16 @@ class ModelArguments:
         example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
-        "Model implementation. te_layer and te_linear use Transformer Engine modules, hf uses the transformers "
-        "library, and torchao adds FP8 from torchao to hf.",
+        "Model implementation. te_layer (fastest) and te_linear (simplest) use Transformer Engine modules, hf uses the "
+        "transformers library, and torchao adds FP8 from torchao to hf.",
         "te_layer",
         resume="structural",
-        why="a checkpoint stores weights under the module names of its variant; start a new run from an export "
-        "(model.init_from)",
+        why="a checkpoint stores weights under the module names of its variant. To change the variant, start a new "
+        "run from an export (model.init_from)",
     )
     compile: bool | None = option(
-        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, torchao is "
-        "compiled on a GPU, and hf is not compiled.",
+        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, layers are "
+        "compiled only for torchao on a GPU.",
         None,
     )
     init_from: str | None = option(
@@ -139,7 +139,7 @@ class DataArguments:
     )
     document_mask: bool = option(
         "Restrict attention to tokens of the same document, and restart position ids at the beginning of "
-        "each document (te_linear and te_layer). The last token of a document has no label.",
+        "each document (te_linear and te_layer only). The last token of a document has no label.",
         False,
     )
 
@@ -182,7 +182,8 @@ class TrainingArguments:
         "parameters. Muon needs ZeRO stage 0 or 1.",
         "adamw",
         resume="structural",
-        why="the two optimizers store different states; start a new run from an export (model.init_from)",
+        why="AdamW and Muon store different states. To change the optimizer, start a new run from an export "
+        "(model.init_from)",
     )
     # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
@@ -193,7 +194,7 @@ class TrainingArguments:
         "cosine",
     )
     warmup_steps: int = option(
-        "Number of warmup steps, in which the learning rate increases linearly to its peak.", 0, ge=0
+        "Number of warmup steps, over which the learning rate increases linearly to its peak.", 0, ge=0
     )
     decay_steps: int | None = option(
         "Number of steps at the end of the run in which warmup_stable_decay decays the learning rate. Other "
@@ -238,8 +239,9 @@ class TrainingArguments:
         resume="free",
     )
     spike_threshold: float = option(
-        "Spike threshold: number of robust standard deviations above the median of recent steps at which a "
-        "loss or gradient norm is reported as a spike. If 0, spike detection is disabled.",
+        "A loss or gradient norm is reported as a spike if it exceeds the median of recent steps by more than this "
+        "number of standard deviations (estimated from the median absolute deviation). If 0, spike detection is "
+        "disabled.",
         10.0,
         ge=0,
         resume="free",
@@ -251,7 +253,7 @@ class TrainingArguments:
         resume="free",
     )
     spike_window: int = option(
-        "Number of previous steps over which spike detection computes the median and spread.",
+        "Number of previous steps from which spike detection computes the median and the standard deviation.",
         128,
         ge=SMALLEST_WINDOW,
         le=10**6,  # each checkpoint stores this many values
@@ -342,7 +344,7 @@ class TrainingArguments:
     )
     on_save_failure: Literal["stop", "continue"] = option(
         'Action if a save fails, for example because the disk is full. "stop" ends the run. "continue" '
-        "trains until the next save. If the last save of a run fails, the run always stops.",
+        "keeps training and tries again at the next save. If the last save of a run fails, the run always stops.",
         "stop",
         resume="free",
     )

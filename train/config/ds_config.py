@@ -235,7 +235,9 @@ def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
     for key, value in list(config.items()):
         path = f"{section}.{key}".lstrip(".")
         if "." in key:
-            problems.append(f"{key}: DeepSpeed keys contain no dots; write each section as a nested object")
+            problems.append(
+                f"{key}: DeepSpeed keys cannot contain dots. Write each section as a nested object"
+            )
         elif path in SECTIONS and isinstance(value, dict):
             problems += _remove_unsupported(value, path)
         elif problem := _key_problem(path, value):

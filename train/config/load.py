@@ -439,8 +439,8 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         )
     if given is not None and steps is not None and given != micro_tokens * steps:
         raise ConfigurationError(
-            f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}, because "
-            f"{sizes} per micro-batch, and {steps} micro-batches have {micro_tokens * steps} tokens; remove one key",
+            f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}, which gives "
+            f"{micro_tokens * steps} tokens per step ({sizes} per micro-batch). Remove one of the two keys",
             code="batch_contradiction",
             key="train_batch_size_tokens",
         )

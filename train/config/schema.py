@@ -28,7 +28,7 @@ FOREIGN = {
     **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "warmup_steps"),
     **dict.fromkeys(
         ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
-        "max_steps; one epoch has (number of training tokens) / train_batch_size_tokens steps",
+        "max_steps = epochs x number of training tokens / train_batch_size_tokens",
     ),
     **dict.fromkeys(("steps", "iters", "max_iters", "train_iters", "num_steps"), "max_steps"),
     **dict.fromkeys(
@@ -49,7 +49,7 @@ FOREIGN = {
     **dict.fromkeys(("bf16", "fp16", "fp8", "fp32", "dtype", "mixed_precision"), "precision.compute"),
     **dict.fromkeys(
         ("resume", "resume_from", "load"),
-        "resume_from_checkpoint; by default, a run resumes from its newest checkpoint",
+        "resume_from_checkpoint, which defaults to the newest checkpoint of the run",
     ),
     **dict.fromkeys(("output", "out_dir", "save_dir", "save"), "output_dir"),
     **dict.fromkeys(("save_interval", "save_every"), "save_steps"),

@@ -87,7 +87,7 @@ class TextEncoder:
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
                 f"{path} cannot be read: {error}. Copy the file again (for a Git LFS pointer, run `git lfs pull`). "
-                "If the folder contains another tokenizer file, you can delete the unreadable one instead",
+                "If the folder contains another tokenizer file, you can delete the unreadable file instead",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
@@ -207,15 +207,15 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise DataError(
-            f"transformers cannot load the tokenizer in {encoder.folder}: {error}. Repair its files or pass another "
-            "tokenizer",
+            f"transformers cannot load the tokenizer in {encoder.folder}: {error}. Repair the tokenizer files or "
+            "pass another tokenizer",
             code="tokenizer_unreadable",
             key=str(encoder.folder),
         ) from error
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
         raise DataError(
-            f"{encoder.folder}: the vocabulary has {vocab_size} ids, but transformers finds {len(beyond)} tokens with "
-            f"larger ids: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
+            f"{encoder.folder}: the vocabulary has {vocab_size} ids, but transformers assigns ids outside this range "
+            f"to {len(beyond)} tokens: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
             code="tokenizer_ids_differ",
             key=str(encoder.folder),
         )

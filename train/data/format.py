@@ -140,7 +140,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     if not path.is_file():
         raise DataError(
             f"data folder {folder} has no manifest.json: the folder does not exist, or its preparation is unfinished. "
-            "Pass the --output of a completed train/prepare_data.py",
+            "Pass the --output of a completed train/prepare_data.py run",
             code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
         )

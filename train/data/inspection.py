@@ -151,7 +151,9 @@ def print_samples(
     tokens = manifest.split_tokens(split)
     seq_length = min(seq_length, tokens - 1)  # the labels are one token ahead of the inputs
     if seq_length < 1:
-        print(f"\nno samples: the {split} split has only {tokens} tokens; pass another --split")
+        print(
+            f"\nno samples: the {split} split has {tokens} tokens, but a sample needs 2; pass another --split"
+        )
         return
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)

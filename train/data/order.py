@@ -132,7 +132,7 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> "Mixture":
         return Mixture(shares[0], later=list(zip(starts[1:], shares[1:], strict=True)))
     except ValueError as error:
         raise DataError(
-            f"data.weights: {error} (default: the number of samples in each source)",
+            f"data.weights: {error}. By default, the weight of each source is its number of samples",
             code="weight_too_small",
             key="data.weights",
         ) from error

@@ -206,9 +206,10 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
         )
         if by_hash and fractions[0] < fractions[1]:
             raise DataError(
-                f"data sources {one.name!r} and {other.name!r} were prepared with different values of --eval_fraction, "
-                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}). A document in both sources could "
-                "be used for training and for evaluation. Prepare both with the same --eval_fraction",
+                f"data sources {one.name!r} and {other.name!r} were prepared with different values of "
+                f"--eval_fraction, {fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}). A document that "
+                "occurs in both sources could be used for training and for evaluation. Prepare both with the same "
+                "--eval_fraction",
                 code="different_eval_fractions",
             )
 

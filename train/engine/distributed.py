@@ -198,7 +198,7 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     if missing:
         raise ConnectionError(
             f"ranks {missing} of {world} did not connect to {address} within {timeout_s:g} s. Start all nodes "
-            f"within that time, or set {NODES_TIMEOUT}=600. Each node needs a different NODE_RANK"
+            f"within that time, or set {NODES_TIMEOUT}=600 to wait 600 s. Each node needs a different NODE_RANK"
         )
     return store
 

@@ -114,15 +114,14 @@ class Plan:
         for folder in folders:
             if known and read_manifest(folder).tokenizer_sha256 not in known:
                 raise EvaluationError(
-                    f"{folder} was prepared with a different tokenizer than the model's; prepare the data with the "
-                    "model's tokenizer, or if both tokenizers give the same ids, pass --tokenizer "
-                    f"{Path(folder) / 'tokenizer'}",
+                    f"{folder} was not prepared with the model's tokenizer. Prepare the data with the model's "
+                    f"tokenizer, or pass --tokenizer {Path(folder) / 'tokenizer'} if both tokenizers give the same ids",
                     code="another_tokenizer",
                     key=str(folder),
                 )
             if not known:
                 logger.info(
-                    f"note: {self.path} has no tokenizer, so it is unknown whether {folder} was prepared "
+                    f"note: {self.path} has no tokenizer, so it cannot be checked whether {folder} was prepared "
                     "with the model's tokenizer"
                 )
 

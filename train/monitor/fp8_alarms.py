@@ -218,4 +218,6 @@ def _log_first(lines: Iterable[str]) -> None:
     for line in lines[:MAX_LISTED]:
         logger.info(line)
     if len(lines) > MAX_LISTED:
-        logger.info(f"... and {len(lines) - MAX_LISTED} more; metrics.jsonl lists all of them")
+        logger.info(
+            f"{len(lines) - MAX_LISTED} more messages of this kind are not shown; metrics.jsonl lists all of them"
+        )

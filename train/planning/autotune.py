@@ -37,8 +37,8 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         return args
     if precision.emulated:
         logger.info(
-            "precision.auto: no GPU is available for measurements. The configured precision, CUDA graphs and "
-            "attention backend are used"
+            "precision.auto: no GPU is available for measurements. Keeping the configured precision, CUDA graphs "
+            "and attention backend"
         )
         return replace(args, precision=replace(precision, auto=False))
     task = make_task(args, world_size)
@@ -47,7 +47,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         checkpoint = checkpoint_to_resume(args)
         if checkpoint is None:
             return autotune(task)
-        logger.info(f"precision.auto: using the settings measured for {checkpoint}")
+        logger.info(f"precision.auto: reusing the settings stored in {checkpoint}")
         saved = read_state(checkpoint).train_config
         return Choice(
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]

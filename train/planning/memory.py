@@ -153,8 +153,8 @@ def predict_memory(s: Setting) -> Memory:
     """
     if not s.is_planned:
         raise PlanError(
-            f"Memory and speed of model.variant {s.args.model.variant} with precision.compute {s.compute} cannot be "
-            "predicted. Use te_layer or te_linear with fp8 or bf16",
+            f"memory and speed cannot be predicted for model.variant {s.args.model.variant} with precision.compute "
+            f"{s.compute}. Set model.variant to te_layer or te_linear, and precision.compute to fp8 or bf16",
             key="model.variant",
         )
     return max((_predict_phase_memory(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)

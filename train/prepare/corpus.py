@@ -68,7 +68,10 @@ def add_loss_limits(parser: argparse.ArgumentParser) -> None:
 def separator(text: str) -> str:
     """Check and return the value of --split_on. Used as an argparse type."""
     if not unicode(text) or "\n" in text or "\\n" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty or contains a line end; pass the {SPLIT_ON}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is empty or contains a line break. Pass a text such as '<|endoftext|>', or {BLANK_LINE} to "
+            "split at blank lines"
+        )
     return text
 
 
@@ -209,7 +212,7 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     if "[" in split:
         raise DataError(
             f"input {name}: a slice of a split is not supported. Pass the whole split, or save the slice with "
-            "save_to_disk of the datasets package and pass that folder",
+            "the save_to_disk method of the datasets package and pass the saved folder",
             code="part_of_split",
             key=name,
         )

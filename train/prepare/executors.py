@@ -200,7 +200,7 @@ def submit_slurm(
     if shlex.quote(str(folder)) != str(folder):
         raise DataError(
             f"--executor slurm cannot use {folder}, because datatrove's job scripts do not quote paths. Choose an "
-            "--output without spaces or characters that the shell interprets",
+            "--output without spaces or shell metacharacters",
             code="shell_characters",
             key="--output",
         )

@@ -189,7 +189,7 @@ def check_splitter(language: str) -> None:
         raise DataError(
             f"--quality_language {language} cannot be used: {str(error).rstrip('.')}. For en, de, fr and most other "
             f"European languages, install spacy with {install_command('spacy', requirements='requirements-prep.txt')}. "
-            "For other languages, datatrove's tokenizer_assignment.csv names the required word tokenizer",
+            "For other languages, datatrove's tokenizer_assignment.csv lists the required word tokenizer",
             code="no_word_splitter",
             key="--quality_language",
         ) from error

@@ -257,7 +257,8 @@ class OutputFolder:
         manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
         if is_foreign_manifest(manifest):
             raise DataError(
-                f"{manifest} was written by another program or by a newer version of this one; choose another --output",
+                f"{manifest} was written by another program or by a newer version of this program; choose another "
+                "--output",
                 code="foreign_manifest",
                 key=str(manifest),
             )
@@ -313,7 +314,7 @@ class OutputFolder:
                 raise DataError(
                     f"the {split} split is empty, but training needs at least one document in each split. Run the "
                     f"command again with --overwrite and a {remedy} --eval_fraction, with more documents (--split_on "
-                    "divides .txt files), or with --eval_by position, which needs only one document",
+                    "splits .txt files into documents), or with --eval_by position, which needs only one document",
                     code="empty_split",
                     key=split,
                 )

@@ -120,8 +120,8 @@ class Tally:
             self.dropped[MISSING_KEY]
         )
         raise DataError(
-            f"{dropped} documents were dropped (--max_dropped is {max_dropped}), {damaged} files are damaged "
-            f"(--max_damaged_files is {max_damaged_files}){', and no document is left' * is_empty}. "
+            f"{dropped} documents were dropped (--max_dropped is {max_dropped}) and {damaged} files are damaged "
+            f"(--max_damaged_files is {max_damaged_files}){', so no document is left' * is_empty}. "
             f"{remedy} and run the command again{again}"
             f"{f', or pass {limits} to continue without this text' * (not is_empty)}",
             code="nothing_left" if is_empty else "too_much_lost",

@@ -156,7 +156,7 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
         )
     except RuntimeError as error:
         raise DataError(
-            f"--vocab_size {vocab_size} does not fit this corpus: {str(error).rpartition('] ')[2]} Change "
+            f"--vocab_size {vocab_size} cannot be used with this corpus: {str(error).rpartition('] ')[2]} Change "
             "--vocab_size, or try a larger --max_bytes",
             code="training_failed",
             key="--vocab_size",
