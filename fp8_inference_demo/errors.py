@@ -6,7 +6,10 @@ from model.errors import UserError
 
 
 class InferenceError(UserError, ValueError):
-    """Error raised if a model, prompt, file or option cannot be used for inference. `key` names it."""
+    """Error raised if a model, prompt, file or option cannot be used for inference.
+
+    `key` is the name or path of the invalid item.
+    """
 
     code = "inference"
 

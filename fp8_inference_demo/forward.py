@@ -27,7 +27,10 @@ PREFILL_TOKENS = 32768
 
 
 class Cache:
-    """KV cache for B rows. `keys` and `values` are [layers, B, K, S, D]. Keys are stored with RoPE applied."""
+    """KV cache for B rows. Keys are stored with RoPE applied.
+
+    keys, values: [layers, B, K, S, D] with K key/value heads, S context length and D head dimension.
+    """
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
         c = weights.config
@@ -81,7 +84,7 @@ class Forward:
         self.ran: Counter[str] = Counter()
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-        """Process one token per row, write its key and value into the KV cache, and return the logits [B, V].
+        """Process one token per row, write its key and value into the KV cache, and return the logits [B, vocabulary].
 
         tokens_B: token ids. positions_B: positions of the tokens in the cache. Both are int64 [B] on the device.
         """
@@ -127,7 +130,10 @@ class Forward:
         return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm and the head to hidden states [M, H]. Return the logits, float32 [M, V]."""
+        """Apply the last norm and the head to the hidden states of M tokens, [M, hidden size].
+
+        Return the logits, float32 [M, vocabulary].
+        """
         return self.operations.head(self.weights, self.context.eps, x, None).float()
 
     def _start_layer(
@@ -149,8 +155,9 @@ class Forward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the part of a layer after attention.
 
-        attended: output of attention. few: whether there are at most FEW_ROWS rows. largest: buffer for the kernels.
-        Returns the hidden states and the MLP output separately. The next operation adds them.
+        attended: output of attention. few: whether there are at most FEW_ROWS rows. largest: buffer in which the
+        kernels store the largest magnitude of each row. Returns the hidden states and the MLP output separately. The
+        next operation adds them.
         """
         do = self.operations
         for matrix in (layer.o, layer.gate_up, layer.down):

@@ -124,7 +124,8 @@ def rotate_into_cache(
 ) -> torch.Tensor:
     """Split the fused projection into q, k and v, and apply RoPE to q and k.
 
-    Writes k and v into the cache `keys` and `values`, each [B, K, S, D], at `positions_BT`. Returns q, [B, T, N, D].
+    Writes k and v into the cache `keys` and `values`, each [B, key/value heads, context length, head dimension], at
+    `positions_BT`. Returns q, [B, T, N, D].
     """
     K, D = keys.shape[1], keys.shape[3]
     q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)

@@ -73,7 +73,8 @@ def uniform(keys: Tensor, steps: Tensor) -> Tensor:
 class Sampler:
     """Sampler for up to `steps` new tokens in each of `rows` rows.
 
-    The tensors keep their addresses. When a CUDA graph replays `draw`, it uses the values from the last `begin`.
+    The tensors keep their addresses. A CUDA graph that replays `draw` therefore uses the values set by the last call to
+    `begin`.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class TextStream:
     CONTEXT_TOKENS = 8
 
     def __init__(self, tokenizer: Any, context: Sequence[int]):
-        """Start after the token ids `context`, usually the prompt.
+        """Create a decoder for the tokens that follow the token ids `context`, usually the prompt.
 
         The decoder needs the context because a tokenizer decodes the first token of a text differently.
         """
@@ -123,9 +123,9 @@ class TextStream:
 class StopStrings:
     """Filter that ends streamed text before the first stop string.
 
-    The filter holds back text that may be the start of a stop string. The text ends at the stop string that is complete
-    first. If several stop strings are complete at the same character, the longest is cut off. The result therefore does
-    not depend on how the text is split into pieces.
+    The filter holds back text that may be the start of a stop string. The text ends before the stop string that is
+    complete first. If several stop strings are complete at the same character, the text ends before the longest of
+    them. The result therefore does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str]):
@@ -149,6 +149,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that is a suffix of `text`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

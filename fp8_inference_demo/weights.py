@@ -82,7 +82,7 @@ class Layer:
 
 @dataclass
 class Weights:
-    """All weights of a model. V vocabulary, H hidden size.
+    """All weights of a model. V vocabulary size, H hidden size.
 
     If the model ties its embeddings, `embedding` and `head.values` are the same tensor.
     """
@@ -99,7 +99,7 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the activations."""
+        """Return the dtype of the activations."""
         return self.embedding.dtype
 
     def matrices(self) -> Iterator[Matrix]:

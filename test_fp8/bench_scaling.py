@@ -79,7 +79,10 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
-    """Return the benchmark cases that --stages, --precisions and --row select. Raises CaseError."""
+    """Return the benchmark cases that --stages, --precisions and --row select.
+
+    Raises CaseError if a --row option is invalid.
+    """
     cases = {}
     for stage, precision in product(options.stages, options.precisions):
         how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
@@ -89,7 +92,10 @@ def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result:
-    """Return the configuration of a benchmark case for the report. Raises CaseError or ConfigurationError."""
+    """Return the configuration of a benchmark case for the report.
+
+    Raises CaseError or ConfigurationError if the case is invalid.
+    """
     arguments = training_arguments(case, options, "auto", options.micro_batch, ranks)
     return {
         "row": case.name,

@@ -104,7 +104,10 @@ COLUMNS: report.Columns = {
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """Return the benchmark cases that --rows and --row select, starting with the baseline. Raises CaseError."""
+    """Return the benchmark cases that --rows and --row select, starting with the baseline.
+
+    Raises CaseError if a --row option is invalid or the baseline is not among the cases.
+    """
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
     if options.baseline not in cases:
@@ -117,7 +120,7 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 def training_command(case: Case, options: argparse.Namespace) -> list[str]:
     """Return the command-line arguments for training a benchmark case with train.py.
 
-    If the run of the case already has a checkpoint, it resumes from this checkpoint.
+    If the run of this case already has a checkpoint, training resumes from this checkpoint.
     """
     folder = options.work_dir.resolve() / case.name
     has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
@@ -166,7 +169,7 @@ def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Pair each record with the cumulative training time up to its step, in seconds, without evaluations and saves.
+    """Pair each record with the cumulative training time up to its step, in seconds, excluding evaluations and saves.
 
     A log interval with less than half of the median speed is assumed to include compilation or graph capture. Its time
     is therefore estimated from the median speed.

@@ -37,8 +37,8 @@ def unused_backup_path(path: Path) -> Path:
 def write_durably(path: Path, text: str) -> None:
     """Write `text` to the file `path` atomically.
 
-    The text is written to a temporary file, which is flushed to disk and renamed. So after a crash or power failure,
-    `path` has either its old or its new content.
+    The text is written to a temporary file, which is flushed to disk and renamed. After a crash or power failure,
+    `path` therefore has either its old or its new content.
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:

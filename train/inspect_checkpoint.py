@@ -42,7 +42,7 @@ from train.files import format_size, to_json_text
 def find_damage(path: Path, verify: bool) -> list[str] | None:
     """Return the problems found in a checkpoint folder, or None if the checkpoint has no manifest.
 
-    A running job may remove the checkpoint during the check. The result is then also None.
+    The result is also None if a running job removes the checkpoint during the check.
 
     Args:
         verify: Whether to check the hash of every file.

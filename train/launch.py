@@ -266,7 +266,7 @@ class Children:
 
 
 def report_failure(rank: str, code: int) -> None:
-    """Log which rank caused the job to end, and how that rank ended.
+    """Log which rank caused the job to end and how that rank exited.
 
     After SIGKILL, which the rank itself cannot report, also log the likely reason.
     """

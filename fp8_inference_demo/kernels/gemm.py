@@ -236,7 +236,7 @@ def _launch(
     """Launch `_multiply_many` with these block sizes. Return the partial sums.
 
     largest: buffer for the largest magnitude in each row after SwiGLU, or None to compute the product without SwiGLU.
-    digits_of_out: number of FP8 codes per element that the next product reads. 0 does not write `largest`.
+    digits_of_out: number of FP8 codes per element that the next product reads. If 0, `largest` is not written.
     """
     late, swiglu = isinstance(rows, Late), largest is not None
     if isinstance(rows, Late):

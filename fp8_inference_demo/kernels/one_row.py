@@ -307,7 +307,8 @@ def decode_layer(
 ) -> torch.Tensor:
     """Run one layer for a single token. x: hidden states [1, H]. Return the new hidden states [1, H].
 
-    Writes the key and value of the token into the cache `keys` and `values`, each [1, K, S, D], at `positions` [1].
+    Writes the key and value of the token into the cache `keys` and `values`, each [1, key/value heads, context length,
+    head dimension], at `positions` [1].
     """
     eps = context.eps
     qkv = _product(eps, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)

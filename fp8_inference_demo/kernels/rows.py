@@ -37,8 +37,8 @@ def _row(
 ):
     """Process one row: add `delta`, apply RMSNorm or SwiGLU, and store the result as FP8 codes with a scale.
 
-    DIGITS: number of FP8 codes per element. 0 stores the result in the dtype of `codes`.
-    SPLITS: number of partial sums in `delta`, or in x with SWIGLU. The kernel adds them up.
+    DIGITS: number of FP8 codes per element. If 0, the result is stored in the dtype of `codes`. SPLITS: number of
+    partial sums in `delta`, or in x with SWIGLU. The kernel adds them up.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -56,7 +56,7 @@ def parse_cases(
     """Parse the benchmark cases that are defined by --row NAME key=value ... options.
 
     given: the arguments of each --row option. taken: case names that are already in use. allowed: the keys that a case
-    may set, or None for all keys. Raises CaseError.
+    may set, or None for all keys. Raises CaseError if a name or a key is invalid.
     """
     cases: dict[str, Case] = {}
     for name, *pairs in given:

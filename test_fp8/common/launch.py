@@ -42,7 +42,7 @@ class Program:
         return environment
 
     def start(self) -> subprocess.Popen:
-        """Start the script in a child process. If this process exits, the kernel sends SIGTERM to the child process."""
+        """Start the script in a child process. If this process exits, Linux sends SIGTERM to the child process."""
         with self.log.open("a", encoding="utf-8") as log:
             return subprocess.Popen(
                 self.command(),

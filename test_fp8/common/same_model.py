@@ -76,9 +76,9 @@ class Reference:
 class Conditions:
     """The measurement conditions that are the same for all benchmark cases.
 
-    config: the model configuration. reference: the results of the transformers model. batch: token samples. A
-    micro-batch consists of the first samples. seconds: how long to time a case. steps: the minimum number of steps to
-    time.
+    config: the model configuration. reference: the results of the transformers model. batch: samples of token ids. A
+    micro-batch consists of the first samples of this batch. seconds: how long to time a case. steps: the minimum number
+    of steps to time.
     """
 
     config: Any

@@ -338,8 +338,8 @@ def use_loss(model: Any, name: str) -> None:
     """Select the loss implementation of a model that is built from transformers modules.
 
     - "torch" computes the cross entropy of float32 logits.
-    - "compiled" uses torch.compile, which keeps bf16 logits.
-    - "liger" fuses lm_head and loss in one kernel, which keeps no logits and computes gradients in the forward pass.
+    - "compiled" compiles the loss with torch.compile, which stores only bf16 logits.
+    - "liger" fuses lm_head and loss in one kernel, which stores no logits and computes gradients in the forward pass.
 
     Raises Unavailable if this host or this model does not support the loss.
     """

@@ -109,9 +109,10 @@ PRESETS = _presets()
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
-    """Return the benchmark cases that the command line selects. Raises CaseError or ConfigurationError.
+    """Return the benchmark cases that the command line selects.
 
-    Each entry contains "bare" or "step", the case, and the settings to try with their training arguments.
+    Each entry contains "bare" or "step", the case, and the settings to try with their training arguments. Raises
+    CaseError or ConfigurationError if a case is invalid.
     """
     added = parse_cases(options.row, PRESETS, CASE_KEYS)
     cases = PRESETS | added
@@ -158,7 +159,10 @@ def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting,
 def training_arguments(
     case: Case, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
 ) -> TrainingArguments:
-    """Return the resolved training arguments for a benchmark case. Raises CaseError or ConfigurationError."""
+    """Return the resolved training arguments for a benchmark case.
+
+    Raises CaseError or ConfigurationError if the case is invalid.
+    """
     base = {
         "model": {"config": options.config, "attention_backend": attention},
         "data": {"sources": {"random tokens": "none"}},

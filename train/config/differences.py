@@ -102,7 +102,7 @@ def is_free(key: str) -> bool:
 
 
 def permanent_refusal(difference: Difference) -> str:
-    """Return why this configuration difference can never be allowed on a resume, or "" if the user may allow it."""
+    """Return why this configuration difference can never be allowed when resuming, or "" if the user may allow it."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
         return "weights and optimizer state are stored in another type"
     return all_keys()[config_key(difference.key)].get("why", "")

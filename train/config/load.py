@@ -165,7 +165,7 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _take_value(key: str, words: list[str]) -> str:
-    """Return the value of the option `--key`, and remove it from the start of `words`.
+    """Return the value of the option `--key`, and remove this value from the start of `words`.
 
     A boolean option without a value is true.
     """

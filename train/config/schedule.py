@@ -29,7 +29,10 @@ def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
 
 
 def phase_precisions(section: PrecisionConfig) -> list[PrecisionConfig]:
-    """Return one "precision" section per phase of the schedule. The returned sections have no schedule."""
+    """Return one "precision" section per phase of the schedule.
+
+    The returned sections do not contain the key `schedule`.
+    """
     sections = []
     for phase in section.schedule or [{}]:
         own = {key: value for key, value in phase.items() if key not in PHASE_ENDS}

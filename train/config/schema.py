@@ -197,7 +197,7 @@ def suggest_key(name: str, others: Sequence[str] = ()) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to one dictionary with dotted keys."""
+    """Flatten nested dictionaries into one dictionary with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -68,7 +68,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
         args: the parsed command line of evaluate.py.
 
     Returns:
-        One `Packed` for all prepared folders (with --by packed), and one `Documents` for all other data.
+        A `Packed` object for all prepared folders (only with --by packed) and a `Documents` object for all other data.
 
     Raises:
         DataError, ValueError, UserError: If the data cannot be read, or were prepared with a different tokenizer.

@@ -96,7 +96,7 @@ class Plan:
         return f"{self.path}{trained}: {self.variant} in {how}"
 
     def sources(self) -> dict[str, str]:
-        """Return {name: folder} of the training data for a checkpoint, and {} for a Hugging Face folder."""
+        """Return the training data of a checkpoint as {source name: folder}, or {} for a Hugging Face folder."""
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
 

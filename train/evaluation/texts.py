@@ -41,7 +41,7 @@ MAX_EXAMPLES = 5  # maximum number of unreadable documents to log
 
 
 class Rows(NamedTuple):
-    """A batch with the data source of each row.
+    """An evaluation batch with the data source of each row.
 
     Attributes:
         batch: The token ids and labels.
@@ -75,7 +75,7 @@ def is_prepared(data: str) -> bool:
 
 
 class Packed:
-    """Reads the eval splits of prepared data as in training, with several documents packed into each sample.
+    """Reader for the eval splits of prepared data. As in training, several documents are packed into each sample.
 
     Args:
         folders: {name: folder with prepared data}.
@@ -125,7 +125,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Documents:
-    """Reads documents from data sources and arranges them in rows and batches for the evaluation.
+    """Reader that arranges the documents of data sources in rows and batches for the evaluation.
 
     Attributes:
         length: Maximum number of predicted tokens per row.
@@ -233,7 +233,7 @@ class Documents:
 
     @property
     def tokens(self) -> int:
-        """Approximate number of predicted tokens in all sources."""
+        """Return the approximate number of predicted tokens in all sources."""
         return sum(len(document) for documents in self.documents for document in documents)
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:

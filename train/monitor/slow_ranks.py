@@ -102,10 +102,7 @@ class SlowRanks:
                 )
 
     def _median_s(self) -> float | None:
-        """Return the median time of a micro-batch in this window.
-
-        The time is in seconds, or None if no micro-batch has finished.
-        """
+        """Return the median time of a micro-batch in this window, in seconds, or None if none has finished."""
         pairs, self._pairs = self._pairs, []
         if not self.on_gpu:
             times = [end - start for start, end in pairs]

@@ -84,7 +84,7 @@ class Watchdog:
 
         Args:
             name: What this rank is doing now, shown in hang reports.
-            after_step: Whether a training step has finished. The timeout is longer until the first step.
+            after_step: Whether a training step has finished. The timeout is longer until the first step has finished.
         """
         self.set_position(name)
         if after_step:

@@ -119,7 +119,7 @@ def check_gradients(
 
 @contextmanager
 def restore_afterwards(engine: Any, precision: Precision) -> Iterator[None]:
-    """Restore the random generators and the FP8 state after the `with` block. Tensors are restored in place."""
+    """Restore the random generator states and the FP8 state after the `with` block. Tensors are restored in place."""
     random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
     yield
     restore_fp8_state(engine, precision, fp8)

@@ -61,7 +61,7 @@ def configure_logging(
 def open_log_file(path: Path) -> None:
     """Append log messages to the file `path`, after a header line with the time and the command.
 
-    Messages logged since `configure_logging` was called are also written to it.
+    Messages logged since `configure_logging` was called are also written to the file.
 
     Raises:
         OSError: The file cannot be written.
