@@ -208,9 +208,9 @@ def _config_class(values: dict[str, Any]) -> Any:
 def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
-    Returns a namespace with the keys of the file as attributes if the file has every key of ARCHITECTURE (head_dim is
-    optional) and apart from these only common keys (USUAL_KEYS). Returns the result of `load_config` for all other
-    files.
+    If the file contains every key of ARCHITECTURE (head_dim is optional) and otherwise only keys of USUAL_KEYS, this
+    function returns a namespace with the keys of the file as attributes. For all other files, it returns the result of
+    `load_config`.
 
     Raises ModelConfigError for the same reasons as `load_config`.
     """
@@ -370,7 +370,8 @@ def rope_parameters(config: MistralConfig) -> dict[str, Any]:
 def rope_frequencies(config: MistralConfig, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
     """Return the RoPE frequencies, float32 [D / 2] for head dimension D, and the attention factor.
 
-    As in transformers, rotated queries and keys are multiplied by the attention factor. It is 1 except for yarn.
+    As in transformers, rotated queries and keys are multiplied by the attention factor. The factor is 1 for all RoPE
+    types except yarn.
     """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -403,7 +404,7 @@ def trained_length(config: MistralConfig) -> int | None:
 def window_size(config: MistralConfig) -> tuple[int, int]:
     """Return the sliding window in Transformer Engine's format.
 
-    The format is (left, right): the number of tokens before and after each token that it can attend to.
+    The format is (left, right): how many tokens before and after itself each token can attend to.
 
     With Hugging Face's sliding_window W, a token attends to itself and the W - 1 tokens before it: (W - 1, 0). Without
     a window, the result is (-1, 0), where -1 means unlimited.

@@ -34,7 +34,7 @@ class ConversionError(UserError, ValueError):
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
-    """Return (name, number of rows) for each Hugging Face tensor stacked in a variant's parameter `name`."""
+    """Return (Hugging Face name, number of rows) for each tensor that is stacked in a variant's parameter `name`."""
     layer, _, rest = (
         name.partition(".self_attention.")
         if ".self_attention." in name

@@ -38,8 +38,8 @@ class Documents:
         """Create Documents from token positions, int64 [B, T] (B rows of T tokens), where each 0 starts a piece of a
         document.
 
-        Each row must start with 0. Pass positions on the CPU and move the result: on a GPU, this function waits until
-        the number of pieces is known.
+        Each row must start with 0. Pass positions on the CPU and move the result to the GPU. With positions on a GPU,
+        this function would wait for the GPU to count the pieces.
         """
         return cls.from_piece_starts(positions, (positions.flatten() == 0).nonzero().flatten())
 

@@ -168,7 +168,7 @@ def _check_cudnn() -> str:
 def probe_tokens(config: MistralConfig) -> int:
     """Return the sequence length of the random startup batch.
 
-    The length is at most PROBE_TOKENS and a multiple that FP8 GEMMs support.
+    The length is at most PROBE_TOKENS and divisible by the number that FP8 GEMMs require.
     """
     unit = 2 * FP8_TRAIN_ROW_MULTIPLE  # mxfp8 requires a multiple of 32
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)

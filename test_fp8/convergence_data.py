@@ -91,7 +91,8 @@ COLUMNS: report.Columns = {
 def download(packages: Path, folder: Path) -> dict[str, Path]:
     """Download the wheels listed in packages.txt with pip.
 
-    pip checks the hashes of the wheels and runs no code from them. Returns a dictionary from package names to wheels. Raises ValueError if pip fails.
+    pip checks the hashes of the wheels and runs no code from them. Returns a dictionary from package names to wheels.
+    Raises ValueError if pip fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     command = [

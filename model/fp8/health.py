@@ -170,8 +170,9 @@ def is_collecting() -> bool:
 
 
 def add_replay_totals(totals: torch.Tensor) -> None:
-    """Copy the totals of a replayed CUDA graph into the active health check. The next replay overwrites the
-    original.
+    """Copy the totals of a replayed CUDA graph into the active health check.
+
+    The next replay of the graph overwrites its own totals.
     """
     if _collecting and (check := _collecting[-1]) is not None:
         check._replayed = totals.clone()
@@ -223,8 +224,8 @@ def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
 def statistics(totals: torch.Tensor) -> torch.Tensor:
     """Compute the health statistics, float64 [..., STATISTICS], from `totals` [..., TOTALS]. Unknown values are NaN.
 
-    - underflow: share of the nonzero elements that became 0.
-    - saturated: share of the nonzero elements that were clamped to a smaller value than rounding would give.
+    - underflow: fraction of the nonzero elements that became 0.
+    - saturated: fraction of the nonzero elements that were clamped to a smaller value than rounding would give.
     - range: the largest magnitude times its scale, divided by the format's largest value. A value above 1 was clamped.
       A value far below 1 means that the scale lags behind or that the margin is wide.
     - error: |quantized - x| / |x| in the Euclidean norm.

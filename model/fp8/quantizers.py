@@ -236,8 +236,8 @@ def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, int]]:
-    """Map the operand identifiers of `module` to (GEMM number, operand), where operand is 0 input, 1 weight, 2 output
-    gradient.
+    """Map the operand identifiers of `module` to (GEMM number, operand), where operand is 0 for the input, 1 for the
+    weight and 2 for the output gradient.
 
     Call this function after the module's first FP8 forward pass, which creates the quantizers.
     """
