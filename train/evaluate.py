@@ -78,8 +78,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--by",
         choices=("packed", "document"),
         default="packed",
-        help="how to form samples: packed concatenates documents, as in training; document evaluates each document "
-        "separately (default: packed)",
+        help="how to form samples: 'packed' concatenates documents, as in training, and 'document' evaluates each "
+        "document separately (default: packed)",
     )
     add(
         "--max_seq_length",

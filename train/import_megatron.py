@@ -58,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--eval_fraction",
         type=eval_fraction,
         default=0.01,
-        help="fraction of the documents to put in the eval split; with 1, all data is used for evaluation "
+        help="fraction of the documents to put in the eval split; if 1, all data is used for evaluation "
         "(default: 0.01)",
     )
     add(

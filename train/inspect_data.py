@@ -31,7 +31,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("folder", metavar="DIR", help="folder with prepared or imported data")
-    add("--verify", action="store_true", help="check the hash of every file and the range of every token id")
+    add(
+        "--verify",
+        action="store_true",
+        help="check the hash of every file, and that every token id is in the vocabulary",
+    )
     add("--samples", type=between(0), default=2, help="number of random samples to print (default: 2)")
     add(
         "--split",

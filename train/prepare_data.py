@@ -68,13 +68,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=eval_fraction,
         default=0.01,
         help="fraction of the documents to put in the eval split, or fraction of each document with --eval_by "
-        "position; with 1, all data is used for evaluation (default: 0.01)",
+        "position; if 1, all data is used for evaluation (default: 0.01)",
     )
     add(
         "--eval_by",
         choices=("hash", "position"),
-        help="how to choose the eval split: hash selects whole documents by a hash of their text, position takes the "
-        "end of each document (default: hash; position for a single text file)",
+        help="how to choose the eval split: 'hash' selects whole documents by a hash of their text, and 'position' "
+        "takes the end of each document (default: hash; position for a single text file)",
     )
     add_loss_limits(parser)
     add(
@@ -86,8 +86,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--shuffle_seed",
         type=between(0),
-        help="random seed for shuffling the documents within each shard; each task derives a seed from this one "
-        "(default: no shuffling)",
+        help="random seed for shuffling the documents within each shard; each task derives its own seed from this "
+        "value (default: no shuffling)",
     )
     add(
         "--overwrite",
@@ -102,7 +102,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="local",
         help="where to run the preparation tasks (default: local)",
     )
-    add("--tasks", type=between(1), help="number of tasks (default: one per 16 MiB of input, at most 1000)")
+    add(
+        "--tasks",
+        type=between(1),
+        help="number of preparation tasks (default: one per 16 MiB of input, at most 1000)",
+    )
     add(
         "--workers",
         type=between(1),

@@ -387,7 +387,7 @@ def is_in_folder(path: Path, root: Path) -> bool:
 
 
 def is_branch(root: Path, path: Path) -> bool:
-    """Return whether a run started from a checkpoint of another run.
+    """Return whether a run started from the checkpoint `path` of another run.
 
     Args:
         root: checkpoints folder of the run.

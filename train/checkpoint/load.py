@@ -51,7 +51,7 @@ FP8_STATE_KEYS = "compute recipe fp8_format amax_history_len reduce_amax bf16_mo
 
 
 def choose_checkpoint(root: Path, setting: str) -> Path | None:
-    """Choose and verify the checkpoint to resume from. Collective: all ranks must call it, and rank 0 chooses.
+    """Choose and verify the checkpoint to resume from. Collective: all ranks must call this function. Rank 0 chooses.
 
     Args:
         root: checkpoints folder of the run.
@@ -111,7 +111,9 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
 
 
 def load_checkpoint(engine: Any, path: Path, precision: Precision, reshard: bool = False) -> None:
-    """Load weights, optimizer state, RNG states and FP8 state from a checkpoint. Collective: all ranks must call it.
+    """Load weights, optimizer state, RNG states and FP8 state from a checkpoint.
+
+    Collective: all ranks must call this function.
 
     With the same number of ranks and ZeRO stage, the state is restored bit by bit. Otherwise, or with `reshard`, the
     weights, optimizer state and FP8 state are resharded, and additional ranks keep their current RNG states. The

@@ -67,7 +67,9 @@ class Contents:
 
 @torch.no_grad()
 def load_resharded(engine: Any, path: Path, state: RunState) -> None:
-    """Load weights, optimizer state and counters from a checkpoint into `engine`. Collective: all ranks must call it.
+    """Load weights, optimizer state and counters from a checkpoint into `engine`.
+
+    Collective: all ranks must call this function.
 
     The model weights are set to the float32 weights rounded to the dtype of the model, as in training. The fp16 loss
     scale is reset.

@@ -66,7 +66,7 @@ class ChangesError(CheckpointError):
     """Error raised if a run resumes from a checkpoint with configuration changes that are not allowed.
 
     Attributes:
-        changes: the changes that can never be allowed. If all changes can be allowed, the changes to list in
+        changes: the changes that can never be allowed. If there are none, all changes, which the user can list in
             allow_changes_on_resume.
     """
 

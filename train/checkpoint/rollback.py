@@ -51,7 +51,9 @@ def roll_back(
     metrics: MetricsLogger,
     stream: SampleStream,
 ) -> bool:
-    """Load the newest intact checkpoint and skip the samples that led to spikes. Collective: all ranks must call it.
+    """Load the newest intact checkpoint and skip the samples that led to spikes.
+
+    Collective: all ranks must call this function.
 
     The run skips the samples from the step before the first spike to the last spike. The preceding step is included,
     because its weight update is as likely to cause a spike as the samples of the step in which the loss spikes.

@@ -189,7 +189,7 @@ class TrainingArguments:
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
         'Learning rate schedule after the warmup. "cosine" and "linear" decay the learning rate until '
-        'the last step. "warmup_stable_decay" keeps it constant and decays it linearly in the last '
+        'the last step. "warmup_stable_decay" keeps the rate constant and decays it linearly in the last '
         "decay_steps steps.",
         "cosine",
     )
@@ -357,9 +357,8 @@ class TrainingArguments:
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys whose values may differ from those in the checkpoint even though they affect the computation. "
-        "true allows changes to all keys that can be changed when resuming. Changes are recorded in "
-        "metrics.jsonl.",
+        "Keys whose values may differ from the checkpoint, even though the keys affect the computation. If true, all "
+        "keys that can be changed when resuming may differ. Changes are recorded in metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],

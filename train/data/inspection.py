@@ -182,7 +182,9 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
     print(f"{folder}\n{json.dumps(values, indent=2, ensure_ascii=False)}\n\n{manifest.summary()}", flush=True)
     lengths, problems = examine(folder, manifest, verify, args.workers)
-    print(f"\ndocument lengths in all undamaged shards, including BOS and EOS\n{histogram_table(lengths)}")
+    print(
+        f"\ndocument lengths in tokens (with BOS and EOS) in all undamaged shards\n{histogram_table(lengths)}"
+    )
     if verify:
         try:
             check_tokenizer(folder, manifest)

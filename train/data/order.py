@@ -86,7 +86,7 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
                     f"{what}: the weight of {name!r} is {weight}, but must be finite and at least 0"
                 )
         if not any(weight > 0 for weight in phase.weights.values()):
-            problems.append(f"{what}: no source has a weight above 0; set at least one")
+            problems.append(f"{what}: no source has a weight above 0; set at least one weight above 0")
         is_last, end = index == len(phases) - 1, phase.until_tokens
         if is_last != (end is None) or (end is not None and end <= begin):
             problems.append(

@@ -228,7 +228,7 @@ def check_packed_adamw(moments: str, device: torch.device) -> str:
     line = f"numeric check of AdamW with {moments} moments: relative error {error:.1e} (allowed 5.0e-02)"
     if not error <= 0.05:
         raise StartupCheckError(
-            f"{line}. Set precision.optimizer_states to fp32, or install the versions in requirements-gpu.txt",
+            f"{line}. Set precision.optimizer_states to fp32, or install the package versions in requirements-gpu.txt",
             code="wrong_numbers",
             key="precision.optimizer_states",
         )

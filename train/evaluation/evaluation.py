@@ -94,7 +94,9 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
 
 
 def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
-    """Run the evaluation and return the report, which is complete only on rank 0. Collective: all ranks must call it.
+    """Run the evaluation and return the report, which is complete only on rank 0.
+
+    Collective: all ranks must call this function.
 
     Args:
         args: the parsed command line of evaluate.py.

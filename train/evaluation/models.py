@@ -121,7 +121,7 @@ class Plan:
                 )
             if not known:
                 logger.info(
-                    f"note: {self.path} has no tokenizer, so it cannot be checked whether {folder} was prepared "
+                    f"note: {self.path} has no tokenizer, so this command cannot check that {folder} was prepared "
                     "with the model's tokenizer"
                 )
 
@@ -167,7 +167,7 @@ class Plan:
         if given is None and encoder.sha256() not in self.tokenizers(None):
             raise EvaluationError(
                 f"{encoder.folder} is not the tokenizer that the model was trained with, because the data was "
-                "prepared again with another one. Pass the folder of the original tokenizer as --tokenizer",
+                "prepared again with another tokenizer. Pass the folder of the original tokenizer as --tokenizer",
                 code="another_tokenizer",
                 key=str(encoder.folder),
             )

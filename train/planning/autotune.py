@@ -47,7 +47,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         checkpoint = checkpoint_to_resume(args)
         if checkpoint is None:
             return autotune(task)
-        logger.info(f"precision.auto: reusing the settings stored in {checkpoint}")
+        logger.info(f"precision.auto: reusing the settings stored in checkpoint {checkpoint}")
         saved = read_state(checkpoint).train_config
         return Choice(
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]

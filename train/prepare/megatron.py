@@ -179,7 +179,7 @@ class Framing:
     eod_replaced: int = 0
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
-        """Split a block into documents with BOS and EOS. Skip documents without other tokens.
+        """Split a block into documents, and add missing BOS and EOS tokens. Skip documents without other tokens.
 
         Args:
             tokens, ends: a block from `read_documents`.

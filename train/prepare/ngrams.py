@@ -50,7 +50,7 @@ def hash_text(text: str) -> int:
 
 
 def split_words(normalised: str) -> list[str]:
-    """Split a normalised text into words. In scripts without spaces, each character is a word."""
+    """Split a normalized text into words. In scripts without spaces, each character is a word."""
     if not normalised.isascii():
         normalised = UNSPACED.sub(r" \g<0> ", normalised)
     return normalised.split()
@@ -145,7 +145,7 @@ class EvaluationFilter(BaseFilter):
     """datatrove filter that removes documents sharing an n-gram with an evaluation text.
 
     The reason reported for a removed document is the file of the evaluation text. With 10^7 indexed n-grams and 10^12
-    words of documents, 0.5 accidental matches are expected (10^19 / 2^64).
+    words of documents, about 0.5 accidental matches are expected (10^19 / 2^64).
     """
 
     name = "evaluation texts"

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quality",
         choices=QUALITY,
-        help="quality filters to run, in the given order, with datatrove's default settings. c4 also removes "
+        help="quality filters to run, in the given order, with datatrove's default settings. 'c4' also removes "
         "individual lines, and documents that contain a curly bracket in a sentence (default: none)",
         **texts,
     )
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dedup",
         choices=DEDUP,
-        help="remove duplicate documents, and keep the first of each set of duplicates. exact removes identical "
-        "documents. minhash removes documents that share about 70%% or more of their word 5-grams, and treats all "
+        help="remove duplicate documents, and keep the first of each set of duplicates. 'exact' removes identical "
+        "documents. 'minhash' removes documents that share about 70%% or more of their word 5-grams, and treats all "
         "numbers as equal (default: keep duplicates)",
     )
