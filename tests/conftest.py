@@ -1,7 +1,8 @@
-"""Fixtures shared by all tests: small models, errors, the log, the process group, and a temporary folder.
+"""Fixtures and helpers shared by all tests.
 
-What takes seconds to import is imported where it is used: the process that hands tests to workers, which start when it
-has read this, needs none of it."""
+Modules that take seconds to import are imported inside functions. The pytest-xdist controller, which starts its workers
+only after it has loaded this file, does not need them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def small_config(**changes: object) -> MistralConfig:
-    """A Mistral (or with model_type a Llama) of two layers whose sizes FP8 accepts with every recipe."""
+    """Return a small two-layer model configuration whose sizes every FP8 recipe supports.
+
+    The model is a Mistral, or a Llama with model_type="llama".
+    """
     from model.config import make_config
 
     values = dict(
@@ -63,7 +67,10 @@ def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) ->
 def refused(
     kind: type[Exception], *, code: str | None = None, key: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """Check that the block raises `kind` with this `code` and `key`, where they are given (model/errors.py)."""
+    """Check that the `with` block raises an error of type `kind`.
+
+    If `code` or `key` is given, the attribute of the error (model/errors.py) must have the same value.
+    """
     with pytest.raises(kind) as caught:
         yield caught
     error: Any = caught.value
@@ -71,7 +78,7 @@ def refused(
 
 
 def numbers(text: object) -> list[float]:
-    """Return the numbers in a message, without those that are a part of a word."""
+    """Return the numbers in a message. Digits that are part of a word are ignored."""
     return [
         float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?(?![\w])", str(text))
     ]
@@ -79,7 +86,10 @@ def numbers(text: object) -> list[float]:
 
 @contextlib.contextmanager
 def log_messages() -> Iterator[list[str]]:
-    """Collect the messages of level info and above that the block logs, warnings with their prefix."""
+    """Collect all messages of level INFO and above that are logged in the `with` block.
+
+    Warnings start with "warning: ".
+    """
     messages: list[str] = []
 
     def emit(record: logging.LogRecord) -> None:
@@ -103,7 +113,7 @@ def log_messages() -> Iterator[list[str]]:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """The messages that the test has logged so far."""
+    """Return the list of messages that the test has logged so far."""
     with log_messages() as messages:
         yield messages
 
@@ -117,7 +127,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_of_other_tests() -> Iterator[None]:
-    """Neither their models, nor their attention backend, nor the deterministic kernels that a run turns on."""
+    """Isolate each test from the models, attention backend and deterministic kernels of earlier tests."""
     import torch
 
     from model.fp8 import te_backend
@@ -131,8 +141,11 @@ def _nothing_of_other_tests() -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile does all that comes before it writes code, a minute for a layer in FP8, and runs what it has: the
-    graphs of the forward and backward pass in the primitive operations that code would be written for."""
+    """Make torch.compile run the traced graphs directly instead of generating code.
+
+    The traced graphs are those of the forward and backward pass, decomposed into primitive operations. Generating code
+    would take a minute per FP8 layer.
+    """
     import torch
 
     compiled = torch.compile
@@ -146,9 +159,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
-    """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first.
+    """Create a process group with one rank, and yield the environment variables that describe it.
 
-    All runs share one gloo group, because the thread of each wakes up a hundred times per second."""
+    All tests share this process group, because DeepSpeed keeps the first one. All runs share one gloo group, because
+    the thread of each gloo group wakes up a hundred times per second.
+    """
     import torch.distributed as dist
 
     from train.engine.distributed import init_distributed
@@ -167,7 +182,10 @@ def only_process_group() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def process_group(only_process_group: dict[str, str]) -> Iterator[None]:
-    """The process group, as if this process had been launched with it; other tests start processes of their own."""
+    """Provide the process group, as if this process had been launched with it.
+
+    The environment variables are removed after the test, because other tests start their own processes.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for key, value in only_process_group.items():
             patch.setenv(key, value)
@@ -176,14 +194,16 @@ def process_group(only_process_group: dict[str, str]) -> Iterator[None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tested code starts through subprocess in this process is forked (tests.programs)."""
+    """Fork the child processes that the tested code starts with subprocess in this process (see tests/programs.py)."""
     monkeypatch.setattr(subprocess, "Popen", programs.Popen)
 
 
 @pytest.hookimpl(trylast=True)  # without the deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. The files with
-    the most whole runs and programs come first, so that no worker ends long after the other."""
+    """Skip tests marked gpu or multi_gpu if the hardware is missing, and order the tests.
+
+    The files with the longest tests run first, so that all workers finish at about the same time.
+    """
     import torch
 
     devices = torch.cuda.device_count()
@@ -203,7 +223,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays: DeepSpeed collects garbage six times an engine, which would walk over all of it."""
+    """Exclude all objects created by imports from garbage collection.
+
+    DeepSpeed collects garbage six times per engine, and each collection would otherwise visit all these objects.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -213,7 +236,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for the temporary files of this run and all that it starts; the server of programs listens there."""
+    """Create a temporary folder for all processes of this test run.
+
+    The folder also contains the socket of the server in tests/programs.py.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background; tests press Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""The handlers of stop signals."""
+"""Fixtures for tests of stop signals."""
 
 import signal
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from train.monitor import signals
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """As in train.py, whose __main__ installs them; nothing is noted yet."""
+    """Install the signal handlers of train.py, with no signal received yet."""
     before = {number: signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGINT)}
     signals.install()
     signals.received.clear()

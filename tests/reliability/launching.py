@@ -1,4 +1,4 @@
-"""Starting ranks, by train/launch.py or as forks of one process, for tests."""
+"""Start ranks for tests, either with train/launch.py or as forks of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.train.runs import ROOT
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's, without what describes a rank."""
+    """Return the environment of this process without the variables that describe a rank.
+
+    more: additional environment variables.
+    """
     described = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in described}
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -35,8 +38,10 @@ sys.exit(launch.main(sys.argv[1:]))
 def launch(
     ranks: int, script: str, *arguments: str, hasty: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` on so many ranks to their end; standard error is in stdout. hasty: when one has failed, the others,
-    which have nothing to say, end at once."""
+    """Run `script` on `ranks` ranks and wait until all ranks have exited.
+
+    stdout also contains standard error. hasty: terminate the other ranks immediately after one has failed.
+    """
     launcher = ["-c", HASTY] if hasty else [str(ROOT / "train/launch.py")]
     command = [sys.executable, *launcher, "--nproc", str(ranks), str(ROOT / script)]
     return programs.run(
@@ -50,7 +55,10 @@ def launch(
 
 
 def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
-    """What each case of ranks.py ([ranks, function, arguments]) returned, by rank; in output.txt, what they said."""
+    """Run test cases with ranks.py. Return the results of each case, one per rank.
+
+    A case is a tuple (ranks, function, arguments). The console output of all cases is written to `folder`/output.txt.
+    """
     folder.mkdir(exist_ok=True)
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))

@@ -1,9 +1,9 @@
-"""Ranks that meet once a step, as those of a run do, and one of which goes wrong at step 20.
+"""Run ranks that synchronize once per step like training ranks. One rank has a fault in step 20.
 
     python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S
 
-FAULT is a function of FAULTS, or slow, or none. Forwards, by whose time ranks are compared, have a clock of their own,
-and the timeout applies from the fault on, so that nothing depends on what else the machine does.
+FAULT is a key of FAULTS, "slow" or "none". The forward times, by which slow ranks are detected, come from a simulated
+clock. The timeout applies only from the fault on. The results therefore do not depend on the load of the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def never_returns() -> None:
 
 
 class Engine:
-    """What SlowRanks looks at of an engine: a model with a norm after its last layer."""
+    """Minimal engine for SlowRanks: a model with a norm after its last layer."""
 
     device = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class Engine:
 
 
 class Clock:
-    """The module time, for slow_ranks.py."""
+    """Simulated clock that replaces the module `time` in slow_ranks.py."""
 
     now_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What ranks do whose numbers go wrong: functions of ranks.py."""
+"""Test functions for ranks.py in which losses, gradients or weights become wrong."""
 
 from __future__ import annotations
 
@@ -32,8 +32,16 @@ RIGHT_LOSS = mistral_base.causal_lm_loss
 
 
 def spoil(kind: str | None) -> None:
-    """From now on this rank's loss is wrong: nan_loss; inf_loss, whose gradient is finite; nan_gradient, with a finite
-    loss; large_loss: ten times as large, and so its gradient; None: right again."""
+    """Make the loss on this rank wrong until the next call.
+
+    kind: the fault.
+
+    - "nan_loss": the loss is NaN.
+    - "inf_loss": the loss is infinite, but the gradient is finite.
+    - "nan_gradient": the gradient is NaN, but the loss is finite.
+    - "large_loss": the loss and the gradient are ten times as large.
+    - None: the loss is correct again.
+    """
 
     def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = RIGHT_LOSS(logits, labels)
@@ -61,7 +69,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def digests(engine: Any, precision: Precision) -> dict[str, str]:
-    """Of all that a step may change on this rank: weights, the optimizer's float32 weights and moments, FP8 state."""
+    """Return hashes of all state on this rank that a step may change.
+
+    This includes the weights, the float32 weights and moments of the optimizer, and the FP8 state.
+    """
     optimizer = engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     parts = {
@@ -83,7 +94,10 @@ def digests(engine: Any, precision: Precision) -> dict[str, str]:
 
 @contextlib.contextmanager
 def nan_in_a_weight(module: torch.nn.Module) -> Iterator[None]:
-    """What a captured graph shows, too: this rank's copy of a weight is not finite, for a while."""
+    """Set an element of this rank's copy of a weight to NaN within the `with` block.
+
+    Captured CUDA graphs also compute with this value.
+    """
     element = dict(module.named_parameters())[a_matrix(module)].data.view(-1)[:1]
     right = element.clone()
     element.fill_(float("nan"))
@@ -101,8 +115,13 @@ def skip(
     sizes: tuple[int, int] = (2, 16),
     optim: str = "adamw",
 ) -> dict[str, Any]:
-    """Two good steps, a bad one of each kind on the last rank, a good one; what changed in each. sizes: samples of a
-    micro-batch, tokens of a sample. With speed.cuda_graphs only what a graph reads can be bad."""
+    """Run two correct steps, one step with each kind of fault on the last rank, and a correct step.
+
+    sizes: samples per micro-batch and tokens per sample. With speed.cuda_graphs, only faults in tensors that the graph
+    reads are possible.
+
+    Returns: for each step, the fault, whether the step was skipped, and which state changed.
+    """
     samples, tokens = sizes
     raw = {
         "model": {"config": config},
@@ -135,7 +154,10 @@ def skip(
     right_backward = engine.backward
 
     def spoiled_backward(loss: torch.Tensor) -> None:
-        """As where a weight-gradient GEMM adds into the buffer itself (speed.main_grad)."""
+        """Run the backward pass, then write NaN to the gradient buffer.
+
+        With speed.main_grad, a weight-gradient GEMM that adds to this buffer could have the same effect.
+        """
         right_backward(loss)
         engine.optimizer.fp32_groups_gradients[0][0].view(-1)[0] = float("nan")
 
@@ -215,15 +237,18 @@ def whole_run(
 
 
 def a_matrix(module: torch.nn.Module) -> str:
-    """The name of one in the middle of the model."""
+    """Return the name of a weight matrix in the middle of the model."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
     return names[len(names) // 2]
 
 
 def reduce_amaxes() -> list[dict[str, list]]:
-    """Of the CPU reference with and without `reduce_amax`, after a step of two Linears, in which the second rank's
-    operands and gradients are twice the first's: the sizes of what was reduced, a scale of the forward, one of the
-    backward."""
+    """Run a step of two Linear modules of the CPU reference implementation, with and without `reduce_amax`.
+
+    The operands and gradients of the second rank are twice those of the first rank.
+
+    Returns: for each run, the sizes of the all-reduced tensors, a forward scale and a backward scale.
+    """
     calls, found, right, rank = list[int](), [], dist.all_reduce, dist.get_rank()
     dist.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), right(*a, **k))[1]
     for reduces in (True, False):

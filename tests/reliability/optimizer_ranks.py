@@ -1,4 +1,4 @@
-"""What ranks do whose optimizer is compared with a plain one: a function of ranks.py."""
+"""Test function for ranks.py that compares Muon in DeepSpeed with a plain implementation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Tensors = dict[str, torch.Tensor]  # by Hugging Face's names
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz of the post (kellerjordan.github.io/posts/muon), in float64."""
+    """Orthogonalize a matrix with the Newton-Schulz iteration in float64.
+
+    Source: https://kellerjordan.github.io/posts/muon
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.double()
     x = x / (x.norm() + 1e-7)
@@ -37,7 +40,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class PlainMuon:
-    """Of each matrix of the layers by itself, with AdamW for all else: one rank, all in float32."""
+    """Muon for the matrices in the decoder layers and AdamW for all other weights, on one rank in float32."""
 
     def __init__(self, weights: Tensors, args: TrainingArguments):
         self.weights, self.args = {name: w.clone() for name, w in weights.items()}, args
@@ -70,7 +73,7 @@ class PlainMuon:
 
 
 def _full(engine: Any) -> Tensors:
-    """The float32 weights, whole."""
+    """Return the complete float32 weights."""
     if engine.zero_optimization_stage():
         found = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     else:
@@ -79,7 +82,7 @@ def _full(engine: Any) -> Tensors:
 
 
 def _gradients(engine: Any) -> Tensors:
-    """As the optimizer finds them: reduced."""
+    """Return the reduced gradients that the optimizer receives."""
     buffers = zero.gradient_buffers(engine)
     found = {
         name: (buffers[id(p)].tensor.view(p.shape) if buffers else p.grad).float()
@@ -91,15 +94,20 @@ def _gradients(engine: Any) -> Tensors:
 def muon_against_plain(
     config: str, variant: str, stage: int, compute: str, half: bool = False
 ) -> dict[str, float]:
-    """See `two_steps`; the first of what it returns."""
+    """Return the errors of the weights after two Muon steps. See `two_steps`."""
     return two_steps(config, variant, stage, compute, half)[0]
 
 
 def two_steps(
     config: str, variant: str, stage: int, compute: str, half: bool
 ) -> tuple[dict[str, float], Tensors]:
-    """By weight, of two steps the larger difference from PlainMuon's, relative to what that changed (Euclidean); and
-    the weights then. half: Newton-Schulz runs in float16, as in training where the machine can, else in float32."""
+    """Compare two Muon steps in DeepSpeed with PlainMuon.
+
+    half: run Newton-Schulz in float16, as in training on hardware that supports it, instead of float32.
+
+    Returns: for each weight, the larger error of the two steps, and the weights after the second step. The error is the
+    Euclidean norm of the difference from PlainMuon, relative to the norm of PlainMuon's update.
+    """
     raw = {
         "model": {"config": config, "variant": variant},
         "data": {"sources": {"none": "none"}},

@@ -1,12 +1,16 @@
-"""Ranks of test cases: forks of one process that has imported everything, so that a case takes a second or two.
+"""Run the ranks of test cases as forks of one process.
 
     python tests/reliability/ranks.py FOLDER CASES
     python train/launch.py --nproc RANKS tests/reliability/ranks.py FOLDER CASES GROUP
 
-CASES is a JSON list of [ranks, function, arguments]; the functions are those of FUNCTIONS. FOLDER gets a file
-`<index>-<rank>.json` for each, with what the function returned on that rank. Cases are run in their order; a group of
-them that follow each other with the same number of ranks shares its ranks. On GPUs, which a fork cannot use, the second
-form is one rank of the group of that number.
+The process imports everything once, so a case takes only one or two seconds.
+
+CASES is a JSON file with a list of [ranks, function, arguments], where the function is a key of FUNCTIONS. For each
+case and rank, the result of the function is written to FOLDER/<index>-<rank>.json. The cases run in order. Consecutive
+cases with the same number of ranks form a group that shares its ranks.
+
+A forked process cannot use a GPU. On a host with GPUs, the second command runs one rank of the group with the index
+GROUP.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def fork_ranks(count: int, body: Callable[[int], object]) -> list[int]:
-    """The pids of `count` forks that call body(rank) as ranks of a process group and exit with 0, or 1 if it raises."""
+    """Fork `count` processes that call body(rank) as the ranks of a process group. Return their process ids.
+
+    A process exits with status 0, or 1 if `body` raises an error.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -68,7 +75,10 @@ def fork_ranks(count: int, body: Callable[[int], object]) -> list[int]:
 
 
 def end_well(pids: list[int]) -> bool:
-    """Wait for them. Those that would wait for one that failed are killed."""
+    """Wait for the processes, and return whether all of them succeeded.
+
+    If a process fails, the remaining processes are killed, because they would wait for it.
+    """
     left, good = set(pids), True
     while left:
         pid, status = os.wait()
@@ -81,7 +91,10 @@ def end_well(pids: list[int]) -> bool:
 
 
 def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
-    """By one rank, whose process group there is. Without plots, which take longer than a short run."""
+    """Run a group of cases on one rank, whose process group already exists.
+
+    Plots are disabled, because drawing them takes longer than a short run.
+    """
     signals.install()
     plots.draw = lambda histories, path: None
     plots.draw_health = lambda history, path: False
@@ -94,7 +107,7 @@ def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
 
 
 def groups_of(cases: list[list]) -> list[tuple[int, list[tuple[int, list]]]]:
-    """(ranks, cases with their indices)."""
+    """Return (number of ranks, cases with their indices) for each group of consecutive cases."""
     return [(ranks, list(group)) for ranks, group in itertools.groupby(enumerate(cases), lambda c: c[1][0])]
 
 

@@ -1,11 +1,11 @@
-"""Ranks that train and save a tiny FP8 model in a loop, and the faults that end them.
+"""Run ranks that train and save a tiny FP8 model in a loop until a fault stops them.
 
     python tests/reliability/save_ranks.py SCENARIO FOLDER [--trials N] [--seed N]
 
-One process imports everything and forks the ranks of each trial, so that a trial takes about a second. The scenarios
-are the functions of SCENARIOS; each prints one JSON object as its last line. FOLDER/checkpoints is what they save in.
-FOLDER/rank_*.jsonl has the loss and a hash of each step that a rank took: whoever takes a step again, after loading a
-checkpoint, must find the same.
+One process imports everything and forks the ranks for each trial, so that a trial takes about a second. SCENARIO is a
+key of SCENARIOS. The last output line is a JSON object with the results. Checkpoints are saved in FOLDER/checkpoints.
+FOLDER/rank_*.jsonl contains the loss and a state hash for each step of a rank. A rank that repeats a step after loading
+a checkpoint must get the same values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEADLINE_S = 60.0
 
 
 class Trainer:
-    """One rank: an engine, the newest checkpoint if there is one, and what it must find when it repeats a step."""
+    """Training loop of one rank. It resumes from the newest checkpoint and checks the results of repeated steps."""
 
     def __init__(self, folder: Path, mark: Callable[[str], None]):
         self.folder, self.root, self.mark = folder, folder / "checkpoints", mark
@@ -91,13 +91,13 @@ class Trainer:
         dist.barrier()
 
     def compare(self, line: dict[str, Any]) -> None:
-        """What was recorded of a step must come again."""
+        """Check that a repeated step gives the same results as when it was first recorded."""
         if line["step"] in self.expected:
             for key, value in line.items():
                 assert value == self.expected[line["step"]][key], (line, self.expected[line["step"]])
 
     def digest(self) -> str:
-        """Of this rank's part of the weights and of its FP8 state."""
+        """Return a hash of this rank's weights and FP8 state."""
         tensors = [getattr(p, "ds_tensor", p).data for p in self.engine.module.parameters()]
         tensors += fp8_state(self.engine.module, self.precision).values()
         whole = hashlib.sha256()
@@ -116,7 +116,7 @@ class Trainer:
             file.write(json.dumps(line).encode() + b"\n")
 
     def begin(self) -> None:
-        """In the background, the next steps are taken while it is written."""
+        """Start a background save. Training can continue while the checkpoint is written."""
         self.mark("S")
         self.saver.begin(self.state, background=True)
 
@@ -126,7 +126,7 @@ class Trainer:
 
 
 def mark_ends_of_jobs(mark: Callable[[str], None]) -> None:
-    """E when all of a save is done on this rank, whichever thread does it."""
+    """Mark the letter E when a save is complete on this rank, in whichever thread the save runs."""
     run = save.Job.run
 
     def marked(job: save.Job) -> None:
@@ -137,7 +137,10 @@ def mark_ends_of_jobs(mark: Callable[[str], None]) -> None:
 
 
 class Ranks:
-    """Forked ranks, each with a pipe: what it marks comes as (rank, letter), its report when it ends as JSON."""
+    """Group of forked ranks, each with a pipe to this process.
+
+    A rank writes one letter to its pipe for each event that it marks, and its JSON report before it exits.
+    """
 
     def __init__(self, folder: Path, body: Callable[[Trainer], Any]):
         ends = [os.pipe() for _ in range(RANKS)]
@@ -147,7 +150,10 @@ class Ranks:
             os.close(write)
 
     def next_mark(self, timeout_s: float = DEADLINE_S) -> tuple[int, str] | None:
-        """The next letter of any rank; None when all ended. Raises TimeoutError: they hang."""
+        """Return (rank, letter) for the next letter from any rank, or None if all ranks have exited.
+
+        Raises TimeoutError if the ranks hang.
+        """
         while self.pipes.count(-1) < RANKS:
             ready = select.select([p for p in self.pipes if p >= 0], [], [], timeout_s)[0]
             if not ready:
@@ -168,7 +174,7 @@ class Ranks:
             os.kill(self.pids[rank], signal.SIGKILL)
 
     def end(self) -> list[str]:
-        """Wait for all; what each rank wrote."""
+        """Wait for all ranks, and return the text that each rank wrote to its pipe."""
         while self.next_mark():
             pass
         for pid in self.pids:
@@ -176,7 +182,7 @@ class Ranks:
         return self.text
 
     def reports(self) -> list[Any]:
-        """What `body` returned on each rank."""
+        """Wait for all ranks, and return the result of `body` on each rank."""
         texts = self.end()
         assert all("{" in text for text in texts), texts
         return [json.loads(text[text.index("{") :]) for text in texts]
@@ -188,7 +194,10 @@ def _run_rank(
     ends: list[tuple[int, int]],
     rank: int,
 ) -> None:
-    """A rank has the end of its own pipe only: that it is gone shows at the other end."""
+    """Run one forked rank.
+
+    The rank closes the write ends of the other pipes. Each pipe therefore closes when its own rank exits.
+    """
     for _, write in ends[:rank] + ends[rank + 1 :]:
         os.close(write)
     mark = lambda letter: os.write(ends[rank][1], letter.encode()) and None  # noqa: E731
@@ -200,7 +209,7 @@ def _run_rank(
 
 
 def train_and_save(trainer: Trainer, saves: int = 10**6) -> dict[str, Any]:
-    """Steps and saves, until it is killed."""
+    """Take `saves` steps with a save after each step. By default, train until the rank is killed."""
     for _ in range(saves):
         trainer.step()
         trainer.saver.finish()
@@ -210,15 +219,15 @@ def train_and_save(trainer: Trainer, saves: int = 10**6) -> dict[str, Any]:
 
 
 def resume(trainer: Trainer) -> dict[str, Any]:
-    """Say what was loaded, and take two steps that must give what they gave before."""
+    """Take two steps, which must repeat earlier results, and report which checkpoint was loaded."""
     trainer.step(), trainer.step()
     return {"loaded": trainer.loaded and trainer.loaded.name, "why": trainer.why}
 
 
 def save_slowly(trainer: Trainer, place: int) -> None:
-    """Rank 1 stops in its save with its first file half written (place 0), or when all is written (1).
+    """Take a step and save. Rank 1 stops during its save, marks Z, and waits to be killed.
 
-    It marks that with Z, and waits there to be killed.
+    place: 0 to stop with the first file half written, or 1 to stop after all files are written.
     """
 
     def stop() -> None:
@@ -240,7 +249,10 @@ def save_slowly(trainer: Trainer, place: int) -> None:
 
 
 def save_with_a_full_disk(trainer: Trainer) -> list[Any]:
-    """Return the outcome and the folders of three saves. Rank 1 finds the disk full in the second one."""
+    """Save three times, with a full disk on rank 1 during the second save.
+
+    Returns: for each save, the outcome and the names of the checkpoint folders.
+    """
 
     def fail(path: Path, value: Any) -> None:
         path.write_bytes(b"half a file")
@@ -266,18 +278,21 @@ def save_with_a_full_disk(trainer: Trainer) -> list[Any]:
 
 
 def make(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """`--trials` steps, each saved; the last KEEP stay."""
+    """Train for `--trials` steps with a save after each step. The last KEEP checkpoints remain."""
     return {"ranks": Ranks(folder, lambda t: train_and_save(t, args.trials)).reports()}
 
 
 def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What each rank loads, and why not something newer."""
+    """Report which checkpoint each rank loads, and why newer checkpoints are not used."""
     return {"ranks": Ranks(folder, resume).reports()}
 
 
 def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """SIGKILL of all ranks at a random moment of a save, again and again; each trial begins with what the one before
-    left. A kill between two saves is no trial."""
+    """Repeatedly kill all ranks with SIGKILL at a random moment of a save.
+
+    Each trial resumes from the checkpoints of the previous trial. If all saves are already complete when the ranks are
+    killed, the attempt does not count as a trial.
+    """
     chance, trials, saves_s, starts = random.Random(args.seed), 0, [0.1], 0
     while trials < args.trials:
         ranks, starts = Ranks(folder, train_and_save), starts + 1
@@ -306,7 +321,10 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """SIGKILL of a rank that is slow in its save: that save never commits, and the one before is loaded."""
+    """Kill a rank with SIGKILL during its save.
+
+    The save must never be committed, and the previous checkpoint must be loaded.
+    """
     Ranks(folder, lambda t: train_and_save(t, 1)).reports()
     good = committed(folder / "checkpoints")
     for trial in range(args.trials):
@@ -320,7 +338,7 @@ def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def full_disk(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """`save_with_a_full_disk` on each rank."""
+    """Run `save_with_a_full_disk` on each rank."""
     return {"ranks": [r["report"] for r in Ranks(folder, save_with_a_full_disk).reports()]}
 
 

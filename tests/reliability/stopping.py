@@ -1,4 +1,4 @@
-"""Stopping a run of this process by signals, and comparing what two runs leave."""
+"""Helpers that stop a run in this process by signals, and compare the results of two runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.train.runs import curve
 
 
 def stop_when(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int, number: int) -> None:
-    """The `call`-th call of `owner.name` begins with two signals to this process."""
+    """Send the signal `number` and SIGTERM to this process at the start of the `call`-th call of `owner.name`."""
     right, calls = getattr(owner, name), []
 
     def signalled(*arguments: object, **options: object) -> object:
@@ -32,7 +32,7 @@ def weights(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_runs(one: Path, other: Path, step: int = 6) -> None:
-    """Their curves, and their weights after `step`, bit for bit."""
+    """Check that two runs have the same training curves, and bit-identical weights after `step`."""
     assert curve(one) == curve(other)
     found, expected = weights(one, step), weights(other, step)
     assert found.keys() == expected.keys()

@@ -1,5 +1,8 @@
-"""Saves in the background: training changes its tensors while they are written, and the files are those of a save that
-it waits for; what goes wrong in the thread is the run's error."""
+"""Tests of background saves.
+
+Training changes its tensors while a background save writes them. The files must equal those of a blocking save, and an
+error in the save thread must become an error of the run.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ from train.monitor import signals
 
 @pytest.fixture
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In a save thread each file is begun when training has taken another step, or waits for the save; the names of
-    such files."""
+    """Delay each file of a background save until training has taken another step or waits for the save.
+
+    Returns the list of files written by background saves, which grows during the test.
+    """
     right, names, changed, steps, waits = save.write_tensors, [], threading.Condition(), [0], []
 
     def write(path: Path, value: Any) -> dict:
@@ -63,7 +68,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_background_save_equals_blocking_save(
     settings: dict, tmp_path: Path, slow_writes: list[str], stage: int
 ) -> None:
-    """Byte for byte, of one rank, after 4, 8 and 12 steps in FP8."""
+    """The checkpoint files of an FP8 run on one rank are identical after 4, 8 and 12 steps."""
     settings |= {
         "deepspeed": f"ds_config_zero{stage}.json",
         "max_steps": 12,
@@ -93,7 +98,10 @@ def test_stop_during_background_save(
     slow_writes: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two signals: both that save and that of the stop are committed, and the run goes on as if nothing had been."""
+    """If stop signals arrive during a background save, that save and the save at the stop are both committed.
+
+    The resumed run is identical to an uninterrupted run.
+    """
     with monkeypatch.context() as patch:
         stop_when(patch, save.Job, "run", 1, signals.SIGNALS[1])  # that of step 2
         with pytest.raises(signals.Stopped):
@@ -141,7 +149,10 @@ def test_missing_host_memory_error(settings: dict, monkeypatch: pytest.MonkeyPat
 
 
 def values() -> dict[str, Any]:
-    """Tensors of all sorts: parts of one storage, no numbers, parameters, FP8; and other values."""
+    """Return a dictionary with different kinds of tensors and other values.
+
+    The tensors include views of a shared storage, an empty tensor, a parameter and an FP8 tensor.
+    """
     flat = torch.arange(24.0)
     return {
         "parts": [flat[:12].view(3, 4).t(), flat[12:]],

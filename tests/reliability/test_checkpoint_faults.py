@@ -1,6 +1,7 @@
-"""Faults in saves and in what they wrote: a checkpoint that is not whole is never used, a whole one never lost.
+"""Tests of faults during saves and in saved files.
 
-The ranks, two of them with DeepSpeed, gloo and the FP8 reference, are those of save_ranks.py.
+An incomplete checkpoint is never loaded, and a complete one is never lost. The tests run save_ranks.py with two ranks,
+DeepSpeed, gloo and the CPU reference implementation of FP8.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
 
 
 def by_form(short: Any, full: Any) -> list[Any]:
-    """Parameters: the short form, and the full one with its marker and an hour of time."""
+    """Return the test parameters for the short form and the full form.
+
+    The full form is marked as a reliability test with a timeout of one hour.
+    """
     return [pytest.param(short, id="short"), pytest.param(full, id="full", marks=FULL)]
 
 
 def ranks(scenario: str, folder: Path, *options: object) -> dict[str, Any]:
-    """Run a scenario of save_ranks.py. Return its report."""
+    """Run a scenario of save_ranks.py, and return its report."""
     command = [sys.executable, str(ROOT / "tests/reliability/save_ranks.py"), scenario, str(folder)]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
     done = programs.run([*command, *map(str, options)], capture_output=True, text=True, env=environment)
@@ -39,7 +43,7 @@ def ranks(scenario: str, folder: Path, *options: object) -> dict[str, Any]:
 
 
 def flip(file: Path, bit: int) -> None:
-    """Flip one bit, in place."""
+    """Flip one bit of a file in place."""
     content = bytearray(file.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
@@ -47,7 +51,7 @@ def flip(file: Path, bit: int) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints of steps 2 and 3, of two ranks."""
+    """Create a folder with checkpoints of steps 2 and 3, written by two ranks."""
     folder = tmp_path_factory.mktemp("made")
     ranks("make", folder, "--trials", 3)
     assert [p.name for p in committed(folder / "checkpoints")] == ["step-00000002", "step-00000003"]
@@ -56,14 +60,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(made: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may damage."""
+    """Return a copy of the folder `made` that a test may damage."""
     return shutil.copytree(made, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("trials", by_form(1, 100))
 @pytest.mark.process
 def test_bit_flip_in_any_file_is_detected(saved: Path, trials: int, logged: list[str]) -> None:
-    """Each file of a checkpoint, its manifest too; `trials` random bits of each."""
+    """Flip `trials` random bits in each file of a checkpoint, including the manifest."""
     chance, root = random.Random(0), saved / "checkpoints"
     previous, newest = committed(root)
     for file in sorted(newest.iterdir()):
@@ -79,7 +83,10 @@ def test_bit_flip_in_any_file_is_detected(saved: Path, trials: int, logged: list
 
 @pytest.mark.process
 def test_damaged_checkpoint_falls_back_on_all_ranks(saved: Path) -> None:
-    """They load it, and their next steps give what they gave before; a `latest` that is garbage means nothing."""
+    """All ranks load the previous checkpoint and repeat its steps with the same results.
+
+    The file `latest` is ignored if its content is invalid.
+    """
     (file,) = (saved / "checkpoints/step-00000003").glob("*_pp_rank_1_*optim_states.pt")
     flip(file, 4 * file.stat().st_size)
     (saved / "checkpoints/latest").write_text("step-00000003\x00garbage")
@@ -91,8 +98,10 @@ def test_damaged_checkpoint_falls_back_on_all_ranks(saved: Path) -> None:
 @pytest.mark.parametrize("trials", by_form(2, 200))
 @pytest.mark.process
 def test_killed_save_keeps_the_last_checkpoint(tmp_path: Path, trials: int) -> None:
-    """Each trial begins with what the one before left: it loads that and repeats steps with equal numbers. In the
-    background steps are taken meanwhile."""
+    """Kill all ranks at random moments while checkpoints are saved in the background.
+
+    Each trial resumes from the checkpoint of the previous trial, and repeated steps must give the same results.
+    """
     report = ranks("kill_all", tmp_path, "--trials", trials)
     assert report["trials"] == trials
     assert report["ranks"][0]["report"]["loaded"] == report["ranks"][1]["report"]["loaded"] is not None
@@ -108,7 +117,7 @@ def test_killed_rank_prevents_commit(tmp_path: Path, trials: int) -> None:
 
 @pytest.mark.process
 def test_full_disk_on_one_rank_fails_the_save(tmp_path: Path) -> None:
-    """The previous checkpoint stays, and the next save has its place."""
+    """The previous checkpoint is kept, and the next save succeeds."""
     outcomes = ranks("full_disk", tmp_path)["ranks"]
     assert outcomes[0] == outcomes[1]
     first, failed, after = outcomes[0]
@@ -119,7 +128,10 @@ def test_full_disk_on_one_rank_fails_the_save(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third torch.save from now writes a little and then finds the disk full; what comes later has room."""
+    """Make the third call of torch.save fail with a full disk after writing part of the file.
+
+    Later calls succeed.
+    """
     calls, right = [], torch.save
 
     def save(what: Any, file: Any, **options: Any) -> None:

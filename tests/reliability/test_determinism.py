@@ -1,6 +1,7 @@
-"""The same run twice, and a run that is stopped and goes on: loss, gradient norm, weights and optimizer bit for bit.
+"""Tests that repeated runs and resumed runs are bit-identical.
 
-Two gloo ranks, the CPU reference; each recipe at each ZeRO stage in the full form.
+Loss, gradient norm, weights and optimizer state are compared. The runs use two gloo ranks and the CPU reference
+implementation. The full form tests every recipe with every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FULL = list(itertools.product(PRECISIONS, range(4)))
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """Of the tensors in each file: weights, optimizer state, FP8 state."""
+    """Return a hash of the tensors in each file: weights, optimizer state and FP8 state."""
     found = {}
     for file in sorted(checkpoint.glob("*.pt")):
         whole = hashlib.sha256()
@@ -43,7 +44,7 @@ def whole_run(settings: dict, output_dir: Path, spoiled: dict[str, str]) -> tupl
 
 @pytest.mark.parametrize("full_determinism", [True, False])
 def test_random_states_differ_by_rank(monkeypatch: pytest.MonkeyPatch, full_determinism: bool) -> None:
-    """Of Python, numpy and torch; the largest seed is one that all of them take."""
+    """Check the random generators of Python, NumPy and torch with the largest seed that all three accept."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     settings: Any = SimpleNamespace(seed=2**32 - 1, full_determinism=full_determinism)
@@ -68,7 +69,7 @@ def test_random_states_differ_by_rank(monkeypatch: pytest.MonkeyPatch, full_dete
 def test_full_determinism(
     data: Path, small_model: Path, tmp_path: Path, combinations: list[tuple[str, int]], steps: int
 ) -> None:
-    """The same seed twice; and stopped by a signal to one rank after k steps, the next `steps`."""
+    """Compare two runs with the same seed, and a run that is stopped by a signal to one rank and then resumed."""
     chance = random.Random(1)
     cases, stopped_after = [], []
     for precision, stage in combinations:

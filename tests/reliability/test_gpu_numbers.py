@@ -1,4 +1,7 @@
-"""Numbers that go wrong on Hopper GPUs: Transformer Engine's FP8 with delayed scaling, with and without CUDA graphs."""
+"""Tests of wrong losses, gradients and weights on Hopper GPUs.
+
+The runs use delayed scaling with Transformer Engine, with and without CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def test_rollback_equals_resume(base: dict[str, Any], tmp_path: Path, graphs: bo
 @pytest.mark.multi_gpu
 @pytest.mark.process
 def test_replica_check_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None:
-    """No alarm in 30 steps of delayed scaling, whose scales and histories are compared, too; a flipped bit is one."""
+    """The check reports a flipped bit, but reports nothing in 30 correct steps with delayed scaling.
+
+    FP8 scales and amax histories are also compared.
+    """
 
     def case(name: str, spoiled: dict[str, str], **changes: Any) -> tuple:
         settings = {**base, "output_dir": str(tmp_path / name), **changes}

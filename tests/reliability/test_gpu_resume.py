@@ -1,4 +1,7 @@
-"""Resumes on two Hopper GPUs, FP8 with delayed scaling by Transformer Engine, ZeRO 1 with float32 accumulation."""
+"""Tests of resumed runs on two Hopper GPUs.
+
+The runs use delayed scaling with Transformer Engine, and ZeRO 1 with float32 gradient accumulation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ TOKENS, MICRO_BATCH, SAVED, STEPS = 128, 4, 10, 20
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """On two GPUs from the start to STEPS with a checkpoint of step SAVED, and from that on two and on one."""
+    """Train on two GPUs for STEPS steps, and resume from the checkpoint of step SAVED on two GPUs and on one GPU."""
     folder = tmp_path_factory.mktemp("gpu_runs")
     config = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -44,7 +47,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.process
 def test_resume_on_two_gpus_is_bit_exact(runs: Runs) -> None:
-    """The curve, and with the last gradient norm the gradients of the last step."""
+    """The loss and gradient norm of each step after the resume are identical to those of the uninterrupted run."""
     whole, resumed = (curve(runs.folder / name / "run") for name in ("two", "two_to_two"))
     assert [step for step, *_ in resumed] == list(range(SAVED + 1, STEPS + 1))
     assert resumed == whole[SAVED:]

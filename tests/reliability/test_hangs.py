@@ -1,6 +1,7 @@
-"""Ranks that hang, stop, die or are slow: the job ends in time or continues, and names the rank.
+"""Tests of ranks that hang, are stopped, are killed or are slow.
 
-Also before the first step and behind the last, where a phase that takes its time for what it reads is no hang.
+The job must exit in time or continue, and the message must name the faulty rank. The tests include hangs before the
+first step and after the last step. A phase that is slow only because it reads much data must not be reported as a hang.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ SLOW_JOBS = {("stopped", 1): (3, 2.0), ("slow", 1): (3, 60.0)}  # of slow tests
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str]]:
-    """Exit status and output of each; most of their time they wait, and all do at the same time."""
+    """Run all jobs at the same time, and return the exit status and the output of each job.
+
+    The jobs spend most of their time waiting.
+    """
 
     def run(job: tuple[tuple[str, int], tuple[int, float]]) -> tuple[int, str]:
         (fault, rank), (ranks, timeout_s) = job
@@ -118,7 +122,11 @@ def test_slow_rank_threshold(before: list[int], times_s: list[float], after: lis
 def test_slow_rank_detection_conditions(
     monkeypatch: pytest.MonkeyPatch, stage: int, cuda_graphs: bool, group: Any, is_on: bool
 ) -> None:
-    """At ZeRO 3 each layer waits for the slowest; a replayed graph passes no Python; alone there is no other."""
+    """Slow ranks are not detected with ZeRO 3, with CUDA graphs or on a single rank.
+
+    With ZeRO 3, all ranks wait for the slowest rank in each layer. A replayed CUDA graph runs no Python code in which
+    times could be measured.
+    """
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     module = SimpleNamespace(model=SimpleNamespace(norm=nn.Identity()))
     engine = SimpleNamespace(device=torch.device("cpu"), module=module, zero_optimization_stage=lambda: stage)
@@ -145,7 +153,7 @@ def test_find_ranks_at_fault(found: dict, world: int, blamed: list[int]) -> None
 
 
 def test_timeout_restarts_after_each_step(process_group: None) -> None:
-    """Until the first step, and for what a phase reads, the limit is longer."""
+    """The timeout is longer before the first step is complete, and for phases that read many bytes."""
     watchdog = Watchdog(60)
     limits = [watchdog.limit_s]
     watchdog.phase("reads", reads=int(1000 * SLOWEST))
@@ -195,7 +203,10 @@ def test_hang_during_startup(tmp_path: Path) -> None:
 
 
 def test_timeout_grows_with_bytes_to_read(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it by one slow rank, of a file system that others use, too: the data, the checkpoint, the export."""
+    """The timeout accounts for reading the training data, the checkpoint and the export.
+
+    It assumes that a single rank reads all bytes at a low speed, because other jobs may use the same file system.
+    """
     read: list[int] = []
     begin = Watchdog.phase
 

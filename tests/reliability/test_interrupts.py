@@ -1,4 +1,8 @@
-"""Ctrl-C: the first stops a training as SIGTERM does, the second ends it at once; elsewhere the first does."""
+"""Tests of Ctrl-C.
+
+During training, the first Ctrl-C requests a stop like SIGTERM, and the second terminates the process immediately.
+Outside of training, the first Ctrl-C terminates the process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from train.monitor import signals
 
 
 class Ended(Exception):
-    """os._exit was called."""
+    """An exception raised in place of a call to os._exit."""
 
 
 @pytest.fixture
@@ -97,7 +101,10 @@ sys.exit(signals.STOPPED)
 )
 @pytest.mark.process
 def test_ctrl_c_reaches_launcher_and_ranks(tmp_path: Path, steps: str, presses: int, status: int) -> None:
-    """The second ends ranks that do not stop by themselves. The launcher may end a rank before it prints."""
+    """A second Ctrl-C terminates ranks that do not stop after the first one.
+
+    A rank may be terminated before it prints anything.
+    """
     (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py", steps]
     log = tmp_path / "log.txt"

@@ -1,5 +1,7 @@
-"""One configuration file, unchanged, however its ranks are started: the same losses. Stand-ins for srun, sbatch and
-mpirun describe their tasks as these do."""
+"""Tests that a configuration gives the same losses with every launcher.
+
+Scripts that set the same environment variables replace srun, sbatch and mpirun.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ SLURM_SUBMIT_DIR={root} exec bash "$PWD/spooled" "$@"
 
 
 class Ways:
-    """Starts of train.py in folders of their own, whose output_dir is `run` there."""
+    """Helper that runs train.py with different launchers, each in its own working folder with the output_dir `run`."""
 
     def __init__(self, folder: Path, settings: dict):
         self.folder, self.python = folder, folder / "bin/python"

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: skipped steps, spikes, rollbacks, ranks whose weights differ."""
+"""Tests of skipped steps, spikes, rollbacks and ranks with different weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_skips(tmp_path: Path, matrix: list[tuple], ranks: int = 2) -> None:
 
 
 def check_steps(found: dict[str, Any], what: tuple) -> None:
-    """A step is skipped, and changes nothing, if and only if it was spoiled."""
+    """Check that exactly the steps with a fault are skipped, and that a skipped step changes no state."""
     for step in found["steps"]:
         where = (what, step)
         assert step["finite"], where
@@ -91,7 +91,7 @@ FULL = [
 )
 @pytest.mark.process
 def test_non_finite_rank_skips_the_step_on_all(tmp_path: Path, matrix: list[tuple], ranks: int) -> None:
-    """Neither weights nor optimizer nor FP8 state, bit by bit; and the step after it is a step again."""
+    """A skipped step leaves weights, optimizer state and FP8 state bit-identical, and the next step is not skipped."""
     check_skips(tmp_path, matrix, ranks)
 
 
@@ -99,7 +99,7 @@ def test_non_finite_rank_skips_the_step_on_all(tmp_path: Path, matrix: list[tupl
 
 
 def recorded(name: str) -> list[tuple[str, dict[str, list[float]]]]:
-    """Loss and gradient norm of real runs on an H200, every fifth or tenth step."""
+    """Return the losses and gradient norms of real runs on an H200, recorded every fifth or tenth step."""
     found = json.loads((ROOT / "test_fp8/results" / f"{name}.json").read_text())["results"]
     return [(row["row"], row["curves"]) for row in found]
 
@@ -130,7 +130,7 @@ def test_persistent_loss_level_is_no_spike() -> None:
     [([2.0], 2.0, 2.4), ([-2.0], -2.0, -1.6), ([0.9, 1.1], 1.0, 1 + 10 * 1.4826 * 0.1)],
 )
 def test_spike_threshold(values: list[float], median: float, threshold: float) -> None:
-    """Of a flat stretch the spread is a fiftieth of its level: noise after it is no alarm."""
+    """The spread is at least 2% of the median, so that noise after constant values is not a spike."""
 
     def full(factor: float) -> SpikeDetector:
         detector = SpikeDetector(window=16, factor=factor)
@@ -168,8 +168,12 @@ def base(data: Path, small_model: Path) -> dict[str, Any]:
 def rollback_cases(
     base: dict[str, Any], folder: Path, stage: int = 1, ranks: int = 2, spike: str = "large_loss"
 ) -> dict[str, tuple]:
-    """A spike in step 19: back to 16, without the samples of 18 and 19, to step 22; then a resume. And the same by
-    other means: to step 16 and, in a resume that is told so, on without these samples. Steps have two samples."""
+    """Return cases for a run that rolls back after a spike, and for a reference run that must give the same results.
+
+    Each step uses two samples. The first run has a spike in step 19, rolls back to step 16, skips the samples of steps
+    18 and 19, and continues to step 22. It is then resumed. The reference run stops after step 16, and its resume is
+    told to skip the same samples.
+    """
     settings = {
         **base,
         "save_strategy": "steps",
@@ -222,7 +226,7 @@ def test_rollback_at_each_zero_stage(base: dict[str, Any], tmp_path: Path, stage
 def runs(
     base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, list[dict]]]:
-    """Name -> (output folder, what each rank says)."""
+    """Return a dictionary from run name to the output folder and the results of all ranks."""
     folder = tmp_path_factory.mktemp("runs")
 
     def case(

@@ -1,4 +1,7 @@
-"""Stopping on request: every rank leaves after the same step, with a checkpoint, and the next start goes on from it."""
+"""Tests of stop requests.
+
+All ranks stop after the same step and save a checkpoint, from which the next start resumes.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ def test_launcher_exit_status(tmp_path: Path, script: str, status: int, left: se
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_exit_status_of_the_run(monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int) -> None:
-    """By it the launcher restarts, or does not: what the user has to correct, it would meet again."""
+    """The exit status tells the launcher whether to restart. Errors that the user has to fix would occur again."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -165,7 +168,7 @@ def test_startup_on_a_second_node(settings: dict, tmp_path: Path, monkeypatch: p
     [(signal.SIGTERM, 75), (signal.SIGINT, 75), (signal.SIGKILL, -9)],
 )
 def test_launcher_forwards_signals(tmp_path: Path, number: int, status: int) -> None:
-    """Its own end by SIGKILL, too: no rank is left."""
+    """The ranks also exit if the launcher is killed by SIGKILL."""
     (tmp_path / "ranks.py").write_text(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"

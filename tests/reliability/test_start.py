@@ -1,4 +1,4 @@
-"""Locks and shared memory that killed ranks leave do not disturb later runs."""
+"""Tests that locks and shared memory left behind by killed ranks do not disturb later runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(f"it has begun; ranks wait for each other for {group.options._timeout}")""
 @pytest.mark.usefixtures("process_group")  # it builds the op
 @pytest.mark.process
 def test_killed_build_does_not_block_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own lock file stays behind when a build is killed, and torch waits for it without limit."""
+    """A killed build leaves torch's lock file behind, and torch waits for this lock without a timeout."""
     name = "deepspeed_shm_comm"
     shutil.copytree(cpp_extension._get_build_directory(name, verbose=False), tmp_path / name)
     (tmp_path / name / "lock").touch()
@@ -42,7 +42,7 @@ def test_killed_build_does_not_block_the_next_run(tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.process
 def test_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
-    """66 MB of each rank, until the machine is restarted."""
+    """Otherwise, each killed rank would occupy 66 MB of shared memory until the host restarts."""
     (tmp_path / "start.py").write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{START}\n"
         "import torch.distributed as dist; from pathlib import Path\n"
@@ -64,7 +64,7 @@ def test_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.process
 def test_launcher_removes_shared_memory_of_killed_ranks(tmp_path: Path) -> None:
-    """Whoever started them; what a living rank of another job has stays."""
+    """Shared memory left by killed ranks of any job is removed. Shared memory of running ranks is kept."""
     left, held = (
         Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_host_{os.getpid()}_{rank}")
         for rank in (0, 1)

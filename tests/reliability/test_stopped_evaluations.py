@@ -1,4 +1,7 @@
-"""An evaluation that a run is stopped in: left, and made up for by the next start, in the precision of its step."""
+"""Tests of runs that are stopped during an evaluation.
+
+The next start repeats the evaluation in the precision of its step.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ def test_stopped_evaluation_runs_on_resume(
     evaluation: int,
     step: int,
 ) -> None:
-    """Also the last one, after which there is nothing left to train, and if a crash comes before the next save. Each
-    has three batches here."""
+    """A stopped evaluation is repeated even if the run crashes before the next save, or if no steps are left to train.
+
+    Each evaluation has three batches here.
+    """
     settings["eval_steps"] = 2
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
@@ -60,7 +65,10 @@ def test_stopped_evaluation_runs_on_resume(
 def test_stopped_evaluation_keeps_its_precision(
     settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a stage of precision.schedule ends with it, and where modules went up with it."""
+    """A repeated evaluation uses the precision of its step, even if the precision changes after this step.
+
+    The precision changes once because a phase of precision.schedule ends, and once because modules fall back.
+    """
     schedule = [{"until_step": 2, "compute": "bf16"}, {"on_trouble": "escalate", "recipe": "current"}]
     settings |= {"eval_steps": 2, "max_steps": 5, "precision": {"health_steps": 3, "schedule": schedule}}
     # of each gradient more is asked than FP8 can do, at the looks in steps 3 and 4

@@ -1,4 +1,7 @@
-"""run_training.sh and real ranks: preempted many times, or with a rank killed, a run computes what it would have."""
+"""Tests of whole jobs with run_training.sh and real ranks.
+
+A run that is preempted many times, or in which a rank is killed, gives the same results as an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ A_STEP = "\nstep "
 
 
 class Job:
-    """run_training.sh with a configuration, in a Slurm that has only scontrol. Its Python is forked, unless it is to
-    be found by what /proc says of it."""
+    """Job that runs run_training.sh with a configuration, in a simulated Slurm allocation that provides only scontrol.
+
+    forked: whether Python processes are forked. Without it, processes can be found by their command line in /proc.
+    """
 
     def __init__(self, folder: Path, settings: dict, ranks: int, forked: bool = True):
         self.folder, self.ranks = folder, ranks
@@ -46,7 +51,11 @@ class Job:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def run(self, restart: int, disturb: Callable[[subprocess.Popen, Path], None] | None) -> int:
-        """Start it once; `disturb` gets its process and its log. Returns its exit status."""
+        """Run the job once, and return its exit status.
+
+        restart: the number of earlier starts (SLURM_RESTART_COUNT). disturb: function called with the process and its
+        log file.
+        """
         log = self.folder / f"job-{restart}.txt"
         environment = self.environment | {"SLURM_RESTART_COUNT": str(restart)}
         with log.open("w") as out:
@@ -63,14 +72,14 @@ class Job:
 
 
 def wait_for(job: subprocess.Popen, log: Path, text: str, times: int = 1, most_s: float = 300.0) -> None:
-    """Until the log has `text` so many times, the job has ended, or it has lasted most_s."""
+    """Wait until the log contains `text` at least `times` times, the job exits, or `most_s` seconds have passed."""
     deadline = time.monotonic() + most_s
     while log.read_text().count(text) < times and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
-    """The run that nothing disturbs."""
+    """Run the training without interruptions, and return its output folder."""
     config, whole = folder / "whole.json", folder / "whole"
     config.write_text(json.dumps({**settings, "output_dir": str(whole)}))
     done = launch(ranks, "train/train.py", str(config))
@@ -87,8 +96,11 @@ def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
 )  # fmt: skip
 @pytest.mark.process
 def test_repeated_preemption_and_requeue(settings: dict, tmp_path: Path, preemptions: int) -> None:
-    """Two ranks, ZeRO 1, FP8, a stand-in scontrol, signals at random moments from the launch to the second step and
-    again a little later: the weights of the uninterrupted run, each sample once."""
+    """A run that is preempted repeatedly has the weights of an uninterrupted run, and uses each sample once.
+
+    Two ranks train in FP8 with ZeRO 1. The signals arrive at random moments between the launch and the second step, and
+    again a little later. A script replaces scontrol.
+    """
     steps = 12 * preemptions
     settings |= {"max_steps": steps, "gradient_accumulation_steps": 1}
     whole = uninterrupted(tmp_path, settings, 2)
@@ -116,7 +128,7 @@ def test_repeated_preemption_and_requeue(settings: dict, tmp_path: Path, preempt
 
 
 def pid_of_rank(config: Path, rank: int) -> int:
-    """Of the run of `config`."""
+    """Return the process id of a rank in the run that uses the file `config`."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().decode().split("\0")
@@ -132,8 +144,10 @@ def pid_of_rank(config: Path, rank: int) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.process
 def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path: Path) -> None:
-    """Four ranks, one killed: the others end, run_training.sh starts again from the last checkpoint, and
-    the weights are those of the run in which nobody died."""
+    """If one of four ranks is killed, run_training.sh restarts the run from the last checkpoint.
+
+    The final weights equal those of an uninterrupted run.
+    """
     settings |= {"max_steps": 30, "gradient_accumulation_steps": 1, "save_steps": 5}
     settings |= {"per_device_train_batch_size": 1}
     whole = uninterrupted(tmp_path, settings, 4)

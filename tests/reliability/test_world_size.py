@@ -1,4 +1,7 @@
-"""A run goes on with another number of ranks, or at another ZeRO stage: same state, same samples, same loss."""
+"""Tests of runs that resume with a different number of ranks or a different ZeRO stage.
+
+State, samples and losses must stay the same.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +45,23 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 class Runs:
-    """Watched runs (world_size_ranks.py) in `folder`, in the order in which they are asked for, of `steps` steps with a
-    checkpoint after `saved` of them."""
+    """Group of runs (see world_size_ranks.py) that are executed in the order in which they are added.
+
+    saved: the step after which a checkpoint is saved. steps: the number of steps in each run.
+    """
 
     def __init__(self, folder: Path, base: dict[str, Any], saved: int = SAVED, steps: int = STEPS):
         self.folder, self.base, self.cases = folder, base, dict[str, tuple[int, str, dict]]()
         self.saved, self.steps = saved, steps
 
     def whole(self, name: str, ranks: int, samples: int, **changes: Any) -> None:
-        """From the start to the end, with a checkpoint; steps of `samples` samples."""
+        """Add a run from the first to the last step that saves a checkpoint. Each step uses `samples` samples."""
         tokens = samples * self.base["max_seq_length"]
         changes = {"save_steps": self.saved, "train_batch_size_tokens": tokens, **changes}
         self._add(name, ranks, {"max_steps": self.steps, **changes}, keep_after_step=self.saved)
 
     def resumed(self, name: str, ranks: int, of: str, **changes: Any) -> None:
-        """From the checkpoint of the run `of`, configured as that."""
+        """Add a run that resumes from the checkpoint of the run `of`, with the same configuration."""
         settings = self.cases[of][2]["settings"]
         path = Path(settings["output_dir"]) / f"checkpoints/step-{self.saved:08d}"
         extra = {key: changes.pop(key) for key in ("spoiled_step",) if key in changes}
@@ -78,37 +83,48 @@ class Runs:
         return torch.load(self.folder / name / f"{which}.pt", map_location="cpu")
 
     def computed(self, name: str) -> list[tuple[int, int, str, float]]:
-        """Of all ranks: (step of this process, micro-batch of the step, sample, loss of the micro-batch)."""
+        """Return (step of the process, micro-batch, sample hash, micro-batch loss) for each sample on each rank."""
         files = (self.folder / name).glob("samples_*.json")
         return [tuple(entry) for file in files for entry in json.loads(file.read_text())]
 
     def samples(self, name: str, steps_before: int) -> dict[int, list[str]]:
-        """Step after the checkpoint -> its samples over all ranks; the process began after `steps_before` steps."""
+        """Return a dictionary from each step after the checkpoint to the samples of all ranks.
+
+        steps_before: the number of steps before the process started.
+        """
         found = defaultdict(list)
         for step, _, sample, _ in self.computed(name):
             found[step + steps_before].append(sample)
         return {step: sorted(samples) for step, samples in found.items() if step > self.saved}
 
     def first_losses(self, name: str, step: int) -> dict[str, float]:
-        """Sample -> loss, of the first micro-batches of a step, which all are computed with the same scales."""
+        """Return the loss of each sample in the first micro-batch of a step.
+
+        All ranks compute these losses with the same FP8 scales.
+        """
         return {sample: loss for s, index, sample, loss in self.computed(name) if (s, index) == (step, 0)}
 
     def check_group_timeouts(self, name: str) -> None:
-        """No process group of a run gives up before the watchdog: not torch's, DeepSpeed's, nor those of votes and
-        saves."""
+        """Check that no process group times out before the watchdog.
+
+        This includes the process groups of torch and DeepSpeed, and those for votes and saves.
+        """
         for file in (self.folder / name).glob("timeouts_*.json"):
             seconds = json.loads(file.read_text())
             assert len(seconds) >= 4 and set(seconds) == {86400.0}
 
     def losses(self, name: str) -> list[float]:
-        """Of the steps after the checkpoint."""
+        """Return the losses of the steps after the checkpoint."""
         return [
             m["loss"] for m in metrics(self.folder / name / "run") if m["step"] > self.saved and "loss" in m
         ]
 
     def check(self, whole: str, resumed: str, tolerance: float = 1e-5) -> None:
-        """What a resume on any number of ranks must have of the run that it goes on from: the state, the samples, the
-        losses of its first micro-batches, and that of its first step within `tolerance`."""
+        """Check that a resumed run matches the run whose checkpoint it loads.
+
+        The state and the samples must be identical, and the losses of the first micro-batches must agree closely. The
+        loss of the first step may differ by the relative `tolerance`.
+        """
         expected = self.state(whole, "kept")
         assert any("exp_avg_sq" in key for key in expected) and expected["step"].tolist() == [self.saved]
         for which in ("loaded", "again"):
@@ -124,7 +140,7 @@ class Runs:
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """What of two states is not equal bit by bit."""
+    """Return the keys of tensors that are not bit-identical in two states."""
     keys = found.keys() | expected.keys()
     return sorted(
         key
@@ -146,7 +162,10 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def short(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """FP8 with delayed scaling, ZeRO 1 with float32 accumulation, both ways."""
+    """Resume from two ranks to one and from one rank to two, with delayed scaling and ZeRO 1.
+
+    Gradients are accumulated in float32.
+    """
     runs = Runs(tmp_path_factory.mktemp("short"), {**base, "precision": DELAYED})
     runs.whole("two", 2, 2)
     runs.resumed("two_to_one", 1, "two")
@@ -164,7 +183,10 @@ def test_resume_on_two_ranks_and_one(short: Runs) -> None:
 
 @pytest.mark.process
 def test_resharded_run_saves_and_resumes(short: Runs) -> None:
-    """Its checkpoint verifies, and is exported. No process group gives up before the watchdog."""
+    """A run resumed on more ranks saves a valid checkpoint and an export.
+
+    No process group times out before the watchdog.
+    """
     folder = short.folder / "one_to_two/run"
     (path,) = committed(folder / "checkpoints")
     state = read_state(path)
@@ -176,7 +198,7 @@ def test_resharded_run_saves_and_resumes(short: Runs) -> None:
 
 @pytest.fixture
 def written(short: Runs, tmp_path: Path) -> Path:
-    """A copy of a checkpoint of two ranks, to be damaged."""
+    """Return a copy of a checkpoint from two ranks that a test may damage."""
     return shutil.copytree(short.folder / f"two/run/checkpoints/step-{SAVED:08d}", tmp_path / "step")
 
 
@@ -193,7 +215,7 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 )
 @pytest.mark.process
 def test_incomplete_checkpoint_files_raise(short: Runs, written: Path, name: str, key: str | None) -> None:
-    """A file without the last group of a value, or without anything; or of another model."""
+    """Files that are incomplete, empty or from a different model raise a CheckpointError."""
     weights = {k[7:]: t for k, t in short.state("two", "kept").items() if k.startswith("weight ")}
     sizes, state = {k: t.numel() for k, t in weights.items()}, read_state(written)
     reshard.check(reshard.read(written, state, []), sizes, written)

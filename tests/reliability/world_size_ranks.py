@@ -1,4 +1,4 @@
-"""What a run saw and held, for tests of resumes: a function of ranks.py."""
+"""Test function for ranks.py that records the samples, losses and state of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from train.engine.zero import base_optimizer, masters, parameter_name
 
 @torch.no_grad()
 def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
-    """Every weight, its float32 master and moments, whole, by DeepSpeed's own functions; the FP8 state. Collective."""
+    """Return all weights, the float32 optimizer state and the FP8 state, without partitioning.
+
+    The tensors are read with DeepSpeed's own functions. Collective: all ranks must call this function.
+    """
     optimizer, found = engine.optimizer, {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
@@ -65,7 +68,7 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
 
 
 def group_timeouts() -> list[float]:
-    """Seconds after which each process group of this rank gives up, for each device that it serves."""
+    """Return the timeouts of all process groups on this rank in seconds, one for each device type of a group."""
     return [
         group._get_backend(device).options._timeout.total_seconds()
         for group in distributed_c10d._world.pg_map
@@ -74,12 +77,18 @@ def group_timeouts() -> list[float]:
 
 
 class Watched:
-    """A training run. Its folder gets states of `full_state` from rank 0: kept.pt, after the step `keep_after_step` of
-    this process; loaded.pt, of the checkpoint it goes on from; again.pt, of the same checkpoint loaded into the trained
-    engine, as a rollback does. From each rank R: samples_R.json, a list of [step of this process, micro-batch of the
-    step, hash of a sample, loss of its micro-batch], and timeouts_R.json, of `group_timeouts`.
+    """Training run that writes its state, samples and timeouts to a folder.
 
-    spoiled_step: in it the loss is ten times as large.
+    Rank 0 writes the results of `full_state`:
+
+    - kept.pt: the state after the step `keep_after_step` of this process.
+    - loaded.pt: the state after loading the checkpoint from which the run resumes.
+    - again.pt: the state after loading this checkpoint again at the end of the run, as in a rollback.
+
+    Each rank R writes samples_R.json, a list of [step of this process, micro-batch, sample hash, micro-batch loss], and
+    timeouts_R.json, the result of `group_timeouts`.
+
+    spoiled_step: a step in which the loss is ten times as large.
     """
 
     def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0, spoiled_step: int = 0):
@@ -149,7 +158,7 @@ def _digest(row: torch.Tensor) -> str:
 
 
 def watched_run(folder: str, settings: dict, **options: int) -> None:
-    """See `Watched`."""
+    """Run a training with `Watched` and write its records to `folder`."""
     Path(folder).mkdir(exist_ok=True)
     Watched(Path(folder), settings, **options).run()
     dist.barrier()
