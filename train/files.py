@@ -155,7 +155,7 @@ def try_lock(file: IO) -> bool:
     except OSError as error:
         logger.warning(
             f"cannot lock {file.name} ({error.strerror}); continuing without a lock. Make sure that no other "
-            "process writes to its folder at the same time"
+            "process writes to the same folder"
         )
     return True
 

@@ -434,7 +434,7 @@ def check_later_phases(
             if section.on_trouble == "escalate":
                 precision.require(
                     "block",
-                    'set precision.on_trouble to "warn", because "escalate" uses recipe "block" as a fallback',
+                    'set precision.on_trouble to "warn", because "escalate" needs recipe "block" as a fallback',
                 )
 
 

@@ -364,7 +364,7 @@ class TrainingArguments:
         example=["learning_rate"],
     )
     report_to: Literal["none", "wandb", "tensorboard"] | list[Literal["wandb", "tensorboard"]] = option(
-        "Experiment trackers that receive the metrics in addition to metrics.jsonl.",
+        "Experiment trackers to log to. metrics.jsonl always receives all metrics.",
         "none",
         resume="free",
     )

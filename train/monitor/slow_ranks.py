@@ -98,7 +98,7 @@ class SlowRanks:
                     f"rank {rank} is slow: its forward pass takes {times[rank] * 1e3:.1f} ms per micro-batch, "
                     f"but the median of all ranks is {statistics.median(times) * 1e3:.1f} ms (last "
                     f"{WINDOW_STEPS} steps, up to step {step}). All other ranks wait for this rank. Check the "
-                    "clock rate and temperature of its GPU, and look for other processes on its node"
+                    "clock rate and temperature of the GPU, and look for other processes on the node"
                 )
 
     def _median_s(self) -> float | None:

@@ -121,7 +121,7 @@ class MetricsLogger:
             self._file.flush()
         except OSError as error:
             logger.warning(
-                f"{self._file.name} cannot be written: {error}. The lines are kept in memory and written later"
+                f"{self._file.name} cannot be written: {error}. The metrics are kept in memory and written later"
             )
         if summary := _summarize(metrics):
             if speed := metrics.get("tokens_per_second"):
