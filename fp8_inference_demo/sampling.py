@@ -106,7 +106,7 @@ class Sampler:
 
     @property
     def likeliest(self) -> bool:
-        """True if `draw` always returns the most likely token."""
+        """Return whether `draw` always returns the most likely token."""
         return self.sampling.temperature == 0 and self.seen is None
 
     def draw(self, logits_BV: Tensor, steps_B: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class Session:
 class Printer:
     """Callback that prints completions to standard output while they are generated.
 
-    Completions are printed one after the other. Each ends with a newline. If a prompt has several samples, each
+    Completions are printed one after the other, each followed by a newline. If a prompt has several samples, each
     completion starts with a numbered header line.
     """
 

@@ -198,7 +198,7 @@ def use_cuda_graphs(
     """
     if model.document_mask and documents is None:
         raise ValueError(
-            "the model uses a document mask, so capturing CUDA graphs requires the argument documents="
+            "the model uses a document mask, so capturing CUDA graphs requires the argument `documents`"
         )
     eager = model.forward
     capacity = None if documents is None else documents.padded(CAPACITY_FACTOR * documents.pieces)

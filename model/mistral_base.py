@@ -91,8 +91,8 @@ class MistralBase(nn.Module):
     The parameters outside of the decoder layers have Hugging Face names.
 
     Args:
-        document_mask: whether attention stays within documents and positions restart at 0 in each document. The
-            parameters do not depend on this.
+        document_mask: whether attention stays within documents and positions restart at 0 in each document. The model's
+            parameters do not depend on this setting.
     """
 
     variant: ClassVar[str]
@@ -130,8 +130,9 @@ class MistralBase(nn.Module):
         Only the input of each layer is saved. The activations of the layer are recomputed in the backward pass. The CPU
         reference implementation does not recompute.
 
-        This wraps each layer's `forward` instead of its `__call__`, so that the recomputation does not run the layer's
-        hooks again. ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the forward.
+        This method wraps each layer's `forward` instead of its `__call__`, so that the recomputation does not run the
+        layer's hooks again. ZeRO 3 gathers weights in a hook before the backward and frees them in a hook after the
+        forward.
         """
         for layer in self.model.layers:
             layer.forward = partial(self._recomputed, layer, layer.forward)

@@ -182,7 +182,7 @@ def differences(
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
-    """Return the weights to serve in FP8 for a model that was not trained in Transformer Engine's FP8.
+    """Return the weights to serve in FP8 for a model that was not trained in FP8 with Transformer Engine.
 
     These are the weights of all Linear modules except lm_head and the modules that a torchao run kept in bf16.
     """

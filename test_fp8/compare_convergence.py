@@ -301,8 +301,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             continue
         if not abs(result["eval_difference_percent"]) <= options.tolerance * 100:
             misses.append(
-                f"{case.name}: the evaluation loss differs by {result['eval_difference_percent']:+.2f} % "
-                f"from that of {cases[0].name}"
+                f"{case.name}: the evaluation loss differs by {result['eval_difference_percent']:+.2f} % from that "
+                f"of {cases[0].name}, but at most {options.tolerance * 100:g} % is allowed (--tolerance)"
             )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(

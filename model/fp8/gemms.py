@@ -106,7 +106,8 @@ class Gemms:
 def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
     """Count the FP8 GEMMs that `model`, or a single module, runs inside this context manager.
 
-    torchao models run without torch.compile inside the context. If contexts are nested, only the innermost one counts.
+    torchao models run without torch.compile inside the context. If contexts are nested, only the innermost context
+    counts GEMMs.
     """
     gemms = Gemms(model, precision)
     with ExitStack() as stack:
@@ -127,7 +128,9 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
-    """Add the GEMMs of a replayed CUDA graph, which were counted during its capture, to the active count."""
+    """Add the GEMMs of a replayed CUDA graph, which were counted during its capture, to the active `count_gemms`
+    context.
+    """
     if _counting:
         _counting[-1].forward.update(forward)
         _counting[-1].backward += backward

@@ -172,7 +172,7 @@ def is_collecting() -> bool:
 def add_replay_totals(totals: torch.Tensor) -> None:
     """Copy the totals of a replayed CUDA graph into the active health check.
 
-    The next replay of the graph overwrites its own totals.
+    The copy is needed because the next replay of the graph overwrites these totals.
     """
     if _collecting and (check := _collecting[-1]) is not None:
         check._replayed = totals.clone()

@@ -213,7 +213,7 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
 def _check_features(model: nn.Module, planned: list[str], multiple: int) -> None:
     """Raise PrecisionError if FP8 does not support the sizes of a planned module.
 
-    The message lists all affected modules, with one name pattern for all layers.
+    The message lists all affected modules. A module that occurs in every layer is listed once, as a name pattern.
     """
     patterns, weights = dict[str, None](), dict[str, None]()
     for name in planned:

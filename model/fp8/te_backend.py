@@ -457,9 +457,9 @@ FLASH_ATTENTION_4 = "4.0.0b29"
 def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_dim: int) -> str:
     """Return the attention backend to use for the configured backend `name`.
 
-    For "auto", this is "flash" if FlashAttention-4 is installed and faster (FLASH_HEAD_DIMS, on Hopper GPUs), unless
-    the user selects an attention backend with environment variables. In all other cases it is `name`; for "auto",
-    Transformer Engine then chooses.
+    For "auto", the result is "flash" if FlashAttention-4 is installed and faster (FLASH_HEAD_DIMS, on Hopper GPUs),
+    unless the user selects an attention backend with environment variables. In all other cases, the result is `name`.
+    If this is "auto", Transformer Engine chooses the backend.
     """
     if name != "auto" or te.name == "reference":
         return name

@@ -113,7 +113,7 @@ def take_first_module() -> bool:
 
 
 def register(state: DelayedScalingState) -> None:
-    """Register `state` for the scale updates of its recipe, after the states that were registered earlier."""
+    """Register `state`, so that `update_scales` includes it. States are updated in the order of registration."""
     members = _registry.setdefault((state.forward, repr(state.recipe)), weakref.WeakKeyDictionary())
     members[state] = None
 

@@ -32,7 +32,8 @@ A_STEP = "\nstep "
 class Job:
     """Job that runs run_training.sh with a configuration, in a simulated Slurm allocation that provides only scontrol.
 
-    forked: whether Python processes are forked. Without it, processes can be found by their command line in /proc.
+    forked: whether Python processes are forked. Processes that are not forked can be found by their command line in
+    /proc.
     """
 
     def __init__(self, folder: Path, settings: dict, ranks: int, forked: bool = True):

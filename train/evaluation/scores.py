@@ -37,7 +37,7 @@ def score(
         model: The model to evaluate.
         precision: The precision of the model.
         batches: The batches to predict.
-        sources: The data sources. Batches refer to them by index.
+        sources: The data sources. Batches refer to sources by index.
         scored: Function called after each batch with the number of predicted tokens.
 
     Returns:

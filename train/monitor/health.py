@@ -221,7 +221,7 @@ def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, An
     """Return a metrics.jsonl entry that describes consecutive training samples.
 
     The entry contains the position of the first sample in the training order, the number of samples, and the index of
-    each sample within its data source (its window).
+    each sample within its data source (the window index).
     """
     windows: dict[str, list[int]] = {}
     for source, window in stream.sample_ids(first, count):

@@ -40,7 +40,7 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 class RunRecord:
-    """Context manager that adds an entry to run.json when a run starts, and records in it how the run ended.
+    """Context manager that adds an entry to run.json when a run starts, and updates the entry when the run ends.
 
     Set `part` while the run does something other than training, for example "export". If run.json cannot be written, a
     warning is logged.
