@@ -44,7 +44,7 @@ def take_likeliest(
 ) -> None:
     """Select and store the most likely token for each of B rows, and advance the positions.
 
-    This is `engine.Step.take` for greedy decoding. It updates all arguments except `logits` and `last`.
+    This kernel replaces `engine.Step.take` for greedy decoding. All arguments except `logits` and `last` are updated.
     logits: float32 or bf16 [B, V]. history: int64 [S, B], the tokens of each step. tokens, positions, steps: int64 [B].
     last: largest position in the KV cache.
     """
