@@ -5,6 +5,7 @@
 #   ./run_tests.sh --all [pytest arguments]    all tests that need no GPU
 #   ./run_tests.sh --reliability [arguments]   many trials of injected faults
 #   ./run_tests.sh --downstream [arguments]    exported folders in other packages, which are installed for it
+#   ./run_tests.sh --downstream --gpu          exported folders in vLLM on a GPU (test_fp8/check_exports.py)
 #   ./run_tests.sh --docs [pytest arguments]   the commands of README.md and docs/ in fresh clones
 #   ./run_tests.sh --gpu [pytest arguments]    tests that need a Hopper GPU; a skipped test fails the run
 #
@@ -19,7 +20,7 @@ source scripts/setup_env.sh
 mode="cpu"
 case "${1:-}" in
   -h | --help)
-    sed -n '2,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    sed -n '2,13p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
   --gpu | --all | --reliability | --downstream | --docs)
@@ -27,6 +28,12 @@ case "${1:-}" in
     shift
     ;;
 esac
+
+if [[ "$mode" == downstream && "${1:-}" == --gpu ]]; then
+  shift
+  setup_env
+  exec "$PY" test_fp8/check_exports.py --output test_fp8/results/exports.json "$@"
+fi
 
 lint() {
   "$PY" -m ruff format --check .

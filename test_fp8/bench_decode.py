@@ -1,11 +1,14 @@
-"""Measure the decoding speed of this project's inference engine in FP8 and bf16, and of transformers.
+"""Measure the decoding speed of this project's inference engine in FP8 and bf16, of transformers and of vLLM.
 
     python test_fp8/bench_decode.py [--config hare_1.1b] [--batches 1 4 16 64] [--output FILE.json]
 
 Weights and prompts are random, sampling is greedy, and all prompts have the same length. transformers uses a static
 cache and torch.compile. The decoding speed is measured over a whole answer, which the host reads token by token. The
 prefill speed is measured for one batch of prompts, and its FLOPs are counted as in training. Each figure is a median
-over several rounds, in which FP8 and bf16 alternate. Compilation and graph capture are not included."""
+over several rounds, in which FP8 and bf16 alternate. Compilation and graph capture are not included.
+
+vLLM is measured if it is installed. If the environment variable VLLM_PYTHONPATH is set, it replaces PYTHONPATH for
+vLLM. "kernel ms" is the time per step in which the GPU computes."""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "batch": ("batch", "d"),
     "ms": ("ms", ".3f"),
+    "kernel ms": ("kernel_ms", ".3f"),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "to bf16": ("to_bf16", ".3f"),
     "TFLOP/s": ("tflops", ".0f"),

@@ -124,7 +124,7 @@ def test_architecture_page_names_at_most_three_files() -> None:
 
 
 # Packages that the machine chooses or that come with another one, and other people's that a benchmark looks for.
-NOT_LISTED = {"torch", "triton", "nvidia", "megatron", "pythainlp"}
+NOT_LISTED = {"torch", "triton", "nvidia", "megatron", "pythainlp", "vllm"}
 NAMES = {"fasttext": "fasttext-numpy2-wheel", "transformer_engine_torch": "transformer_engine"}
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import Weights, pack
 from model.config import GIB, flops_per_token, num_parameters, weight_shapes
+from model.fp8.hf_fp8 import quantization_config
+from test_fp8.common import vllm_site
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
@@ -26,16 +33,21 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
     config.eos_token_id = None
     weights = {precision: random_weights(config, precision) for precision in ("fp8", "bf16")}
     generator = torch.Generator().manual_seed(1)
-    results = []
+    results, prompts = [], []
     for batch in options.batches:
-        prompts = torch.randint(config.vocab_size, (batch, options.prompt), generator=generator)
-        results += decode(options, weights, prompts)
+        prompts.append(torch.randint(config.vocab_size, (batch, options.prompt), generator=generator))
+        results += decode(options, weights, prompts[-1])
         print(f"measured batch size {batch}", flush=True)
     results += prefill(options, config, weights)
+    weights.clear()
+    torch.cuda.empty_cache()
     if options.transformers_batches:
-        weights.clear()
-        torch.cuda.empty_cache()
         results += decode_with_transformers(options, config, generator)
+        torch.cuda.empty_cache()
+    if environment := vllm_site.vllm_environment():
+        results += decode_with_vllm(options, config, prompts, environment)
+    else:
+        print("vLLM is not installed: skipping its cases", flush=True)
     return results
 
 
@@ -122,4 +134,46 @@ def decode_with_transformers(
         gib = num_parameters(config) * 2 / GIB
         results.append(make_result("decode", "transformers", batch, each, batch, weights_gib=gib))
         print(f"measured decoding speed of transformers with batch size {batch}", flush=True)
+    return results
+
+
+def decode_with_vllm(
+    options: argparse.Namespace, config: Any, prompts: list[torch.Tensor], environment: Mapping[str, str]
+) -> list[Result]:
+    """Decode with vLLM, in FP8 (the format of train/export.py with one scale per row) and in bf16.
+
+    vLLM has two model runners, and its engine runs in the process of the caller or in another one. Each batch size is
+    measured with the four combinations, and the fastest is reported. A combination that fails is skipped.
+    """
+    script = Path(__file__).with_name("vllm_decoding.py")
+    results = []
+    for precision in ("fp8", "bf16"):
+        stored = copy.deepcopy(config)
+        stored.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+        stored.dtype = torch.bfloat16
+        if precision == "fp8":
+            stored.quantization_config = quantization_config(False, ["lm_head"])
+        measured: dict[int, list[Result]] = defaultdict(list)
+        with tempfile.TemporaryDirectory() as folder:
+            stored.save_pretrained(folder)
+            request = {"model": folder, "prompts": [ids.tolist() for ids in prompts]}
+            request |= {"cache": options.cache, "rounds": options.rounds}
+            for other_process, runner in product("01", repeat=2):
+                settings = {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": other_process,
+                    "VLLM_USE_V2_MODEL_RUNNER": runner,
+                }
+                try:
+                    answer = vllm_site.run_script(script, request, {**environment, **settings})
+                except ValueError as error:
+                    print(f"skipping vLLM in {precision} with {settings}: {error}", flush=True)
+                    continue
+                for found in answer:
+                    measured[found["batch"]].append({**found, "settings": settings})
+                print(f"measured vLLM in {precision} with {settings}", flush=True)
+        for batch, found in measured.items():
+            best = min(found, key=lambda r: r["seconds"])
+            kernels = min((r["kernel_seconds"] for r in found if "kernel_seconds" in r), default=0)
+            more = {key: best[key] for key in ("version", "settings")} | {"kernel_ms": kernels * 1000 or None}
+            results.append(make_result("decode", f"vllm {precision}", batch, best["seconds"], batch, **more))
     return results

@@ -15,6 +15,7 @@ from test_fp8 import bench_scaling
 from test_fp8.bench_decode import BENCHMARK as DECODING
 from test_fp8.bench_scaling import BENCHMARK as SCALING
 from test_fp8.bench_scaling import summarize
+from test_fp8.check_exports import compare
 from test_fp8.compare_gradients import BENCHMARK as GRADIENTS
 from test_fp8.linear.bench import Linear, measure_shape
 from test_fp8.linear.shapes import Shape
@@ -56,6 +57,71 @@ def test_decoding_report(tmp_path: Path) -> None:
     )
     assert fp8["weights_gib"] < bf16["weights_gib"]
     assert "--batches 1 3" in report["command"]
+
+
+# A decoding step takes 2 ms with one model runner and 8 ms with the other.
+VLLM = """
+import json, os, time
+from types import SimpleNamespace
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.tokens = options["max_tokens"]
+
+class LLM:
+    def __init__(self, model, max_num_seqs, **options):
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            raise RuntimeError("the engine does not start in this process")
+        config = json.load(open(model + "/config.json"))
+        assert config["architectures"] == ["MistralForCausalLM"] and max_num_seqs == 2
+        self.step_s = 0.002 if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else 0.008
+
+    def generate(self, prompts, params, use_tqdm):
+        time.sleep(params.tokens * self.step_s)
+        assert all(len(prompt["prompt_token_ids"]) == 4 for prompt in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.tokens)]) for _ in prompts]
+"""
+
+
+def install_stand_in(folder: Path, source: str) -> Path:
+    """Write a package "vllm" of version 1.2 to a folder and return the folder."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm/__init__.py").write_text(source)
+    (folder / "vllm-1.2.dist-info").mkdir()
+    (folder / "vllm-1.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.2\n")
+    return folder
+
+
+@pytest.mark.process
+def test_decoding_with_vllm_reports_the_fastest_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PYTHONPATH", str(install_stand_in(tmp_path / "site", VLLM)))
+    small = ["--prefill_batch", "2", "--prefill_length", "16", "--batches", "1", "2"]
+    report = report_of(DECODING, tmp_path, *SMALL_DECODING, *small, "--cache", "24")
+    found = {(r["row"], r["batch"]): r for r in report["results"] if r["row"].startswith("vllm")}
+    assert list(found) == [(f"vllm {precision}", batch) for precision in ("fp8", "bf16") for batch in (1, 2)]
+    for (_, batch), r in found.items():
+        assert r["ms"] < 6 and r["tokens_per_s"] == pytest.approx(batch / r["ms"] * 1000)
+        assert r["settings"]["VLLM_USE_V2_MODEL_RUNNER"] == "1" and r["version"] == "1.2"
+
+
+def test_exports_are_compared() -> None:
+    exact = [-1.0, -2.0, -3.0, -4.0]
+    by_transformers = {"exact": exact, "rounded": [-1.01, -2.0, -3.02, -4.01], "gap": [0.0, 0.07]}
+    by_transformers |= {"same_ids": 1, "same_greedy": 0}
+
+    def problems(errors: list[float], **changes: Any) -> int:
+        scored = [{"logprobs": [a + b for a, b in zip(exact, errors, strict=True)]}]
+        return len(compare(scored, by_transformers | changes)["problems"])
+
+    assert problems([0.02, -0.02, 0.01, 0.0]) == 0
+    assert problems([0.03, -0.03, 0.03, 0.0]) == 1, (
+        "twice the mean of the rounded ones, which is 0.01, is 0.02"
+    )
+    assert problems([math.nan, 0.0, 0.0, 0.0]) == 1
+    assert problems([0.0] * 4, gap=[0.0, 0.09]) == 1
+    assert problems([0.0] * 4, same_ids=0) == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Check that vLLM and transformers compute the same with exported models.
+
+    python test_fp8/check_exports.py [--recipes delayed block] [--output FILE.json]
+
+A small model is trained for two steps with each FP8 recipe and exported in both formats. vLLM and transformers load
+each export. vLLM continues texts greedily, and transformers computes the log-probabilities of all tokens in float32
+("exact") and as vLLM does, in bf16 with FP8 activations if the weights are in FP8 ("rounded"). The exit status is 1 if
+
+- the mean difference between the log-probabilities of vLLM and the exact ones is more than twice that of the rounded
+  ones, or
+- vLLM chooses a token that is less likely than the likeliest one by more than four times the largest difference of the
+  rounded ones, or
+- vLLM and transformers split a text into different tokens.
+
+If the environment variable VLLM_PYTHONPATH is set, it replaces PYTHONPATH for vLLM and transformers."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from model.variants import VARIANTS
+from test_fp8.common import report, vllm_site
+from test_fp8.common.launch import Program, run
+from test_fp8.common.options import option
+from test_fp8.common.report import Result
+
+VARIANT = "te_layer"
+RECIPES = [recipe for recipe in VARIANTS[VARIANT].recipes if recipe != "mxfp8"]
+FORMATS = ("hf", "hf-fp8")
+FACTOR = 2
+# The sizes suit the FP8 kernels of vLLM. The texts are longer than the sliding window.
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 64,
+    "vocab_size": 2048,
+}
+TEXT_CHARACTERS, TEXTS, NEW_TOKENS = 600, 8, 32
+
+OPTIONS = [option("--recipes", RECIPES, "FP8 recipes to check.", nargs="+", choices=RECIPES)]
+COLUMNS: report.Columns = {
+    "row": ("row", "<"),
+    "format": ("format", "<"),
+    "vLLM": ("vllm", ".2e"),
+    "rounded": ("rounded", ".2e"),
+    "largest gap": ("gap", ".2e"),
+    "allowed": ("allowed_gap", ".2e"),
+    "same greedy": ("same_greedy", "d"),
+}
+
+
+def measure(options: argparse.Namespace) -> report.Outcome:
+    """Train, export and compare. Raises ValueError if vLLM is not installed or a program fails."""
+    environment = vllm_site.vllm_environment()
+    if environment is None:
+        raise ValueError(
+            "vLLM is not installed. Install it, or set VLLM_PYTHONPATH to the folder of its packages"
+        )
+    script = Path(__file__).resolve().parent / "model/export_scores.py"
+    source = inspect.getsource(argparse)
+    texts = [source[i * TEXT_CHARACTERS : (i + 1) * TEXT_CHARACTERS] for i in range(TEXTS)]
+    with tempfile.TemporaryDirectory() as name:
+        exports = export_models(options.recipes, Path(name))
+        request: dict[str, Any] = {"reader": "vllm", "folders": list(map(str, exports.values()))}
+        request["arguments"] = [{"texts": texts, "new": NEW_TOKENS} for _ in exports]
+        vllm = vllm_site.run_script(script, request, environment)
+        print("measured vLLM", flush=True)
+        request |= {"reader": "transformers"}
+        request["arguments"] = [{"texts": texts, "scored": scored} for scored in vllm["found"]]
+        transformers = vllm_site.run_script(script, request, environment)
+    results = [
+        {"row": recipe, "format": form, **compare(by_vllm, by_transformers)}
+        for (recipe, form), by_vllm, by_transformers in zip(
+            exports, vllm["found"], transformers["found"], strict=True
+        )
+    ]
+    failures = [f"{r['row']}, {r['format']}: {why}" for r in results for why in r["problems"]]
+    versions = {"vllm": vllm["version"], "transformers": transformers["version"]}
+    return report.Outcome(results, {"model": MODEL, "readers": versions}, failures=failures)
+
+
+def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str], Path]:
+    """Train a model with each recipe and export it. Returns the exports by recipe and format."""
+    log = folder / "log"
+    text = ["--input", Path(json.__file__).parent, inspect.getfile(argparse)]
+    tokenizer, data = folder / "tokenizer", folder / "data"
+    run(
+        Program(
+            "train/train_tokenizer.py",
+            [*text, "--vocab_size", MODEL["vocab_size"], "--output", tokenizer],
+            log,
+        )
+    )
+    prepare = [*text, "--tokenizer", tokenizer, "--output", data, "--eval_fraction", 0.1, "--workers", 1]
+    run(Program("train/prepare_data.py", prepare, log))
+    tiny = json.loads(
+        (Path(__file__).resolve().parent.parent / "model/configs/tiny.json").read_text(encoding="utf-8")
+    )
+    (folder / "model.json").write_text(json.dumps(tiny | MODEL), encoding="utf-8")
+    exports = {}
+    for recipe in recipes:
+        output, config = folder / recipe, folder / f"{recipe}.json"
+        settings = {
+            "model": {"config": str(folder / "model.json"), "variant": VARIANT},
+            "precision": {"recipe": recipe},
+            "data": {"sources": {"text": str(data)}},
+            "output_dir": str(output),
+            "max_steps": 2,
+            "max_seq_length": 256,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-3,
+            "warmup_steps": 1,
+        }
+        config.write_text(json.dumps(settings), encoding="utf-8")
+        run(Program("train/train.py", [config], log))
+        for form in FORMATS:
+            out = exports[recipe, form] = folder / f"{recipe}-{form}"
+            run(Program("train/export.py", [output, out, "--format", form], log))
+        print(f"trained and exported a model with {recipe} scaling", flush=True)
+    return exports
+
+
+def compare(vllm: Sequence[Result], transformers: Result) -> Result:
+    """Compare the scores of vLLM with those of transformers (model/export_scores.py).
+
+    Returns the mean differences to the exact log-probabilities, the largest gap, the allowed gap, and "problems".
+    """
+    exact = transformers["exact"]
+    by_vllm = [logprob for text in vllm for logprob in text["logprobs"]]
+    difference, rounded = (
+        [abs(a - b) for a, b in zip(logprobs, exact, strict=True)]
+        for logprobs in (by_vllm, transformers["rounded"])
+    )
+    result: Result = {
+        "vllm": statistics.mean(difference),
+        "rounded": statistics.mean(rounded),
+        "gap": max(transformers["gap"]),
+        "allowed_gap": 2
+        * FACTOR
+        * max(rounded),  # each of two logits may be off by FACTOR times the difference
+        "tokens": len(exact),
+        "texts": len(vllm),
+        "same_ids": transformers["same_ids"],
+        "same_greedy": transformers["same_greedy"],
+    }
+    problems = []
+    if not result["vllm"] <= FACTOR * result["rounded"]:
+        problems.append(f"the log-probabilities of vLLM are off by {result['vllm']:.2e} on average")
+    if not result["gap"] <= result["allowed_gap"]:
+        problems.append(f"vLLM chooses a token that is less likely by {result['gap']:.2e}")
+    if result["same_ids"] != result["texts"]:
+        problems.append(f"only {result['same_ids']} of {result['texts']} texts have the same tokens")
+    return {**result, "problems": problems}
+
+
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

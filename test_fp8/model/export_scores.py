@@ -1,0 +1,123 @@
+"""Score texts with exported models in vLLM or transformers, for check_exports.py.
+
+    python test_fp8/model/export_scores.py REQUEST.json ANSWER.json
+
+The request has the "reader" ("vllm" or "transformers"), the "folders" of the exported models and the arguments of that
+reader. This script runs with the packages of vLLM, so it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 128
+
+
+def score_with_vllm(folder: str, texts: list[str], new: int) -> list[dict[str, Any]]:
+    """Return the token ids of each text, its greedy continuation by `new` tokens, and all log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder,
+        max_model_len=1024,
+        max_num_seqs=len(texts),
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=2**30,
+        compilation_config={"cudagraph_capture_sizes": [len(texts)]},
+    )
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    scored = []
+    for answer in llm.generate(texts, params, use_tqdm=False):
+        ids, tokens = list(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
+        found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+        logprobs = [at[token].logprob for at, token in zip(found, [*ids[1:], *tokens], strict=True)]
+        scored.append({"ids": ids, "tokens": tokens, "logprobs": logprobs})
+    return scored
+
+
+def score_with_transformers(folder: str, texts: list[str], scored: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compute the log-probabilities of the tokens that vLLM has scored.
+
+    Returns lists with one number per token of all texts: "exact" in float32 with the stored weights, and "rounded" in
+    bf16 and, for FP8 weights, with activations in FP8. "gap" has one number for each token that vLLM generated: how
+    much less likely it is than the likeliest token, in float32. "same_ids" and "same_greedy" count the texts for which
+    transformers has the same token ids and the same greedy continuation.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    exact, rounded = load(folder, exact=True), load(folder, exact=False)
+    found: dict[str, Any] = {"exact": [], "rounded": [], "gap": [], "same_ids": 0, "same_greedy": 0}
+    for text, by_vllm in zip(texts, scored, strict=True):
+        ids, tokens = by_vllm["ids"], by_vllm["tokens"]
+        found["same_ids"] += tokenizer(text)["input_ids"] == ids
+        sequence = torch.tensor([ids + tokens], device=DEVICE)
+        for name, model in (("rounded", rounded), ("exact", exact)):
+            with torch.no_grad():
+                logprobs = model(input_ids=sequence).logits[0, :-1].float().log_softmax(-1)
+            chosen = logprobs.gather(1, sequence[0, 1:, None])[:, 0]
+            found[name] += chosen.tolist()
+        gap = (logprobs.amax(1) - chosen)[len(ids) - 1 :].tolist()
+        found["gap"] += gap
+        found["same_greedy"] += not any(gap)
+    return found
+
+
+def load(folder: str, exact: bool) -> Any:
+    """Load a model in float32 with its stored weights, or in bf16 with FP8 activations if the weights are in FP8.
+
+    compressed-tensors runs FP8 kernels for bf16. For block scaling, transformers downloads its kernels. So this
+    function dequantizes the weights, which is exact in bf16, and rounds the activations of each FP8 matrix.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    stored: dict[str, Any] = getattr(config, "quantization_config", {})
+    blocks = stored.get("quant_method") == "fp8"
+    if stored:
+        stored["dequantize"] = exact or blocks
+        if not exact and not blocks:
+            stored["use_optimized_inference"] = True
+    dtype = torch.float32 if exact and not blocks else torch.bfloat16
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    model.to(DEVICE).eval()
+    if exact:
+        return model.float()
+    if blocks:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name not in stored["modules_to_not_convert"]:
+                module.register_forward_pre_hook(lambda _, inputs: round_to_fp8(inputs[0]))
+    return model
+
+
+def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round activations to FP8 with one scale per 128 values of a row."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+
+
+def main(asked: str, answered: str) -> None:
+    request = json.loads(Path(asked).read_text(encoding="utf-8"))
+    score: Any = score_with_vllm if request["reader"] == "vllm" else score_with_transformers
+    found = []
+    for folder, arguments in zip(request["folders"], request["arguments"], strict=True):
+        found.append(score(folder, **arguments))
+        gc.collect()
+    answer = {"version": version(request["reader"]), "found": found}
+    Path(answered).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder of this script
+    main(*sys.argv[1:])
