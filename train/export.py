@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -251,7 +252,8 @@ def main(argv: list[str] | None = None) -> None:
 
     tokenizer = arguments.tokenizer or trained_tokenizer(path, read_state(path))
     lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
-    print("\n".join([*lines, f"wrote {arguments.out} from {path}"]))
+    upload = f"to upload it to the Hugging Face Hub: hf upload REPO_ID {shlex.quote(str(arguments.out))}"
+    print("\n".join([*lines, f"wrote {arguments.out} from {path}", upload]))
 
 
 def select_checkpoint(given: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of an exported model. The user adds the license and the intended use."""
+"""Write the model card (README.md) of an exported model. The user adds license, language and intended use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from train.record.history import EVALUATION, HistoryError, read_history
 
 # A later export replaces a README.md only if it contains this line.
 MARK = "<!-- written by train/export.py from the run's files; without this line an export leaves the card as it is -->"
-# Metadata for the Hugging Face Hub.
-FRONT_MATTER = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- {model_type}
----
-"""
 COMPRESSED = "compressed-tensors"
 COMPRESSED_HINT = "transformers needs the package compressed-tensors: pip install compressed-tensors"
 LOSSES = {"training loss": "loss", "evaluation loss": EVALUATION, "loss of a unigram model": "unigram_loss"}
@@ -49,15 +41,15 @@ def write_card(
         shutil.copy2(old, out / "README.md")
         return
     model_config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    precision, start_weights = config["precision"], config["model"].get("init_from")
-    quantization = ""
-    if stored := model_config.get("quantization_config"):
-        method = stored["quant_method"]
-        note = f"; {COMPRESSED_HINT}" if method == COMPRESSED else ""
-        quantization = f"FP8 weights (quant_method {method}){note}"
+    precision, start_weights = config["precision"], config["model"].get("init_from") or ""
+    base_model = hub_id(start_weights)
+    method = (model_config.get("quantization_config") or {}).get("quant_method", "")
+    note = f"; {COMPRESSED_HINT}" if method == COMPRESSED else ""
     facts = {
         "model": f"{model_name(config['model']['config'])}, trained as {config['model']['variant']}",
-        "started from": f"the weights of {model_name(start_weights)}" if start_weights else "random weights",
+        "started from": f"the weights of {base_model or model_name(start_weights)}"
+        if start_weights
+        else "random weights",
         "data": ", ".join(config["data"]["sources"]),
         "steps, tokens": f"{step:,}, {tokens:,}",
         "sequence length": f"{config['max_seq_length']:,}",
@@ -66,17 +58,36 @@ def write_card(
         "precision.schedule": to_json_text(precision["schedule"]) if precision.get("schedule") else "",
         **_run_facts(checkpoint.parent.parent, step),
         "max_position_embeddings": f"{model_config['max_position_embeddings']:,}",
-        "quantization": quantization,
+        "quantization": f"FP8 weights (quant_method {method}){note}" if method else "",
     }
     rows = "".join(
         f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in facts.items() if value
     )
-    front = FRONT_MATTER.format(**model_config)
+    # metadata for the Hugging Face Hub
+    metadata = {
+        "license": "other  # fill in",
+        "language": "und  # fill in, for example en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": base_model,
+        "tags": f"[{model_config['model_type']}, {precision['compute']}]",
+        "training_tokens": tokens,
+        "sequence_length": config["max_seq_length"],
+        "precision": precision["compute"],
+        "quantization": method,
+    }
+    front = "".join(f"{key}: {value}\n" for key, value in metadata.items() if value != "")
     (out / "README.md").write_text(
-        f"{front}{MARK}\n\n# {checkpoint.resolve().parent.parent.name}\n\n| | |\n|---|---|\n{rows}\n"
+        f"---\n{front}---\n{MARK}\n\n# {checkpoint.resolve().parent.parent.name}\n\n| | |\n|---|---|\n{rows}\n"
         "License, intended use and limitations: please fill in.\n",
         encoding="utf-8",
     )
+
+
+def hub_id(folder: str) -> str:
+    """Return the Hugging Face Hub id org/name of a folder in the Hub's cache, or "" for any other folder."""
+    cached = [part for part in Path(folder).parts if part.startswith("models--")]
+    return cached[-1].removeprefix("models--").replace("--", "/") if cached else ""
 
 
 def _run_facts(run: Path, step: int) -> dict[str, str]:

@@ -75,6 +75,28 @@ def test_card_has_checkpoint_facts(card: Card) -> None:
     assert "until_step" in other["precision.schedule"]
 
 
+@pytest.mark.parametrize("init_from", ["/home/me/models--org--a-model/snapshots/0123", "/home/me/base", None])
+@pytest.mark.parametrize("quantization", [None, quantization_config(True, [])])
+def test_card_has_hub_metadata(card: Card, init_from: str | None, quantization: dict | None) -> None:
+    config = CONFIG | {"model": CONFIG["model"] | {"init_from": init_from}}
+    metadata = ModelCard(card(config, quantization=quantization), ignore_metadata_errors=False).data.to_dict()
+    expected = {
+        "license": "other",
+        "language": "und",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["mistral", "fp8"],
+        "training_tokens": 128,
+        "sequence_length": 64,
+        "precision": "fp8",
+    }
+    if init_from and "models--" in init_from:
+        expected["base_model"] = "org/a-model"
+    if quantization:
+        expected["quantization"] = "fp8"
+    assert metadata == expected
+
+
 def test_card_has_run_facts(card: Card, tmp_path: Path) -> None:
     known = {
         "startup_checks": ["FP8: 12 of 13", "  not FP8: a|b"],
