@@ -37,7 +37,6 @@ from test_fp8.common.report import Result
 
 VARIANT = "te_layer"
 RECIPES = [recipe for recipe in VARIANTS[VARIANT].recipes if recipe != "mxfp8"]
-FORMATS = ("hf", "hf-fp8")
 FACTOR = 2
 # The sizes suit the FP8 kernels of vLLM. The texts are longer than the sliding window.
 MODEL = {
@@ -128,9 +127,9 @@ def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str],
         }
         config.write_text(json.dumps(settings), encoding="utf-8")
         run(Program("train/train.py", [config], log))
-        for form in FORMATS:
-            out = exports[recipe, form] = folder / f"{recipe}-{form}"
-            run(Program("train/export.py", [output, out, "--format", form], log))
+        exports[recipe, "hf"] = output / "hf"
+        out = exports[recipe, "hf-fp8"] = folder / f"{recipe}-fp8"
+        run(Program("train/export.py", [output, out, "--format", "hf-fp8"], log))
         print(f"trained and exported a model with {recipe} scaling", flush=True)
     return exports
 

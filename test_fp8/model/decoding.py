@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,11 @@ from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
 GREEDY = Sampling(temperature=0)
+# vLLM's default (version 0.26), its engine in the same process as the caller, and its former model runner
+VLLM_SETTINGS = [
+    {"VLLM_ENABLE_V1_MULTIPROCESSING": other_process, "VLLM_USE_V2_MODEL_RUNNER": runner}
+    for other_process, runner in ("11", "01", "10")
+]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -142,8 +146,7 @@ def decode_with_vllm(
 ) -> list[Result]:
     """Decode with vLLM, in FP8 (the format of train/export.py with one scale per row) and in bf16.
 
-    vLLM has two model runners, and its engine runs in the process of the caller or in another one. Each batch size is
-    measured with the four combinations, and the fastest is reported. A combination that fails is skipped.
+    The result for each batch size is that of the fastest of VLLM_SETTINGS. Settings that fail are skipped.
     """
     script = Path(__file__).with_name("vllm_decoding.py")
     results = []
@@ -158,11 +161,7 @@ def decode_with_vllm(
             stored.save_pretrained(folder)
             request = {"model": folder, "prompts": [ids.tolist() for ids in prompts]}
             request |= {"cache": options.cache, "rounds": options.rounds}
-            for other_process, runner in product("01", repeat=2):
-                settings = {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": other_process,
-                    "VLLM_USE_V2_MODEL_RUNNER": runner,
-                }
+            for settings in VLLM_SETTINGS:
                 try:
                     answer = vllm_site.run_script(script, request, {**environment, **settings})
                 except ValueError as error:

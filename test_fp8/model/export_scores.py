@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 128
 
 
 def score_with_vllm(folder: str, texts: list[str], new: int) -> list[dict[str, Any]]:
     """Return the token ids of each text, its greedy continuation by `new` tokens, and all log-probabilities."""
+    # torch.cuda must not be used before this import, because the engine of vLLM runs in a fork of this process
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=folder,
         max_model_len=1024,
         max_num_seqs=len(texts),
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=2048,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=2**30,
@@ -55,13 +55,14 @@ def score_with_transformers(folder: str, texts: list[str], scored: list[dict[str
     """
     from transformers import AutoTokenizer
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    exact, rounded = load(folder, exact=True), load(folder, exact=False)
+    exact, rounded = (load(folder, in_float32).to(device) for in_float32 in (True, False))
     found: dict[str, Any] = {"exact": [], "rounded": [], "gap": [], "same_ids": 0, "same_greedy": 0}
     for text, by_vllm in zip(texts, scored, strict=True):
         ids, tokens = by_vllm["ids"], by_vllm["tokens"]
         found["same_ids"] += tokenizer(text)["input_ids"] == ids
-        sequence = torch.tensor([ids + tokens], device=DEVICE)
+        sequence = torch.tensor([ids + tokens], device=device)
         for name, model in (("rounded", rounded), ("exact", exact)):
             with torch.no_grad():
                 logprobs = model(input_ids=sequence).logits[0, :-1].float().log_softmax(-1)
@@ -90,7 +91,7 @@ def load(folder: str, exact: bool) -> Any:
             stored["use_optimized_inference"] = True
     dtype = torch.float32 if exact and not blocks else torch.bfloat16
     model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
-    model.to(DEVICE).eval()
+    model.eval()
     if exact:
         return model.float()
     if blocks:

@@ -1,4 +1,4 @@
-"""Run a benchmark in this process and read its report."""
+"""Run a benchmark in this process and read its report, with a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def report_of(benchmark: Benchmark, folder: Path, *words: str, status: int = 0) 
     text = output.read_text()
     assert str(folder) not in text
     return json.loads(text)
+
+
+def install_stand_in(folder: Path, source: str) -> Path:
+    """Write a package "vllm" of version 1.2 to a folder and return the folder."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm/__init__.py").write_text(source)
+    (folder / "vllm-1.2.dist-info").mkdir()
+    (folder / "vllm-1.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.2\n")
+    return folder

@@ -25,7 +25,7 @@ from test_fp8.zero_matrix import BENCHMARK as ZERO_MATRIX
 from test_fp8.zero_matrix import compare_runs, make_data, matrix, training_settings
 from tests.model.fp8.test_gemms import without_fp8
 from tests.reliability.launching import launch
-from tests.test_fp8.running import report_of
+from tests.test_fp8.running import install_stand_in, report_of
 from train.config.load import build_arguments
 from train.preflight.check import check
 
@@ -81,15 +81,6 @@ class LLM:
         assert all(len(prompt["prompt_token_ids"]) == 4 for prompt in prompts)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * params.tokens)]) for _ in prompts]
 """
-
-
-def install_stand_in(folder: Path, source: str) -> Path:
-    """Write a package "vllm" of version 1.2 to a folder and return the folder."""
-    (folder / "vllm").mkdir(parents=True)
-    (folder / "vllm/__init__.py").write_text(source)
-    (folder / "vllm-1.2.dist-info").mkdir()
-    (folder / "vllm-1.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.2\n")
-    return folder
 
 
 @pytest.mark.process

@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from model.config import load_config
 from model.fp8.hf_fp8 import Quantized
 from model.hf_folder import read_hf_folder
+from test_fp8.check_exports import BENCHMARK as EXPORTS
 from tests.conftest import random_ids
+from tests.test_fp8.running import install_stand_in, report_of
 from tests.train.runs import run
 from train.data.encoder import find_tokenizer
 from train.export import export
@@ -253,6 +255,59 @@ def test_transformers_serve_answers_the_openai_client(
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         greedy = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
         assert answer["whole"] == tokenizer.decode(greedy, skip_special_tokens=True)
+
+
+# In bf16. It ignores the sliding window of models with FP8 weights.
+VLLM = """
+from types import SimpleNamespace
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.tokens = options["max_tokens"]
+
+class LLM:
+    def __init__(self, model, **options):
+        config = AutoConfig.from_pretrained(model)
+        if hasattr(config, "quantization_config"):
+            config.sliding_window = None
+            config.quantization_config["dequantize"] = True
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.bfloat16)
+
+    def generate(self, texts, params, use_tqdm):
+        for text in texts:
+            ids = self.tokenizer(text).input_ids
+            inputs = torch.tensor([ids])
+            with torch.no_grad():
+                sequence = self.model.generate(
+                    inputs, do_sample=False, max_new_tokens=params.tokens, eos_token_id=None
+                )
+                logprobs = self.model(sequence).logits[0].float().log_softmax(-1)
+            found = [
+                {token: SimpleNamespace(logprob=float(row[token]))}
+                for token, row in zip(sequence[0, 1:].tolist(), logprobs)
+            ]
+            answer = SimpleNamespace(token_ids=sequence[0, len(ids):].tolist(), logprobs=found[len(ids) - 1:])
+            yield SimpleNamespace(
+                prompt_token_ids=ids, prompt_logprobs=[None, *found[: len(ids) - 1]], outputs=[answer]
+            )
+"""
+
+
+def test_check_of_exports_finds_a_wrong_reader(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site,) = tools.parent.glob("lib/python*/site-packages")
+    stand_in = install_stand_in(tmp_path / "site", VLLM)
+    monkeypatch.setenv("VLLM_PYTHONPATH", os.pathsep.join(map(str, (stand_in, site))))
+    report = report_of(EXPORTS, tmp_path, "--recipes", "block", status=1)
+    right, wrong = report["results"]
+    assert (right["format"], wrong["format"]) == ("hf", "hf-fp8")
+    assert not right["problems"] and len(wrong["problems"]) == 1
+    assert right["vllm"] < 0.01 < wrong["vllm"] and right["same_greedy"] == right["texts"]
+    assert report["readers"]["vllm"] == "1.2"
 
 
 TASK = """
