@@ -70,7 +70,7 @@ def write_card(
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "base_model": base_model,
-        "tags": f"[{model_config['model_type']}, {precision['compute']}]",
+        "tags": f"\n- {model_config['model_type']}\n- {precision['compute']}",
         "training_tokens": tokens,
         "sequence_length": config["max_seq_length"],
         "precision": precision["compute"],
