@@ -12,7 +12,7 @@ from model.fp8 import te_backend
 from model.fp8.modules import apply_precision
 from model.fp8.precision import Precision, PrecisionError, first_key
 from model.hf_folder import check_init_from, read_hf_folder
-from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
+from model.variants import VARIANTS, GradientCheckpointing, SpeedConfig, compiles, variant_problems
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
@@ -45,7 +45,7 @@ def build_model(
     *,
     seed: int = 0,
     init_from: str | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     speed: SpeedConfig | None = None,
     compile: bool | None = None,
     document_mask: bool = False,
@@ -80,7 +80,9 @@ def build_model(
         weights = read_hf_folder(init_from, config, precision.dtype)
     model: Any = make_modules(config, variant, precision, speed or SpeedConfig(), document_mask)
     if VARIANTS[variant].te:
-        if gradient_checkpointing:
+        if gradient_checkpointing == "mlp":
+            model.pack_swiglu()
+        elif gradient_checkpointing:
             model.recompute_layers()
     else:
         if gradient_checkpointing:

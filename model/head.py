@@ -6,17 +6,21 @@ per 128 entries preserves them. The forward pass stays in bf16, because FP8 woul
 decoder layers together (docs/validation.md).
 
 If labels are passed, the head also computes the loss. The gradient kernel of the loss then writes FP8 directly, so the
-bf16 gradient of the logits is never stored. Shape suffixes: M tokens, H hidden size, V vocabulary size.
+bf16 gradient of the logits is never stored. The backward pass handles HEAD_ROWS tokens at a time, so the FP8 gradient
+of all logits is never stored either. Shape suffixes: M tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from model.fp8.gemms import pause_counting
 from model.fp8.quantizers import Source, report_operand
+from model.fp8.recipes import HEAD_ROWS
 
 
 def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, **placement: Any) -> nn.Module:
@@ -78,14 +82,31 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden_MH, weight_VH, *of_loss = ctx.saved_tensors
+        fused = getattr(ctx.module, "fuse_wgrad_accumulation", False)
+        into = weight_VH.main_grad if fused else None
+        if not of_loss:
+            return *_gradients(ctx, gradient, hidden_MH, weight_VH, into), None, None, None
+        logits_MV, labels_M, stats_M2, counted = of_loss
+        total: Any = into if fused else torch.zeros_like(weight_VH, dtype=torch.float32)
+        parts = []
+        for hidden, logits, labels, stats in zip(
+            *(t.split(HEAD_ROWS) for t in (hidden_MH, logits_MV, labels_M, stats_M2)), strict=True
+        ):
+            statistics = labels, stats, counted
+            of_logits = ctx.te.fp8_cross_entropy.gradient(logits, statistics, gradient)
+            source = Source("loss_gradient", (logits, *statistics, gradient), rounded=True)
+            report_operand(ctx.module, 2, source, of_logits)
+            with pause_counting() if parts else nullcontext():
+                parts.append(_gradients(ctx, of_logits, hidden, weight_VH, total)[0])
+        return torch.cat(parts), None if fused else total.to(weight_VH.dtype), None, None, None
 
-        def note(operand: int, matrix: torch.Tensor, made: Any) -> None:
-            report_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)
 
-        if of_loss:
-            logits_MV, *statistics = of_loss
-            source = Source("loss_gradient", (logits_MV, *statistics, gradient), rounded=True)
-            gradient = ctx.te.fp8_cross_entropy.gradient(logits_MV, statistics, gradient)
-            report_operand(ctx.module, 2, source, gradient)
-        into = weight_VH.main_grad if getattr(ctx.module, "fuse_wgrad_accumulation", False) else None
-        return *ctx.te.fp8_gradients(gradient, hidden_MH, weight_VH, into, note), None, None, None
+def _gradients(
+    ctx: Any, gradient: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of the hidden states and of the weight, or add the latter to `into`."""
+
+    def note(operand: int, matrix: torch.Tensor, made: Any) -> None:
+        report_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)
+
+    return ctx.te.fp8_gradients(gradient, hidden_MH, weight_VH, into, note)

@@ -20,6 +20,7 @@ from transformers import MistralConfig
 from model.config import head_dim
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
+from model.fp8.te_backend import BackendError
 from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
@@ -92,6 +93,7 @@ class FusedTransformerLayer(nn.Module):
         )
         if speed.fused_swiglu:
             self.layernorm_mlp.activation = precision.te.fused_swiglu
+        self.add_residual = precision.te.add_residual
 
     def forward(
         self,
@@ -100,8 +102,9 @@ class FusedTransformerLayer(nn.Module):
         is_first_microbatch: bool | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        x_BTH = x_BTH + self.self_attention(x_BTH, rotary_pos_emb, is_first_microbatch, documents)
-        return x_BTH + self.layernorm_mlp(x_BTH, is_first_microbatch=is_first_microbatch)
+        attended = self.self_attention(x_BTH, rotary_pos_emb, is_first_microbatch, documents)
+        x_BTH = self.add_residual(x_BTH, attended)
+        return self.add_residual(x_BTH, self.layernorm_mlp(x_BTH, is_first_microbatch=is_first_microbatch))
 
 
 class MistralForCausalLM(MistralBase):
@@ -111,3 +114,21 @@ class MistralForCausalLM(MistralBase):
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
         return FusedTransformerLayer(config, precision, speed, index)
+
+    def pack_swiglu(self) -> None:
+        """Store the input of SwiGLU in 8 bits and recompute its output in the backward pass (delayed scaling).
+
+        This has no effect if `speed.fused_swiglu` is off, and in the CPU reference implementation.
+
+        Raises BackendError if this GPU or the installed Transformer Engine does not support it.
+        """
+        activation = self.precision.te.packed_swiglu
+        if activation is None:
+            raise BackendError(
+                "gradient_checkpointing mlp is not available with this GPU and Transformer Engine; set it to true or "
+                "false",
+                code="not_supported",
+                key="gradient_checkpointing",
+            )
+        for layer in self.model.layers if self.speed.fused_swiglu else ():
+            layer.layernorm_mlp.activation = activation

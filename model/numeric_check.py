@@ -31,7 +31,7 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import fp8_multiple
 from model.startup_check import StartupCheckError
-from model.variants import SpeedConfig
+from model.variants import GradientCheckpointing, SpeedConfig
 
 # Limits for the relative error and the scale error of the loss and of each gradient, keyed by precision.compute.
 # Rounding errors average out in the scale error. Its limit is therefore lower, which also detects scales that are only
@@ -58,6 +58,7 @@ def choose_kernels(
     seq_length: int,
     *,
     document_mask: bool = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     seed: int = 0,
 ) -> tuple[SpeedConfig, list[str]]:
     """Compare the kernels of a training run with a float32 reference, and disable optional kernels that fail.
@@ -68,6 +69,7 @@ def choose_kernels(
         variant: te_linear or te_layer.
         batch_size: number of samples per micro-batch. The check uses fewer samples if the float32 logits would need
             more than 1 GiB.
+        gradient_checkpointing: its value in the training configuration.
         seq_length: number of tokens per sample. The check uses at most 4096 tokens, or 64 tokens with the CPU reference
             implementation.
 
@@ -77,7 +79,9 @@ def choose_kernels(
     Raises:
         StartupCheckError: If the results are wrong even with all optional kernels disabled.
     """
-    probe = _Probe(config, variant, precision, batch_size, seq_length, document_mask, seed)
+    probe = _Probe(
+        config, variant, precision, batch_size, seq_length, document_mask, gradient_checkpointing, seed
+    )
     try:
         errors = probe.errors(speed)
     except PrecisionError as error:  # for example, bf16_modules names the layers whose sizes do not fit FP8
@@ -117,11 +121,13 @@ class _Probe:
         batch_size: int,
         seq_length: int,
         document_mask: bool,
+        gradient_checkpointing: GradientCheckpointing,
         seed: int,
     ):
         self.config = copy.deepcopy(config)
         self.config.num_hidden_layers = 1
         self.variant, self.document_mask, self.seed = variant, document_mask, seed
+        self.gradient_checkpointing = gradient_checkpointing
         # The layer represents all layers, so patterns with layer numbers do not apply. Ranks can run different numbers
         # of passes, so they must not reduce amaxes.
         patterns = [p for p in precision.config.bf16_modules if not re.search(r"layers\.[\d\[?]", p)]
@@ -162,6 +168,7 @@ class _Probe:
                 seed=self.seed + 1,
                 speed=speed,
                 document_mask=self.document_mask,
+                gradient_checkpointing=self.gradient_checkpointing,
             ).train()
             for number, is_first in enumerate(passes):
                 if number == min(1, len(passes) - 1):

@@ -6,6 +6,7 @@ This module does not import torch, so commands can check their arguments quickly
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -44,6 +45,9 @@ VARIANTS = {
         Variant("torchao", te=False, recipes=_TORCHAO, compiles=True),
     )
 }
+
+# Values of gradient_checkpointing: keep all activations, all but those of SwiGLU, or only the inputs of the layers.
+GradientCheckpointing = bool | Literal["mlp"]
 
 # Environment variables that select an attention backend of Transformer Engine.
 ATTENTION_BACKENDS = {
@@ -101,6 +105,11 @@ class SpeedConfig:
         return cls(**{f.name: False for f in dataclasses.fields(cls)})
 
 
+def supports_mlp(variant: str, speed: SpeedConfig, recipe: str) -> bool:
+    """Return whether gradient_checkpointing "mlp" is supported in FP8 with `recipe`."""
+    return variant == "te_layer" and speed.fused_swiglu and recipe == "delayed"
+
+
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
     """Return an error message for each setting that a model variant does not support.
 
@@ -145,20 +154,21 @@ def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> 
 
 
 def cuda_graphs_problem(
-    variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
+    variant: str, *, recomputes: bool = False, zero_stage: int = 0, emulated: bool = False
 ) -> str | None:
     """Return why CUDA graphs are not supported and what to do instead, or None if they are supported.
 
     Args:
+        recomputes: whether gradient_checkpointing is true.
         emulated: the value of PrecisionConfig.emulated.
     """
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
         return f"only {capable} support CUDA graphs; use one of them, or set speed.cuda_graphs to false"
-    if gradient_checkpointing:
+    if recomputes:
         return (
-            "gradient_checkpointing reads the state of the random generator, which CUDA graphs cannot capture; set "
-            "gradient_checkpointing or speed.cuda_graphs to false"
+            "gradient_checkpointing true reads the state of the random generator, which CUDA graphs cannot capture; "
+            "set gradient_checkpointing to mlp or false, or speed.cuda_graphs to false"
         )
     if zero_stage == 3:
         return (

@@ -10,9 +10,10 @@ import pytest
 from scripts.check_requirements import parse
 from tests.imports import ROOT, TOP, arrows, imported_files, imported_modules, reached, room_of, sources
 
+TRANSFORMER_ENGINE = {f"model/fp8/{name}.py" for name in ("te_backend", "te_patches", "quantizers")}
 ONLY_IN = {
-    "transformer_engine": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
-    "transformer_engine_torch": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
+    "transformer_engine": TRANSFORMER_ENGINE,
+    "transformer_engine_torch": TRANSFORMER_ENGINE,
     "torchao": {"model/fp8/torchao_fp8.py"},
     "wandb": {"train/record/trackers.py"},
     "deepspeed": {"train/engine", "train/checkpoint"},

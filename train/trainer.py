@@ -464,6 +464,7 @@ def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, l
             args.per_device_train_batch_size,
             args.max_seq_length,
             document_mask=args.data.document_mask,
+            gradient_checkpointing=args.gradient_checkpointing,
             seed=args.seed,
         )
     except Exception:

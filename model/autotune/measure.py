@@ -28,7 +28,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.graphs import use_cuda_graphs
 from model.startup_check import verify_attention, verify_fp8
-from model.variants import SpeedConfig
+from model.variants import GradientCheckpointing, SpeedConfig
 
 logger = logging.getLogger(__name__)
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
@@ -64,7 +64,7 @@ class Task:
     seq_length: int
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     attention_backend: str = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: GradientCheckpointing = False
     accumulation: int = 8
     main_grad: bool = False
     graphs_allowed: bool = True

@@ -25,7 +25,7 @@ from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules, gemm_modules, matrices, uses_transformer_engine
 from model.fp8.precision import Precision
 
-_counting: list[Gemms] = []  # nested contexts; only the innermost counts
+_counting: list[Gemms | None] = []  # nested contexts; only the innermost counts
 
 
 class Gemms:
@@ -127,10 +127,22 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
         yield gemms
 
 
+@contextmanager
+def pause_counting() -> Iterator[None]:
+    """Do not count GEMMs inside this context manager, for example those of an operation in several parts, after the
+    first.
+    """
+    _counting.append(None)
+    try:
+        yield
+    finally:
+        _counting.pop()
+
+
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
     """Add the GEMMs of a replayed CUDA graph, which were counted during its capture, to the active `count_gemms`
     context.
     """
-    if _counting:
-        _counting[-1].forward.update(forward)
-        _counting[-1].backward += backward
+    if _counting and (gemms := _counting[-1]) is not None:
+        gemms.forward.update(forward)
+        gemms.backward += backward

@@ -179,10 +179,16 @@ def _parse_swiglu(arguments: Any, result: Any) -> Any:
 
 
 def _parse_swiglu_gradient(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
+    """Extract the operand from a call to dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F].
+
+    x can also be packed (model/fused/swiglu_fp8.py).
+    """
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
         return None
+    F = gradient.shape[-1]
+    if x.shape[-1] != 2 * F:
+        x = importlib.import_module("model.fused.swiglu_fp8").unpack(x, F)
     return quantizer, None, "swiglu_gradient", (_matrix(x), _matrix(gradient)), result
 
 

@@ -101,6 +101,8 @@ FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
 STATE_BLOCK = 256  # elements of 8-bit moments that share a float32 scale
 # Elements of packed states that a step decodes at a time: 64 MiB in float32. The step needs about six such tensors.
 STATE_CHUNK = 2**24
+# Number of tokens for which lm_head computes its FP8 gradients at a time. Tiles have 128 rows.
+HEAD_ROWS = 8192
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 
 

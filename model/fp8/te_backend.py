@@ -1,7 +1,7 @@
 """Load Transformer Engine if there is a GPU, otherwise the CPU reference implementation.
 
-`load` returns the same namespace of modules for both backends, so that model code is written once. Only this file and
-quantizers.py import transformer_engine.
+`load` returns the same namespace of modules for both backends, so that model code is written once. Only this file,
+te_patches.py and quantizers.py import transformer_engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from model.errors import UserError
+from model.fp8 import te_patches
 from model.fp8.hardware import architecture, emulates_block_scaling
 from model.variants import ATTENTION_BACKENDS, FLASH_HEAD_DIMS
 
@@ -32,7 +32,6 @@ MODULES = (
     "autocast",
 )
 HOPPER = 9  # major compute capability
-FUSED_SWIGLU = "fused_swiglu"
 
 
 class BackendError(UserError, RuntimeError):
@@ -55,8 +54,11 @@ def load(name: str = "auto") -> SimpleNamespace:
     in the reference implementation.
         checkpoint: recomputes activations, or None in the reference implementation, which keeps them.
         cross_entropy, embedding, rotate, split_and_rotate, swiglu: functions from model/fused.
+        add_residual: adds the input and the output of a block that begins with LayerNormLinear or LayerNormMLP.
         fused_swiglu: name of the LayerNormMLP activation whose kernels cast to FP8, or "swiglu" in the reference
             implementation.
+        packed_swiglu: name of the LayerNormMLP activation for gradient_checkpointing "mlp", "swiglu" in the reference
+            implementation, or None if this GPU or Transformer Engine does not support it.
         linear: computes x @ W.T in the dtype of x and W.
         fp8_gradients: computes both gradients of a linear layer in FP8 (see te_reference/gemm.py).
         fp8_cross_entropy: the loss in model/head.py, or None in the reference implementation. `forward(logits [M, V],
@@ -85,7 +87,9 @@ def _load_reference() -> SimpleNamespace:
         rotate=None,
         embedding=None,
         cross_entropy=None,
+        add_residual=torch.add,
         fused_swiglu="swiglu",
+        packed_swiglu="swiglu",
         swiglu=None,
         linear=reference.linear_in_float32,
         fp8_gradients=reference.fp8_gradients,
@@ -125,71 +129,10 @@ def _load_transformer_engine() -> SimpleNamespace:
         embedding=importlib.import_module("model.fused.embedding").embedding,
         swiglu=importlib.import_module("model.fused.swiglu").swiglu,
         cross_entropy=importlib.import_module("model.fused.cross_entropy").cross_entropy,
-        fused_swiglu=_register_fused_swiglu(),
+        **te_patches.apply(),
         **_head_products(),
         recipe=recipe,
     )
-
-
-def _register_fused_swiglu() -> str:
-    """Register the SwiGLU in model/fused/swiglu_fp8.py as an activation for LayerNormMLP, and return its name.
-
-    With delayed scaling, the scale is known in advance, so the kernel that computes the gradient also casts it to FP8.
-    With other recipes, Transformer Engine (TE) computes the gradient in bf16, writes it, and reads it back to cast it.
-
-    TE looks up activations by recipe in a private table of forward, backward and backward-with-cast functions. If the
-    table does not exist, or the installed compilers miscompile the kernels, TE's own SwiGLU is used and a warning is
-    logged.
-    """
-    module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
-    if utils.is_non_tn_fp8_gemm_supported():  # TE allocates no transposed copy, which the kernels would write
-        return "swiglu"
-    table_of = getattr(module, "_get_act_func_supported_list", None)
-    if table_of is None:
-        _warn_about_swiglu(
-            f"Transformer Engine {package_version('transformer_engine')} does not have the table of "
-            "activation functions that the fused SwiGLU kernels need"
-        )
-        return "swiglu"
-    kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
-
-    def backward_with_cast(dy: torch.Tensor, x: torch.Tensor, quantizer: Any) -> tuple[None, Any]:
-        return None, kernels.dswiglu(dy, x, quantizer)  # None: no bias, so no gradient of one
-
-    def with_fused_swiglu(recipe: Any = None) -> dict[str, Any]:
-        table = table_of(recipe)
-        functions = table["swiglu"]
-        if recipe is not None and recipe.delayed() and _swiglu_in_fp8_works():
-            functions = (kernels.swiglu, functions[1], backward_with_cast)
-        return {**table, FUSED_SWIGLU: functions}
-
-    module._get_act_func_supported_list = with_fused_swiglu
-    return FUSED_SWIGLU
-
-
-@lru_cache
-def _swiglu_in_fp8_works() -> bool:
-    """Check that the compiled FP8 SwiGLU kernels are correct, because some compilers transpose bytes wrongly.
-
-    The check runs once per process, before the first FP8 pass.
-    """
-    kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
-    dtypes: Any = importlib.import_module("transformer_engine_torch").DType
-    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    scale, amax = torch.full((1,), 16.0, device="cuda"), torch.zeros(1, device="cuda")
-    formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
-    matches_reference = all(
-        kernels.matches_reference(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats
-    )
-    if not matches_reference:
-        _warn_about_swiglu(f"Triton {package_version('triton')} miscompiles model/fused/swiglu_fp8.py")
-    return matches_reference
-
-
-def _warn_about_swiglu(reason: str) -> None:
-    instead = "using Transformer Engine's slower SwiGLU. Install the versions in requirements-gpu.txt"
-    warnings.warn(f"{reason}: {instead}", stacklevel=3)
 
 
 def _head_products() -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 `swiglu` and `dswiglu` have the same arguments as Transformer Engine's kernels with these names, and are faster. They
 compute in float32 and round once.
+
+With gradient_checkpointing "mlp", `swiglu` also packs its input for the backward pass: 8 bits for each value and one
+scale for each row of 128 values. `dswiglu` then reads the packed input, and `swiglu_transposed` recomputes the output
+from it. Values are int8, because e4m3 has only 3 bits of mantissa, and the error in the gradients would be larger.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import triton.language as tl
 # FORWARD: rows, columns and warps of a block. BACKWARD: side and warps of a square.
 FORWARD = 16, 256, 4
 BACKWARD = 64, 8
+GROUP = 128  # packed values with a common scale
 
 
 @triton.jit
@@ -35,9 +40,38 @@ def _update_amax(amax, scale, scale_inv, largest, is_first):
 
 
 @triton.jit
+def _pack(x, codes, scales, m, f, M, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Store a block x [ROWS, COLUMNS] of gate or up as int8, and one float32 scale for each row of a group.
+
+    codes, scales: addresses of the first code and of the first scale in each row.
+    """
+    groups = tl.reshape(x, (ROWS, COLUMNS // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), axis=2) / 127.0, 1e-30)
+    rounded = tl.floor(groups / scale[:, :, None] + 0.5).to(tl.int8)
+    inside = (m < M)[:, None] & (f < F)[None, :]
+    tl.store(codes + f[None, :], tl.reshape(rounded, (ROWS, COLUMNS)), mask=inside)
+    group = tl.min(f, axis=0) // GROUP + tl.arange(0, COLUMNS // GROUP)
+    tl.store(scales + group[None, :], scale, mask=(m < M)[:, None] & (group * GROUP < F)[None, :])
+
+
+@triton.jit
+def _unpack(packed, m, f, M, F, PITCH, GROUP: tl.constexpr):
+    """Load a block of gate and a block of up from the packed input. All `f` must be in one group."""
+    groups = tl.cdiv(F, GROUP)
+    codes = packed + m.to(tl.int64)[:, None] * PITCH
+    scales = (codes + 2 * F).to(tl.pointer_type(tl.float32)) + tl.min(f, axis=0) // GROUP
+    rows = (m < M)[:, None]
+    inside = rows & (f < F)[None, :]
+    gate = tl.load(codes + f[None, :], mask=inside, other=0).to(tl.float32)
+    up = tl.load(codes + F + f[None, :], mask=inside, other=0).to(tl.float32)
+    return gate * tl.load(scales, mask=rows, other=0.0), up * tl.load(scales + groups, mask=rows, other=0.0)
+
+
+@triton.jit
 def _forward(
-    x, out, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    x, packed, out, scale, scale_inv, amax, M, F, PITCH, E4M3: tl.constexpr, PACK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     # a one-dimensional grid, because a second dimension is limited to 65,535 programs (a million rows)
     program, across = tl.program_id(0), tl.cdiv(F, COLUMNS)
     block_f, block_m = program % across, program // across
@@ -51,6 +85,24 @@ def _forward(
     factor = tl.load(scale)
     _update_amax(amax, factor, scale_inv, tl.max(tl.max(tl.abs(y), axis=1), axis=0), program == 0)
     tl.store(out + row * F + f[None, :], _cast(y * factor, E4M3), mask=inside)
+    if PACK:
+        codes = packed + row * PITCH
+        scales = (codes + 2 * F).to(tl.pointer_type(tl.float32))
+        _pack(gate, codes, scales, m, f, M, F, ROWS, COLUMNS, GROUP)
+        _pack(up, codes + F, scales + tl.cdiv(F, GROUP), m, f, M, F, ROWS, COLUMNS, GROUP)
+
+
+@triton.jit
+def _transposed(
+    packed, out, scale_inv, M, F, PITCH, E4M3: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr
+):
+    square_f, square_m = tl.program_id(0), tl.program_id(1)
+    m = square_m * SIDE + tl.arange(0, SIDE)
+    f = square_f * SIDE + tl.arange(0, SIDE)
+    gate, up = _unpack(packed, m, f, M, F, PITCH, GROUP)
+    y = gate * tl.sigmoid(gate) * up * tl.div_rn(1.0, tl.load(scale_inv))
+    turned = (f < F)[:, None] & (m < M)[None, :]
+    tl.store(out + f.to(tl.int64)[:, None] * M + m[None, :], tl.trans(_cast(y, E4M3)), mask=turned)
 
 
 @triton.jit
@@ -63,8 +115,9 @@ def _clamp(x, E4M3: tl.constexpr):
 
 @triton.jit
 def _backward(
-    gradient, x, rows, columns, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, SIDE: tl.constexpr
-):
+    gradient, x, rows, columns, scale, scale_inv, amax, M, F, PITCH, E4M3: tl.constexpr, PACKED: tl.constexpr,
+    SIDE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Compute one square of the gate gradient and the matching square of the up gradient, and cast both to FP8.
 
     Rows and columns are cast separately. The values for the rows are clamped first, so that the compiler cannot merge
@@ -78,8 +131,11 @@ def _backward(
     row = m.to(tl.int64)[:, None]
     at = row * (2 * F) + f[None, :]
     above = tl.load(gradient + row * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + at + F, mask=inside, other=0.0).to(tl.float32)
+    if PACKED:
+        gate, up = _unpack(x, m, f, M, F, PITCH, GROUP)
+    else:
+        gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + at + F, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     of_gate = above * up * (sigmoid + gate * sigmoid * (1.0 - sigmoid))
     of_up = above * gate * sigmoid
@@ -100,12 +156,31 @@ def _is_e4m3(quantizer: Any) -> bool:
     return bool(quantizer.dtype.name.endswith("E4M3"))
 
 
-def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
+def empty_packed(x: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized buffer for the packed form of the SwiGLU input x [..., 2 F].
+
+    A row [2 F + 8 ceil(F / 128)] of the int8 buffer contains the codes of gate and up, and then the float32 scales of
+    their groups of 128 values.
+    """
+    F = x.shape[-1] // 2
+    return torch.empty(*x.shape[:-1], 2 * F + 8 * triton.cdiv(F, GROUP), dtype=torch.int8, device=x.device)
+
+
+def unpack(packed: torch.Tensor, F: int) -> torch.Tensor:
+    """Return the values of a packed SwiGLU input with feature size F, as float32 [..., 2 F]."""
+    packed = packed.view(torch.int8)
+    scales = packed[..., 2 * F :].contiguous().view(torch.float32).unflatten(-1, (2, -1))
+    scales = scales.repeat_interleave(GROUP, -1)[..., :F].flatten(-2)
+    return packed[..., : 2 * F].float() * scales
+
+
+def swiglu(x: torch.Tensor, quantizer: Any, packed: torch.Tensor | None = None) -> Any:
     """Compute silu(gate) * up as row-wise FP8 codes [..., F], where x [..., 2 F] contains gate and up side by side.
     CUDA only.
 
     Args:
         quantizer: Transformer Engine's quantizer for delayed scaling.
+        packed: buffer from `empty_packed` for the packed form of x.
     """
     x = x.contiguous()
     F = x.shape[-1] // 2
@@ -114,9 +189,26 @@ def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
     out = quantizer.make_empty((*x.shape[:-1], F), dtype=x.dtype, device=x.device)
     ROWS, COLUMNS, warps = FORWARD
     _forward[(triton.cdiv(F, COLUMNS) * triton.cdiv(M, ROWS),)](
-        x, out._data, quantizer.scale, out._scale_inv, quantizer.amax, M, F,
-        E4M3=_is_e4m3(quantizer), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=warps,
+        x, x if packed is None else packed, out._data, quantizer.scale, out._scale_inv, quantizer.amax, M, F,
+        0 if packed is None else packed.shape[-1],
+        E4M3=_is_e4m3(quantizer), PACK=packed is not None, ROWS=ROWS, COLUMNS=COLUMNS, GROUP=GROUP, num_warps=warps,
     )  # fmt: skip
+    return out
+
+
+def swiglu_transposed(packed: torch.Tensor, F: int, scale_inv: torch.Tensor, e4m3: bool) -> torch.Tensor:
+    """Compute silu(gate) * up from a packed input [M, 2 F + ...] as transposed FP8 codes: uint8 [F, M]. CUDA only.
+
+    Args:
+        scale_inv: the inverse of the scale with which `swiglu` cast its output.
+        e4m3: whether the FP8 format is e4m3 instead of e5m2.
+    """
+    M, pitch = packed.shape
+    out = torch.empty(F, M, dtype=torch.uint8, device=packed.device)
+    SIDE, warps = BACKWARD
+    _transposed[(triton.cdiv(F, SIDE), triton.cdiv(M, SIDE))](
+        packed, out, scale_inv, M, F, pitch, E4M3=e4m3, SIDE=SIDE, GROUP=GROUP, num_warps=warps
+    )
     return out
 
 
@@ -127,18 +219,20 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
 
     Args:
         gradient: gradient of silu(gate) * up, [..., F] (feature size F).
-        x: gate and up side by side, [..., 2 F].
+        x: gate and up side by side, [..., 2 F], or their packed form.
         quantizer: Transformer Engine's quantizer for delayed scaling.
     """
     gradient, x = gradient.contiguous(), x.contiguous()
-    F = x.shape[-1] // 2
-    M = x.numel() // (2 * F)
+    F = gradient.shape[-1]
+    M = gradient.numel() // F
+    packed = x.shape[-1] != 2 * F
     quantizer.set_usage(rowwise=True, columnwise=True)
-    out = quantizer.make_empty(x.shape, dtype=x.dtype, device=x.device)
+    out = quantizer.make_empty((*gradient.shape[:-1], 2 * F), dtype=gradient.dtype, device=x.device)
+    x = x.view(torch.int8) if packed else x
     SIDE, warps = BACKWARD
     _backward[(triton.cdiv(F, SIDE), triton.cdiv(M, SIDE))](
-        gradient, x, out._data, out._transpose, quantizer.scale, out._scale_inv, quantizer.amax, M, F,
-        E4M3=_is_e4m3(quantizer), SIDE=SIDE, num_warps=warps,
+        gradient, x, out._data, out._transpose, quantizer.scale, out._scale_inv, quantizer.amax, M, F, x.shape[-1],
+        E4M3=_is_e4m3(quantizer), PACKED=packed, SIDE=SIDE, GROUP=GROUP, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -48,13 +48,14 @@ DEFAULT_STEP_ROWS = (
 CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
 
 _DELAYED = {"recipe": "delayed", "fp8_format": "e4m3"}
-# The cases of compare_gradients.py, with keys of the section "precision".
+# The cases of compare_gradients.py, with keys of the section "precision" and gradient_checkpointing.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
     "delayed_e4m3": _DELAYED,
     "delayed_e4m3_bf16_head": {**_DELAYED, "fp8_head_gradients": False},
     "delayed_e4m3_fp8_head": {**_DELAYED, "bf16_modules": []},
+    "delayed_e4m3_mlp": {**_DELAYED, "gradient_checkpointing": "mlp"},
     "delayed_e4m3_fast_wgrad": {**_DELAYED, "fast_accumulation_wgrad": True},
     "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},
     "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},
@@ -97,6 +98,8 @@ def _presets() -> dict[str, Case]:
                 overrides[f"muon_te_layer_{kind}_graph"] = {**how, "optim": "muon"}
     off = {f"speed.{key}": value for key, value in asdict(SpeedConfig.off()).items()}
     overrides["te_layer_fp8_delayed_off"] = {"model.variant": "te_layer", **_fp8("delayed"), **off}
+    packs = {"model.variant": "te_layer", **_fp8("delayed"), "gradient_checkpointing": "mlp"}
+    overrides["te_layer_fp8_delayed_mlp"] = packs
     cases = {name: Case(name, how) for name, how in overrides.items()}
     for kind, how in (("bf16", bf16), ("fp8_delayed", _fp8("delayed")), ("fp8_current", _fp8("current"))):
         for suffix, switches in MEGATRON_SWITCHES.items():

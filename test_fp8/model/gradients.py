@@ -32,12 +32,20 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers in one precision.
 
-    how: the settings in the section "precision" of the training configuration. config: the model configuration.
+    how: the settings in the section "precision" of the training configuration, and gradient_checkpointing. config: the model configuration.
     init_from: folder with trained weights, or None for random weights. Raises StartupCheckError if a GEMM did not run
     in FP8 as configured.
     """
-    precision = Precision(PrecisionConfig(**how))
-    model = build_model(config, "te_layer", precision, seed=SEED, init_from=init_from)
+    section = {key: value for key, value in how.items() if key != "gradient_checkpointing"}
+    precision = Precision(PrecisionConfig(**section))
+    model = build_model(
+        config,
+        "te_layer",
+        precision,
+        seed=SEED,
+        init_from=init_from,
+        gradient_checkpointing=how.get("gradient_checkpointing", False),
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # all precisions use the same bf16 values
             parameter.copy_(parameter.bfloat16())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from model.build import build_model, make_modules
-from model.fp8 import te_backend
+from model.fp8 import te_patches
 from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
@@ -68,7 +68,7 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
     """A model of modules without memory, and which of a GPU's fusions are in all of it, by their switches."""
     resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
     fusions: dict[str, Any] = {name: Mock() for name in KERNELS}
-    resolved.te = SimpleNamespace(**{**vars(resolved.te), **fusions, "fused_swiglu": te_backend.FUSED_SWIGLU})
+    resolved.te = SimpleNamespace(**{**vars(resolved.te), **fusions, "fused_swiglu": te_patches.FUSED_SWIGLU})
     model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
     layers = list(model.model.layers)
     found = {
@@ -80,7 +80,7 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
         found["fused_rope"] = all(layer.self_attn.rotate is fusions["rotate"] for layer in layers)
     else:
         activations = {getattr(layer.layernorm_mlp, "activation", "") for layer in layers}
-        found["fused_swiglu"] = activations == {te_backend.FUSED_SWIGLU}
+        found["fused_swiglu"] = activations == {te_patches.FUSED_SWIGLU}
         split = {layer.self_attention.split_and_rotate for layer in layers}
         found["fused_rope"] = split == {fusions["split_and_rotate"]}
     return model, {switch for switch, is_on in found.items() if is_on}

@@ -374,11 +374,10 @@ class TrainingArguments:
         resume="free",
     )
     wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
-    gradient_checkpointing: bool = option(
-        "Recompute activations in the backward pass instead of storing them. This saves memory but makes "
-        "training slower.",
+    gradient_checkpointing: bool | Literal["mlp"] = option(
+        "Save memory in the backward pass. true recomputes all activations of a layer, which makes training slower. "
+        "mlp stores the input of SwiGLU in 8 bits and recomputes its output (te_layer with delayed scaling).",
         False,
-        resume="free",
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(
         "DeepSpeed configuration: the path of a JSON file, the name of a file in train_args, or a JSON "

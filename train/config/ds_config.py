@@ -326,7 +326,7 @@ def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> st
     the backward pass of the whole module.
     """
     variant, leaf = arguments.model.variant, zero.get("leaf_module", {})
-    if not (arguments.gradient_checkpointing and VARIANTS[variant].te):
+    if not (arguments.gradient_checkpointing is True and VARIANTS[variant].te):
         return ""
     layer = {"te_linear": "MistralDecoderLayer", "te_layer": "FusedTransformerLayer"}[variant]
     is_named = leaf.get("names") or leaf.get("name_suffixes") or layer in json.dumps(leaf.get("classes"))
@@ -354,8 +354,8 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
         ),
         (
             layer,
-            "zero_optimization.leaf_module: with gradient_checkpointing, ZeRO 3 must gather all weights of a layer "
-            f'together; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json',
+            "zero_optimization.leaf_module: with gradient_checkpointing true, ZeRO 3 must gather all weights of a "
+            f'layer together; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json',
         ),
         (no_graphs, f"zero_optimization.stage: {no_graphs}"),
         (

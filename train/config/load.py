@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
 from model.hub import local_folder
 from model.keys import RESUME
-from model.variants import VARIANTS, cuda_graphs_problem, variant_problems
+from model.variants import VARIANTS, cuda_graphs_problem, supports_mlp, variant_problems
 from train.config.arguments import (
     ConfigurationError,
     TrainingArguments,
@@ -313,7 +313,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
     bf16_moments = (
         args.precision.optimizer_states == "bf16_remainder" and args.precision.optimizer_moments == "bf16"
     )
-    no_graphs = cuda_graphs_problem(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
+    no_graphs = cuda_graphs_problem(args.model.variant, recomputes=args.gradient_checkpointing is True)
     fp8_phases = [own for own in phase_precisions(args.precision) if own.compute == "fp8"]
     fp8_rows = max((fp8_multiple(own.recipe) for own in fp8_phases), default=1)
     rules: list[tuple[object, str, str]] = [  # (whether the combination is refused, its keys, the reason)
@@ -365,6 +365,13 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             args.speed.cuda_graphs and no_graphs,
             "speed.cuda_graphs gradient_checkpointing model.variant",
             no_graphs or "",
+        ),
+        (
+            args.gradient_checkpointing == "mlp"
+            and not any(supports_mlp(args.model.variant, args.speed, own.recipe) for own in fp8_phases),
+            "gradient_checkpointing model.variant precision.compute precision.recipe speed.fused_swiglu",
+            "mlp needs model.variant te_layer, precision.compute fp8, precision.recipe delayed and speed.fused_swiglu "
+            "true; change these keys, or set gradient_checkpointing to true or false",
         ),
         *(
             (

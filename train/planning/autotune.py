@@ -90,7 +90,7 @@ def make_task(args: TrainingArguments, world_size: int) -> Task:
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
         graphs_allowed=cuda_graphs_problem(
-            args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
+            args.model.variant, recomputes=args.gradient_checkpointing is True, zero_stage=stage
         )
         is None,
         document_mask=args.data.document_mask,

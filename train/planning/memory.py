@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
-from model.fp8.recipes import FULL_STATES, STATE_CHUNK
+from model.fp8.recipes import FULL_STATES, HEAD_ROWS, STATE_CHUNK
 from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, layer_widths
 
 # Transformer Engine and torch each have a cuBLAS workspace, with 32 MiB on Hopper.
@@ -84,21 +84,24 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
     inputs = 2 * 2 * H  # inputs of the two norms: the residual stream
     # gate and up, and silu(gate) unless the backward pass recomputes it
     swiglu = (2 if s.args.model.variant == "te_layer" or s.args.speed.fused_swiglu else 3) * 2 * I
+    packs = fp8 and s.recompute == "mlp" and s.recipe == "delayed"
     if not fp8:
         # outputs of the norms and of SwiGLU; the input of o_proj is the attention output, counted above
         return attention + inputs + 2 * 2 * H + swiglu + 2 * I
     if s.args.model.variant == "te_layer":
-        # transposed copies for the weight gradients; LayerNormMLP also keeps the row-wise copy of its norm's output
-        of_swiglu = 2 * I if by_block else I
-        return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + swiglu
+        # transposed copies for the weight gradients; with block scaling, LayerNormMLP also keeps the row-wise copies
+        copies = 2 if by_block else 1
+        if packs:  # gate and up in 8 bits with their scales; the output is recomputed
+            return attention + inputs + 2 * H + q + BLOCK_SCALES * 2 * I
+        return attention + inputs + scaled * (H + q + copies * (H + I)) + swiglu
     # te_linear: q_proj, k_proj, v_proj, gate_proj and up_proj each quantize their input
     return attention + inputs + scaled * (5 * H + q + I) + swiglu
 
 
 def head_bytes(s: Setting) -> float:
-    """Return the memory for the lm_head and the loss at the start of the backward pass, in bytes per token.
+    """Return the size of the tensors that the lm_head and the loss write until the start of the backward pass.
 
-    Most of this memory is for the logits.
+    In bytes per token. Most of it is for the logits.
     """
     H, _, _, _, V = layer_widths(s.sizes)
     if not s.args.speed.fused_cross_entropy:
@@ -180,23 +183,26 @@ def _predict_phase_memory(s: Setting) -> Memory:
     # number of parameters that have both a 16-bit gradient and the float32 gradient to which it is added
     twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
     state["gradients"] += 2 * twice / GIB
-    copied_layers = s.fp8_layers if s.keeps_fp8_weights or not s.recompute else min(s.fp8_layers, 1)
+    copied_layers = s.fp8_layers if s.keeps_fp8_weights or s.recompute is not True else min(s.fp8_layers, 1)
     copied = {"FP8 copies of weights": 2 * (s.layer_matrices * copied_layers + H * V * s.fp8_head) / GIB}
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
         # each captured graph after the first allocates its own gradients
         running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * 2 * s.parameters / GIB
-    kept = layers * 2 * H if s.recompute else of_layers
-    # lm_head computes its input gradient with an FP8 copy of the weight, then its weight gradient with an FP8 copy of
-    # the input
-    of_head = H * max(V, s.tokens) / GIB if s.fp8_head_gradients else 0
-    head = {"activations": per_token * kept, "logits": per_token * head_bytes(s) + of_head}
+    kept = layers * 2 * H if s.recompute is True else of_layers
+    of_head = per_token * head_bytes(s)
+    if s.fp8_head_gradients:
+        # lm_head makes FP8 copies of the logits' gradient for some tokens at a time. It computes its input gradient
+        # with an FP8 copy of the weight, then its weight gradient with an FP8 copy of the input.
+        rows = min(HEAD_ROWS, s.tokens)
+        of_head += (H * max(V, rows) - BLOCK_SCALES * 2 * V * (s.tokens - rows)) / GIB
+    head = {"activations": per_token * kept, "logits": of_head}
     # Gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, each with a row-wise and a
     # column-wise FP8 copy. SwiGLU's output is already freed.
     of_mlp = 4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I
     backward = {
-        "activations": per_token * (kept + (one_layer if s.recompute else 0)),
+        "activations": per_token * (kept + (one_layer if s.recompute is True else 0)),
         "backward of a layer": per_token * of_mlp,
     }
     # An evaluation saves no activations. It needs the logits, their float32 copy and log_softmax.

@@ -156,7 +156,7 @@ def _row(p: Planned, tokens: int) -> dict[str, str]:
         "GPUs": str(s.ranks),
         "ZeRO": str(s.zero_stage),
         "states": s.optimizer_states,
-        "recompute": "yes" if s.recompute else "no",
+        "recompute": s.recompute if isinstance(s.recompute, str) else "yes" if s.recompute else "no",
         "micro-batch": str(s.micro_batch),
         "accumulation": str(s.accumulation),
         "tokens/step": f"{s.step_tokens:,}",

@@ -8,11 +8,13 @@ from itertools import product
 from typing import Any
 
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2
+from model.variants import GradientCheckpointing, supports_mlp
 from train.planning.memory import Memory, largest_micro_batch, predict_memory
 from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 from train.planning.speed import Estimate, Gpu, estimate
 
 MAX_SUGGESTED_MICRO_BATCH = 128  # samples
+MODES: tuple[GradientCheckpointing, ...] = (False, "mlp", True)  # from the most memory to the least
 NEARLY_AS_FAST = 0.01  # if speeds differ by at most this fraction, the simpler setting is recommended
 # Packed optimizer states are recommended only if they are faster by this fraction, because they round the moments
 # (docs/validation.md).
@@ -85,11 +87,11 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
     """Return the fastest setting that fits into GPU memory, or None if no setting fits.
 
-    The candidates are the configured setting, and ZeRO 1 to 3 with and without activation recomputation. The number of
-    tokens per step stays the same, so only micro-batch sizes that divide a rank's samples per step are candidates.
-    Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among settings that
-    are NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then no recomputation, and then
-    the least memory.
+    The candidates are the configured setting, and ZeRO 1 to 3 with each supported value of gradient_checkpointing. The
+    number of tokens per step stays the same, so only micro-batch sizes that divide a rank's samples per step are
+    candidates. Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among
+    settings that are NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then the least
+    recomputation, and then the least memory.
 
     Args:
         s: The configured setting.
@@ -105,7 +107,9 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
         fastest = max((p.estimate.tokens_per_second for p in fitting), default=0)
         if fastest > (chosen.estimate.tokens_per_second * (1 + CLEARLY_FASTER) if chosen else 0):
             good = [p for p in fitting if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
-            chosen = min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib))
+            chosen = min(
+                good, key=lambda p: (p.setting.zero_stage, MODES.index(p.setting.recompute), p.needed_gib)
+            )
     itself = Planned.predict(s, gpu, network_gbit_s)
     speeds = [planned.estimate.tokens_per_second for planned in (itself, chosen) if planned]
     is_fast = speeds[0] >= (1 - NEARLY_AS_FAST) * speeds[-1]
@@ -122,7 +126,9 @@ def _fitting(
     """
     samples = max(1, round(batch_tokens / (s.seq_length * s.ranks)))
     sizes = range(s.micro_batch_unit, min(samples, MAX_SUGGESTED_MICRO_BATCH) + 1, s.micro_batch_unit)
-    for stage, recompute in product(zero_stages, (False, True)):
+    packs = any(p.fp8 and supports_mlp(s.args.model.variant, s.args.speed, p.recipe) for _, p in s.phases)
+    modes = [mode for mode in MODES if packs or mode != "mlp"]
+    for stage, recompute in product(zero_stages, modes):
         bucket = ZERO_3_BUCKET if stage == 3 else REDUCE_BUCKET
         other: dict[str, Any] = {
             "float32_gradients": True,
@@ -136,7 +142,7 @@ def _fitting(
                 micro_batch=micro_batch,
                 recompute=recompute,
                 accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * s.ranks))),
-                cuda_graphs=s.cuda_graphs and stage < 3 and not recompute,
+                cuda_graphs=s.cuda_graphs and stage < 3 and recompute is not True,
                 **({} if stage == s.zero_stage else other),
             )
             if predict_memory(setting).needed_gib(s.ranks) > gpu.memory_gib:

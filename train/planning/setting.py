@@ -20,7 +20,7 @@ from model.fp8.recipes import (
     fp8_multiple,
     optimizer_state_bytes,
 )
-from model.variants import VARIANTS
+from model.variants import VARIANTS, GradientCheckpointing
 from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_precisions, phase_shares
 
@@ -65,7 +65,7 @@ class Setting:
     fp8_head_gradients: bool  # a bf16 lm_head computes its gradients in FP8
     health: bool  # FP8 health checks are on, which need a second CUDA graph
     cuda_graphs: bool
-    recompute: bool
+    recompute: GradientCheckpointing  # gradient_checkpointing
     micro_batch: int
     eval_batch: int | None  # samples per evaluation batch; None if equal to micro_batch, 0 without evaluation
     seq_length: int
@@ -216,7 +216,8 @@ class Setting:
             *["Muon"] * (self.args.optim == "muon"),
             f"ZeRO {self.zero_stage}",
             *[f"optimizer_states {self.optimizer_states}"] * self.packs,
-            *["recomputation"] * self.recompute,
+            *["recomputation of SwiGLU"] * (self.recompute == "mlp"),
+            *["recomputation"] * (self.recompute is True),
             f"micro-batch {self.micro_batch} x {self.seq_length}",
             f"accumulation {self.accumulation}",
             f"{self.ranks} GPUs",

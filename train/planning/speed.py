@@ -8,7 +8,7 @@ for links between GPUs use data sheets. tests/train/planning compares the predic
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -129,13 +129,16 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     products = 6 * s.layer_matrices
     of_layers = products * (s.fp8_layers / FP8_FLOPS + (layers - s.fp8_layers) / BF16_FLOPS)
     of_layers += 12 * layers * q * attention_pairs(s.sizes, s.seq_length) / ATTENTION_FLOPS
-    saved = s.fp8_layers * saved_by_layer(s, True) + (layers - s.fp8_layers) * saved_by_layer(s, False)
+    plain = replace(s, recompute=False)  # to pack the input of SwiGLU takes about as long as to store it
+    saved = s.fp8_layers * saved_by_layer(plain, True) + (layers - s.fp8_layers) * saved_by_layer(
+        plain, False
+    )
     of_layers += saved / (SAVED_BYTES * faster)
     forward, gradients = (
         FP8_FLOPS if fp8 else BF16_FLOPS for fp8 in (s.fp8_head, s.fp8_head or s.fp8_head_gradients)
     )
     head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
-    recomputed = 4 / 3 if s.recompute else 1
+    recomputed = 4 / 3 if s.recompute is True else 1
     of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 else 1)
     quantized = QUANTIZE_BYTES if s.fp8 and not s.keeps_fp8_weights else 0
     copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES) + quantized) * s.parameters

@@ -66,7 +66,7 @@ def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
 
 def memory_advice(args: TrainingArguments) -> str:
     """Return a sentence that recommends settings which need less GPU memory."""
-    recompute = "" if args.gradient_checkpointing else "gradient_checkpointing true, "
+    recompute = "" if args.gradient_checkpointing is True else "gradient_checkpointing true, "
     return (
         f"To reduce memory, use a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 "
         "(ZeRO 1), more ranks with a higher ZeRO stage, or a smaller model.config. See docs/hardware.md"

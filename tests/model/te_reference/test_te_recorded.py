@@ -214,7 +214,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     ],
     ids=lambda keys: "-".join(str(v) for v in keys.values()),
 )
-def test_training_matches_recording(variant: str, keys: dict) -> None:
+def test_training_matches_recording(variant: str, keys: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a GPU, residual gradients are otherwise added before they are rounded
+    monkeypatch.setattr(te_backend.load("transformer_engine"), "add_residual", torch.add)
     with tensor_core.emulated():
         ours = train("reference", variant, **keys)
     theirs = train("transformer_engine", variant, **keys)

@@ -36,7 +36,7 @@ FREE = set(
     "on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
     "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
-    "run_name wandb_project gradient_checkpointing dry_run preflight log_level".split()
+    "run_name wandb_project dry_run preflight log_level".split()
 )
 NEVER = {"model.variant", "optim"}
 # what a change of the key has to be allowed by, where that is not the key alone
