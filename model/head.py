@@ -88,7 +88,7 @@ class _Head(torch.autograd.Function):
             return *_gradients(ctx, gradient, hidden_MH, weight_VH, into), None, None, None
         logits_MV, labels_M, stats_M2, counted = of_loss
         total: Any = into if fused else torch.zeros_like(weight_VH, dtype=torch.float32)
-        parts = []
+        parts: list[torch.Tensor] = []
         for hidden, logits, labels, stats in zip(
             *(t.split(HEAD_ROWS) for t in (hidden_MH, logits_MV, labels_M, stats_M2)), strict=True
         ):

@@ -32,9 +32,11 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers in one precision.
 
-    how: the settings in the section "precision" of the training configuration, and gradient_checkpointing. config: the model configuration.
-    init_from: folder with trained weights, or None for random weights. Raises StartupCheckError if a GEMM did not run
-    in FP8 as configured.
+    how: the settings in the section "precision" of the training configuration, and gradient_checkpointing.
+    config: the model configuration.
+    init_from: folder with trained weights, or None for random weights.
+
+    Raises StartupCheckError if a GEMM did not run in FP8 as configured.
     """
     section = {key: value for key, value in how.items() if key != "gradient_checkpointing"}
     precision = Precision(PrecisionConfig(**section))
