@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-# FORWARD: rows, columns and warps of a block. BACKWARD: side and warps of a square.
+# rows, columns and warps of a block
 FORWARD = 16, 256, 4
-BACKWARD = 64, 8
+TRANSPOSED = BACKWARD = 64, 64, 8
 GROUP = 128  # packed values with a common scale
 
 
@@ -94,11 +94,12 @@ def _forward(
 
 @triton.jit
 def _transposed(
-    packed, out, scale_inv, M, F, PITCH, E4M3: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr
-):
-    square_f, square_m = tl.program_id(0), tl.program_id(1)
-    m = square_m * SIDE + tl.arange(0, SIDE)
-    f = square_f * SIDE + tl.arange(0, SIDE)
+    packed, out, scale_inv, M, F, PITCH, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    block_f, block_m = tl.program_id(0), tl.program_id(1)
+    m = block_m * ROWS + tl.arange(0, ROWS)
+    f = block_f * COLUMNS + tl.arange(0, COLUMNS)
     gate, up = _unpack(packed, m, f, M, F, PITCH, GROUP)
     y = gate * tl.sigmoid(gate) * up * tl.div_rn(1.0, tl.load(scale_inv))
     turned = (f < F)[:, None] & (m < M)[None, :]
@@ -116,17 +117,17 @@ def _clamp(x, E4M3: tl.constexpr):
 @triton.jit
 def _backward(
     gradient, x, rows, columns, scale, scale_inv, amax, M, F, PITCH, E4M3: tl.constexpr, PACKED: tl.constexpr,
-    SIDE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one square of the gate gradient and the matching square of the up gradient, and cast both to FP8.
+    """Compute one block of the gate gradient and the matching block of the up gradient, and cast both to FP8.
 
     Rows and columns are cast separately. The values for the rows are clamped first, so that the compiler cannot merge
     the two casts. A merged cast stores the codes as words and also extracts their bytes. The ptxas in Triton 3.6.0
     (12.8.93) miscompiles this and reads every fourth byte from a register that was never written.
     """
-    square_f, square_m = tl.program_id(0), tl.program_id(1)
-    m = square_m * SIDE + tl.arange(0, SIDE)
-    f = square_f * SIDE + tl.arange(0, SIDE)
+    block_f, block_m = tl.program_id(0), tl.program_id(1)
+    m = block_m * ROWS + tl.arange(0, ROWS)
+    f = block_f * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < M)[:, None] & (f < F)[None, :]
     row = m.to(tl.int64)[:, None]
     at = row * (2 * F) + f[None, :]
@@ -141,7 +142,7 @@ def _backward(
     of_up = above * gate * sigmoid
     factor = tl.load(scale)
     largest = tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), axis=1)
-    _update_amax(amax, factor, scale_inv, tl.max(largest, axis=0), (square_f == 0) & (square_m == 0))
+    _update_amax(amax, factor, scale_inv, tl.max(largest, axis=0), (block_f == 0) & (block_m == 0))
     of_gate *= factor
     of_up *= factor
     tl.store(rows + at, _cast(_clamp(of_gate, E4M3), E4M3), mask=inside)
@@ -205,9 +206,19 @@ def swiglu_transposed(packed: torch.Tensor, F: int, scale_inv: torch.Tensor, e4m
     """
     M, pitch = packed.shape
     out = torch.empty(F, M, dtype=torch.uint8, device=packed.device)
-    SIDE, warps = BACKWARD
-    _transposed[(triton.cdiv(F, SIDE), triton.cdiv(M, SIDE))](
-        packed, out, scale_inv, M, F, pitch, E4M3=e4m3, SIDE=SIDE, GROUP=GROUP, num_warps=warps
+    ROWS, COLUMNS, warps = TRANSPOSED
+    _transposed[(triton.cdiv(F, COLUMNS), triton.cdiv(M, ROWS))](
+        packed,
+        out,
+        scale_inv,
+        M,
+        F,
+        pitch,
+        E4M3=e4m3,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        GROUP=GROUP,
+        num_warps=warps,
     )
     return out
 
@@ -229,10 +240,10 @@ def dswiglu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
     quantizer.set_usage(rowwise=True, columnwise=True)
     out = quantizer.make_empty((*gradient.shape[:-1], 2 * F), dtype=gradient.dtype, device=x.device)
     x = x.view(torch.int8) if packed else x
-    SIDE, warps = BACKWARD
-    _backward[(triton.cdiv(F, SIDE), triton.cdiv(M, SIDE))](
+    ROWS, COLUMNS, warps = BACKWARD
+    _backward[(triton.cdiv(F, COLUMNS), triton.cdiv(M, ROWS))](
         gradient, x, out._data, out._transpose, quantizer.scale, out._scale_inv, quantizer.amax, M, F, x.shape[-1],
-        E4M3=_is_e4m3(quantizer), PACKED=packed, SIDE=SIDE, GROUP=GROUP, num_warps=warps,
+        E4M3=_is_e4m3(quantizer), PACKED=packed, ROWS=ROWS, COLUMNS=COLUMNS, GROUP=GROUP, num_warps=warps,
     )  # fmt: skip
     return out
 
