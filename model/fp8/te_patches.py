@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 import weakref
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -30,6 +31,16 @@ def apply() -> dict[str, Any]:
         "fused_swiglu": FUSED_SWIGLU if fused else "swiglu",
         "packed_swiglu": PACKED_SWIGLU if fused else None,
     }
+
+
+def quantize_weights_again(modules: Iterable[Any]) -> None:
+    """Make modules of TE quantize their weights again in the backward pass instead of keeping the FP8 copies.
+
+    For ZeRO 3, which gathers the weights of a module for both passes and does not reuse FP8 copies. TE has this mode
+    for FSDP2.
+    """
+    for module in modules:
+        module._is_fsdp2 = True
 
 
 _residual_gradients: list[torch.Tensor] = []  # of the block whose backward pass is running

@@ -26,6 +26,7 @@ from model.fp8.health import has_health_checks
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
+from model.fp8.te_patches import quantize_weights_again
 from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, cuda_graphs_problem
 from train.config.arguments import TrainingArguments
@@ -46,12 +47,19 @@ from train.engine.zero import (
 RECOVERY_STEPS = 10
 
 
-def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
+def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
     """Build a new DeepSpeed engine with the AdamW or Muon optimizer.
 
     Args:
         ds_config: The DeepSpeed configuration from `resolve_ds_config`.
     """
+    is_te = VARIANTS[arguments.model.variant].te
+    if (
+        is_te
+        and ds_config["zero_optimization"]["stage"] == 3
+        and arguments.gradient_checkpointing is not True
+    ):
+        quantize_weights_again(gemm_modules(model, model.precision).values())
     with suppress_prints():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config

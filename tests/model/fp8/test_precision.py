@@ -13,9 +13,11 @@ import torch
 from model.build import build_model
 from model.fp8 import recipes
 from model.fp8.gemms import count_gemms
+from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError, first_key
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
+from model.fp8.te_patches import quantize_weights_again
 from model.startup_check import StartupCheckError, attention_errors, check_startup
 from model.variants import compiles
 from tests.conftest import random_ids, refused, small_config
@@ -240,6 +242,33 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
     assert kept - packed_kept > 4 * tokens * F * 2.8  # of 5 bytes: 4 for the input and 1 for the output
     errors = {n: float((packed_gradients[n] - g).norm() / g.norm()) for n, g in gradients.items()}
     assert 0 < errors["model.layers.3.layernorm_mlp.fc2_weight"] and max(errors.values()) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_quantized_again_in_the_backward_pass(variant: str, recipe: str) -> None:
+    """The FP8 copies of the weights are not kept, and the gradients are the same but for newer scales."""
+    precision = precision_of("transformer_engine", recipe=recipe)
+    config = small_config(hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
+    ids = random_ids(config, 1, 17, 0).to("cuda")
+    found = []
+    for again in (False, True):
+        model = build_model(config, variant, precision).train()
+        if again:
+            quantize_weights_again(gemm_modules(model, precision).values())
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            before = torch.cuda.memory_allocated()
+            loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, kept))
+        del model, loss
+    (loss, gradients, kept), (other_loss, others, other_kept) = found
+    assert other_loss == loss
+    assert other_kept < kept / 2
+    assert max(float((others[n] - g).norm() / g.norm()) for n, g in gradients.items()) < 0.05
 
 
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
