@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 # rows, columns and warps of a block
-FORWARD = 16, 256, 4
-TRANSPOSED = BACKWARD = 64, 64, 8
+FORWARD = 8, 256, 4
+TRANSPOSED = BACKWARD = 32, 128, 8
 GROUP = 128  # packed values with a common scale
 
 

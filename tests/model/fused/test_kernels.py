@@ -389,20 +389,19 @@ def test_fp8_swiglu_gradient_is_rounded_once() -> None:
     assert errors[0] <= errors[1] * 1.001 <= 0.1
 
 
-@pytest.mark.parametrize("compute", ["fp8", "bf16"])
-def test_residual_gradients_are_rounded_once(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to unfused float32 than two roundings are, and the same sum."""
+def test_residual_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sum as with two roundings, but for the second rounding."""
     te = te_backend.load("transformer_engine")
     found = []
     for add in (te.add_residual, torch.add):
         monkeypatch.setattr(te, "add_residual", add)
-        precision = Precision(PrecisionConfig(compute=compute))
+        precision = Precision(PrecisionConfig(compute="bf16"))
         model = build_model(small_config(num_hidden_layers=3), "te_layer", precision).train()
         ids = random_ids(model.config, 2, 65, 0).to("cuda")
         model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
         found.append(model.model.embed_tokens.weight.grad.float())
     difference = float((found[0] - found[1]).norm() / found[1].norm())
-    assert 0 < difference < (0.02 if compute == "bf16" else 0.1)
+    assert 0 < difference < 0.02
 
 
 @pytest.mark.parametrize(("M", "F"), [(16, 80), (48, 256), (136, 1040), (4096, 5632)])
