@@ -231,8 +231,9 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
         model = build_model(config, "te_layer", precision, gradient_checkpointing=mode).train()
         for _ in range(2):
             model.zero_grad(set_to_none=True)
+            before = torch.cuda.memory_allocated()
             loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
-            kept = torch.cuda.memory_allocated()
+            kept = torch.cuda.memory_allocated() - before
             loss.backward()
         found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, kept))
         del model, loss
@@ -249,16 +250,16 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_quantized_again_in_the_backward_pass(variant: str, recipe: str) -> None:
-    """The FP8 copies of the weights are not kept, and the gradients are the same but for newer scales."""
+    """The FP8 copies of the weights are not kept, and the results are the same while the weights are."""
     precision = precision_of("transformer_engine", recipe=recipe)
     config = small_config(hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
     ids = random_ids(config, 1, 17, 0).to("cuda")
     found = []
     for again in (False, True):
         model = build_model(config, variant, precision).train()
-        if again:
-            quantize_weights_again(gemm_modules(model, precision).values())
-        for _ in range(3):
+        for number in range(4):
+            if again and number == 2:  # the first passes set the scales
+                quantize_weights_again(gemm_modules(model, precision).values())
             model.zero_grad(set_to_none=True)
             before = torch.cuda.memory_allocated()
             loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
@@ -269,7 +270,7 @@ def test_weights_quantized_again_in_the_backward_pass(variant: str, recipe: str)
     (loss, gradients, kept), (other_loss, others, other_kept) = found
     assert other_loss == loss
     assert other_kept < kept / 2
-    assert max(float((others[n] - g).norm() / g.norm()) for n, g in gradients.items()) < 0.05
+    assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
