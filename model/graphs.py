@@ -178,8 +178,8 @@ def use_cuda_graphs(
 ) -> None:
     """Capture CUDA graphs of the training pass, and make `model.forward` replay these graphs.
 
-    Calls that do not match the captured batch run without graphs: evaluation, a different shape, a cache, or more than
-    CAPACITY_FACTOR times the documents.
+    Calls that do not match the captured batch run without graphs: evaluation, inputs with a different shape, calls with
+    a KV cache, and batches with more than CAPACITY_FACTOR times as many documents as the captured batch.
 
     The tensors between a forward and its backward are static, so the backward must run before the next forward.
 

@@ -161,7 +161,9 @@ def compare(vllm: Sequence[Result], transformers: Result) -> Result:
     if not result["vllm"] <= FACTOR * result["rounded"]:
         problems.append(f"the log-probabilities of vLLM are off by {result['vllm']:.2e} on average")
     if not result["gap"] <= result["allowed_gap"]:
-        problems.append(f"vLLM chooses a token that is less likely by {result['gap']:.2e}")
+        problems.append(
+            f"vLLM chooses a token whose log-probability is {result['gap']:.2e} below the highest"
+        )
     if result["same_ids"] != result["texts"]:
         problems.append(f"only {result['same_ids']} of {result['texts']} texts have the same tokens")
     return {**result, "problems": problems}

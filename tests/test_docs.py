@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import statistics
 from functools import cache
 from pathlib import Path
 
@@ -202,9 +201,6 @@ def test_readme_speeds_equal_results() -> None:
         )
         assert f"{r['ratio_to_best_bf16']:.2f}" in line, name
         assert f"{r['allocated_gib']:.0f}" in line, name
-    shipped = json.loads(text_of(ROOT / "test_fp8/results/shipped_run.json"))["results"]
-    median = statistics.median(r["tokens_per_second"] for r in shipped[1:])
-    assert f"{round(median, -2):,.0f} tokens/s" in page
 
 
 def test_decoding_speeds_equal_results() -> None:

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--gpus",
         type=between(1, 65536),
-        help="number of GPUs (default: 8, or fewer if the batch of a step cannot be divided evenly among 8 GPUs)",
+        help="number of GPUs (default: 8, or fewer if the global batch cannot be divided evenly among 8 GPUs)",
     )
     parser.add_argument("--gpu", default="h100", choices=GPUS, help="type of SXM GPU (default: %(default)s)")
     parser.add_argument(

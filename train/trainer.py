@@ -1079,7 +1079,7 @@ class Trainer:
         if not background:
             self._finish_save(is_last)
         self.watchdog.renew(
-            f"continuing after step {self.state.step}, whose save is complete or running in the background"
+            f"continuing from step {self.state.step}; its checkpoint is saved or still being written in the background"
         )
         self._start_clock()
 

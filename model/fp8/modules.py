@@ -43,9 +43,7 @@ class FP8Report:
     fallbacks: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
-        """Return log lines: one for FP8, one for each fallback, and one for each reason to keep modules in high
-        precision.
-        """
+        """Return the log lines: the number of FP8 modules, each fallback, and each reason not to run modules in FP8."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]

@@ -119,7 +119,7 @@ def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Te
 def quantize_state(
     values: torch.Tensor, dtype: torch.dtype, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a float32 optimizer moment to 8 bits. Returns codes and one float32 scale for each STATE_BLOCK elements.
+    """Quantize a float32 optimizer moment to 8 bits. Returns the codes, and one float32 scale per STATE_BLOCK elements.
 
     Unsigned values (second moments) are never rounded to 0. Otherwise, AdamW would divide a nonzero first moment by
     epsilon and take a huge step.

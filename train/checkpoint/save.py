@@ -127,11 +127,11 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: RunState, background: bool) -> None:
-        """Begin to save `state` and the current state of the engine.
+        """Start saving `state` and the current state of the engine.
 
         Args:
-            background: True to return after the tensors are copied to host memory, and to write the copies in a thread.
-                False to write the tensors without a copy before returning.
+            background: If True, return once the tensors have been copied to host memory, and write the copies in a
+                background thread. If False, return when the tensors have been written.
         """
         assert not self.pending, "call finish() first"
         job = Job(

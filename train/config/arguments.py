@@ -189,7 +189,7 @@ class TrainingArguments:
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
         'Learning rate schedule after the warmup. "cosine" and "linear" decay the learning rate until '
-        'the last step. "warmup_stable_decay" keeps the rate constant and decays it linearly in the last '
+        'the last step. "warmup_stable_decay" keeps it constant, then decays it linearly over the last '
         "decay_steps steps.",
         "cosine",
     )
@@ -375,8 +375,8 @@ class TrainingArguments:
     )
     wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool | Literal["mlp"] = option(
-        "Save memory in the backward pass. true recomputes all activations of a layer, which makes training slower. "
-        "mlp stores the input of SwiGLU in 8 bits and recomputes its output (te_layer with delayed scaling).",
+        'Save GPU memory. "mlp" stores the input of SwiGLU in 8 bits for the backward pass and recomputes its output, '
+        "which costs little time (te_layer with delayed scaling). true recomputes all activations of each layer.",
         False,
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(

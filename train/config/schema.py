@@ -151,6 +151,8 @@ def describe(node: Node) -> str:
     """Describe in words the values that a JSON schema allows, for example "integer > 0 or null"."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
+    if "const" in node:
+        return node["const"]
     if "enum" in node:
         return ", ".join(node["enum"])
     words = [node.get("type", "anything")]

@@ -195,9 +195,10 @@ def _predict_phase_memory(s: Setting) -> Memory:
     kept = layers * 2 * H if s.recompute is True else of_layers
     of_head = per_token * head_bytes(s)
     if s.fp8_head_gradients:
-        # lm_head makes FP8 copies of the logits' gradient for some tokens at a time. It computes its input gradient
-        # with an FP8 copy of the weight, then its weight gradient with an FP8 copy of the input.
-        rows = min(HEAD_ROWS, s.tokens)
+        # lm_head makes FP8 copies of the logits' gradient for some tokens at a time, and the copies for the tokens
+        # before are still allocated. It computes its input gradient with an FP8 copy of the weight, then its weight
+        # gradient with an FP8 copy of the input.
+        rows = min(2 * HEAD_ROWS, s.tokens)
         of_head += (H * max(V, rows) - BLOCK_SCALES * 2 * V * (s.tokens - rows)) / GIB
     head = {"activations": per_token * kept, "logits": of_head}
     # Gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, each with a row-wise and a

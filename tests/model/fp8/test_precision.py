@@ -243,7 +243,7 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
     assert kept - packed_kept > 4 * tokens * F * 2.8  # of 5 bytes: 4 for the input and 1 for the output
     errors = {n: float((packed_gradients[n] - g).norm() / g.norm()) for n, g in gradients.items()}
     own = "model.layers.3.layernorm_mlp.fc2_weight"  # the only GEMM operand that differs is the recomputed output
-    assert 0 < errors[own] < 0.02 and max(errors.values()) < 0.15
+    assert 0 < errors[own] < 0.04 and max(errors.values()) < 0.15
 
 
 @pytest.mark.gpu

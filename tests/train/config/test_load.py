@@ -112,6 +112,18 @@ def config(tmp_path) -> str:
         ({"per_device_train_batch_size": 1, "max_seq_length": 24}, "per_device_train_batch_size", "24 16"),
         ({"per_device_eval_batch_size": 1, "max_seq_length": 40}, "per_device_eval_batch_size", "40 16"),
         ({"speed__cuda_graphs": True, "gradient_checkpointing": True}, "speed.cuda_graphs", "true"),
+        (
+            {"gradient_checkpointing": "mlp", "precision__recipe": "block"},
+            "gradient_checkpointing",
+            "delayed",
+        ),
+        ({"gradient_checkpointing": "mlp", "precision__compute": "bf16"}, "gradient_checkpointing", "fp8"),
+        (
+            {"gradient_checkpointing": "mlp", "model__variant": "te_linear"},
+            "gradient_checkpointing",
+            "te_layer",
+        ),
+        ({"gradient_checkpointing": "all"}, "gradient_checkpointing", "all mlp"),
         ({"precision__recipe": "block", "precision__margin": 1}, "precision.margin", "block"),
     ],
 )

@@ -44,6 +44,7 @@ def test_measurements_cover_three_models_and_two_gpus() -> None:
     ("less", "part"),
     [
         ({"gradient_checkpointing": True}, "activations"),
+        ({"gradient_checkpointing": "mlp"}, "activations"),
         ({"per_device_train_batch_size": 4}, "activations"),
         ({"max_seq_length": 1024}, "activations"),
         ({"precision__compute": "bf16"}, "FP8 copies of weights"),
