@@ -15,10 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-# vLLM uses no network. The default sampler needs the package FlashInfer, which greedy decoding does not use.
+# vLLM uses no network. The default sampler needs the package FlashInfer, which greedy decoding does not use. The
+# warm-up of DeepGEMM would compile hundreds of kernels, one after the other.
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",

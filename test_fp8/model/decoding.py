@@ -25,11 +25,8 @@ from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
 GREEDY = Sampling(temperature=0)
-# vLLM's default (version 0.26), its engine in the same process as the caller, and its former model runner
-VLLM_SETTINGS = [
-    {"VLLM_ENABLE_V1_MULTIPROCESSING": other_process, "VLLM_USE_V2_MODEL_RUNNER": runner}
-    for other_process, runner in ("11", "01", "10")
-]
+# vLLM's engine in its own process, which is the default, and in the process of the caller
+VLLM_SETTINGS = [{"VLLM_ENABLE_V1_MULTIPROCESSING": own_process} for own_process in "10"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

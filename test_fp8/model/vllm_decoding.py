@@ -27,6 +27,7 @@ def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
     request: "model" (a folder with a config.json; weights are random), "prompts" (token ids of the prompts of each
     batch, which all have the same length), "cache" (number of tokens per prompt and answer) and "rounds".
     """
+    import torch
     from vllm import LLM, SamplingParams
 
     batches, length = request["prompts"], len(request["prompts"][0][0])
@@ -62,7 +63,7 @@ def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
         results.append(
             {"batch": len(prompts), "seconds": (whole - first) / (new - 1), "version": version("vllm")}
         )
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and torch.cuda.is_available():
         for result, prompts in zip(
             results, batches, strict=True
         ):  # last, because profiling slows later steps
