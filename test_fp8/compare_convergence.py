@@ -275,6 +275,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
             "grad_norm": [r.get("grad_norm") for r in own if r.get("loss") is not None],
             "eval_step": eval_steps,
             "eval_loss": eval_losses,
+            "eval_seconds": [s for s, r in step_seconds(own) if r.get("eval_loss") is not None],
             "eval_difference_percent": [
                 percent(*pair) for pair in zip(eval_losses, base_losses, strict=False)
             ],
@@ -318,12 +319,15 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
     curves = {r["row"]: r["curves"] for r in results}
     panels = {
-        "training loss": {name: (c["step"], c["loss"]) for name, c in curves.items()},
-        "evaluation loss, difference from the baseline (%)": {
+        "training loss by step": {name: (c["step"], c["loss"]) for name, c in curves.items()},
+        "evaluation loss by step, difference from the baseline (%)": {
             name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
         },
+        "evaluation loss by training time (minutes)": {
+            name: ([s / 60 for s in c["eval_seconds"]], c["eval_loss"]) for name, c in curves.items()
+        },
     }
-    return report.Outcome(results, more, failures=misses, panels=panels, xlabel="step")
+    return report.Outcome(results, more, failures=misses, panels=panels)
 
 
 BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)

@@ -42,7 +42,7 @@ class Outcome:
     """The results of a benchmark.
 
     results: one entry per case. more: additional report keys. lines: text to print below the table. failures: reasons
-    to exit with status 1. panels, xlabel: arguments for `plot`.
+    to exit with status 1. panels: argument for `plot`.
     """
 
     results: list[Result]
@@ -50,7 +50,6 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     panels: dict[str, dict[str, Any]] = field(default_factory=dict)
-    xlabel: str = ""
 
 
 class Benchmark:
@@ -99,7 +98,7 @@ class Benchmark:
             write_json(options.output, self.options.command(argv), outcome.results, **outcome.more)
             if panels := {title: series for title, series in outcome.panels.items() if series}:
                 device = machine.get("gpu", machine["cpu"])
-                plot(options.output, f"{self.options.program} on {device}", panels, outcome.xlabel)
+                plot(options.output, f"{self.options.program} on {device}", panels)
         return int(bool(outcome.failures))
 
 
@@ -152,7 +151,7 @@ def table(results: Sequence[Result], columns: Columns) -> str:
     return "\n".join("  ".join(map(format, line, sides)).rstrip() for line in lines)
 
 
-def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
+def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> None:
     """Plot benchmark results to a PNG file next to the report.
 
     output: path of the report. panels: maps the title of each panel to its values by label. A number is drawn as a
@@ -172,5 +171,4 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlab
                 axis.legend(fontsize=8)
             axis.set_title(name, fontsize=10)
             axis.grid(alpha=0.3)
-        axes[-1, 0].set_xlabel(xlabel)
         figure.suptitle(title, fontsize=11)

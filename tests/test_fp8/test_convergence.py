@@ -106,6 +106,8 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     for result in (bf16, delayed, seed7):
         metrics = [json.loads(x) for x in (work / result["row"] / "metrics.jsonl").read_text().splitlines()]
         assert result["curves"]["loss"] == [m["loss"] for m in metrics if "loss" in m]
+        times = result["curves"]["eval_seconds"]
+        assert len(times) == 2 and 0 < times[0] < times[1]
         assert result["curves"]["eval_step"] == [4, 6] and result["eval_loss"] == metrics[-1]["eval_loss"]
         difference = 100 * (result["eval_loss"] / bf16["eval_loss"] - 1)
         assert result["eval_difference_percent"] == pytest.approx(difference)
