@@ -87,7 +87,9 @@ class _Head(torch.autograd.Function):
         if not of_loss:
             return *_gradients(ctx, gradient, hidden_MH, weight_VH, into), None, None, None
         logits_MV, labels_M, stats_M2, counted = of_loss
-        total: Any = into if fused else torch.zeros_like(weight_VH, dtype=torch.float32)
+        total: Any = into
+        if not fused and len(hidden_MH) > HEAD_ROWS:
+            total = torch.zeros_like(weight_VH, dtype=torch.float32)
         parts: list[torch.Tensor] = []
         for hidden, logits, labels, stats in zip(
             *(t.split(HEAD_ROWS) for t in (hidden_MH, logits_MV, labels_M, stats_M2)), strict=True
@@ -97,8 +99,11 @@ class _Head(torch.autograd.Function):
             source = Source("loss_gradient", (logits, *statistics, gradient), rounded=True)
             report_operand(ctx.module, 2, source, of_logits)
             with pause_counting() if parts else nullcontext():
-                parts.append(_gradients(ctx, of_logits, hidden, weight_VH, total)[0])
-        return torch.cat(parts), None if fused else total.to(weight_VH.dtype), None, None, None
+                of_hidden, of_weight = _gradients(ctx, of_logits, hidden, weight_VH, total)
+            parts.append(of_hidden)
+        if total is not None:
+            of_weight = None if fused else total.to(weight_VH.dtype)
+        return torch.cat(parts), of_weight, None, None, None
 
 
 def _gradients(

@@ -188,7 +188,7 @@ def _parse_swiglu_gradient(arguments: Any, result: Any) -> Any:
         return None
     F = gradient.shape[-1]
     if x.shape[-1] != 2 * F:
-        x = importlib.import_module("model.fused.swiglu_fp8").unpack(x, F)
+        x = importlib.import_module("model.fused.swiglu_fp8").unpack(x, F, gradient.dtype)
     return quantizer, None, "swiglu_gradient", (_matrix(x), _matrix(gradient)), result
 
 

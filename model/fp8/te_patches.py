@@ -43,7 +43,8 @@ def quantize_weights_again(modules: Iterable[Any]) -> None:
         module._is_fsdp2 = True
 
 
-_residual_gradients: list[torch.Tensor] = []  # of the block whose backward pass is running
+# Of the block whose backward pass is running: the number of the backward pass, and the gradient.
+_residual_gradients: list[tuple[int, torch.Tensor]] = []
 
 
 class _AddResidual(torch.autograd.Function):
@@ -59,7 +60,7 @@ class _AddResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
-        _residual_gradients[:] = [gradient]
+        _residual_gradients[:] = [(torch._C._current_graph_task_id(), gradient)]
         return None, gradient
 
 
@@ -69,9 +70,12 @@ def _fuse_residual_gradients() -> None:
     backward = kernels.rmsnorm_bwd
 
     def backward_with_residual(gradient: torch.Tensor, x: torch.Tensor, *arguments: Any) -> Any:
-        if not _residual_gradients:
+        task, residual = _residual_gradients.pop() if _residual_gradients else (None, None)
+        if (
+            residual is None or task != torch._C._current_graph_task_id()
+        ):  # left by a backward pass that failed
             return backward(gradient, x, *arguments)
-        return kernels.rmsnorm_bwd_add(gradient, x, _residual_gradients.pop().view_as(x), *arguments)
+        return kernels.rmsnorm_bwd_add(gradient, x, residual.view_as(x), *arguments)
 
     kernels.rmsnorm_bwd = backward_with_residual
 
@@ -81,12 +85,14 @@ def _save(made: Any, columns: torch.Tensor) -> None:
 
     made: Float8TensorStorage that is saved by a module of TE.
     """
-    reference = weakref.ref(made)  # a reference cycle would keep the memory
+    # references that outlive the call, or form a cycle, would keep the memory
+    reference, held = weakref.ref(made), [columns]
 
     def prepare_for_saving() -> Any:
         this: Any = reference()
-        this._data, this._transpose = None, columns
-        return type(this).prepare_for_saving(this)
+        del this.prepare_for_saving
+        this._data, this._transpose = None, held.pop()
+        return this.prepare_for_saving()
 
     made.prepare_for_saving = prepare_for_saving
 

@@ -20,6 +20,7 @@ import triton.language as tl
 FORWARD = 8, 256, 4
 TRANSPOSED = BACKWARD = 32, 128, 8
 GROUP = 128  # packed values with a common scale
+UNPACKED_ROWS = 2048  # rows to unpack at a time, because the calculation needs float32
 
 
 @triton.jit
@@ -167,12 +168,15 @@ def empty_packed(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(*x.shape[:-1], 2 * F + 8 * triton.cdiv(F, GROUP), dtype=torch.int8, device=x.device)
 
 
-def unpack(packed: torch.Tensor, F: int) -> torch.Tensor:
-    """Return the values of a packed SwiGLU input with feature size F, as float32 [..., 2 F]."""
+def unpack(packed: torch.Tensor, F: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a packed SwiGLU input [M, ...] with feature size F, as [M, 2 F]."""
     packed = packed.view(torch.int8)
-    scales = packed[..., 2 * F :].contiguous().view(torch.float32).unflatten(-1, (2, -1))
-    scales = scales.repeat_interleave(GROUP, -1)[..., :F].flatten(-2)
-    return packed[..., : 2 * F].float() * scales
+    out = torch.empty(len(packed), 2 * F, dtype=dtype, device=packed.device)
+    for rows, values in zip(packed.split(UNPACKED_ROWS), out.split(UNPACKED_ROWS), strict=True):
+        scales = rows[:, 2 * F :].contiguous().view(torch.float32).unflatten(-1, (2, -1))
+        scales = scales.repeat_interleave(GROUP, -1)[..., :F].flatten(1)
+        values.copy_(rows[:, : 2 * F] * scales)
+    return out
 
 
 def swiglu(x: torch.Tensor, quantizer: Any, packed: torch.Tensor | None = None) -> Any:

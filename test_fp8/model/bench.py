@@ -224,7 +224,9 @@ def measure(options: argparse.Namespace) -> Outcome:
         dist.destroy_process_group()
     failures = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
     speeds = {
-        name: {r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name}
+        f"{name}, tokens/s": {
+            r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name
+        }
         for name in MEASURES
     }
     return Outcome(
@@ -233,7 +235,6 @@ def measure(options: argparse.Namespace) -> Outcome:
         ["*: the fastest bf16 case of each measure. x bf16: the speed relative to this case."],
         failures,
         speeds,
-        "tokens/s",
     )
 
 

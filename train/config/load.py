@@ -167,11 +167,14 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
 def _take_value(key: str, words: list[str]) -> str:
     """Return the value of the option `--key`, and remove this value from the start of `words`.
 
-    A boolean option without a value is true.
+    A boolean option without a value is true, also if it has other values with a name.
     """
-    node = node_at(key.split(".")) or {}
-    is_switch = {option.get("type") for option in options(node)} <= {"boolean", "null"}
-    if words and (words[0] in ("true", "false", "null") if is_switch else not words[0].startswith("--")):
+    accepted = options(node_at(key.split(".")) or {})
+    names = [option["const"] for option in accepted if "const" in option]
+    is_switch = {option.get("type") for option in accepted if "const" not in option} <= {"boolean", "null"}
+    if words and (
+        words[0] in ("true", "false", "null", *names) if is_switch else not words[0].startswith("--")
+    ):
         return words.pop(0)
     if is_switch:
         return "true"

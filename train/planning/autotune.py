@@ -54,6 +54,8 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
         )
 
     choice = call_on_rank_0(choose)
+    if choice.compute != "fp8" and args.gradient_checkpointing == "mlp":  # "mlp" needs FP8
+        args = replace(args, gradient_checkpointing=False)
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),

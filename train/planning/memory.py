@@ -198,8 +198,11 @@ def _predict_phase_memory(s: Setting) -> Memory:
         # lm_head makes FP8 copies of the logits' gradient for some tokens at a time, and the copies for the tokens
         # before are still allocated. It computes its input gradient with an FP8 copy of the weight, then its weight
         # gradient with an FP8 copy of the input.
-        rows = min(2 * HEAD_ROWS, s.tokens)
+        chunked = s.args.speed.fused_cross_entropy and s.tokens > HEAD_ROWS
+        rows = min(2 * HEAD_ROWS, s.tokens) if chunked else s.tokens
         of_head += (H * max(V, rows) - BLOCK_SCALES * 2 * V * (s.tokens - rows)) / GIB
+        if chunked and not s.main_grad:  # the gradient of the weight in float32, and then also in 16 bits
+            of_head += 6 * H * V / GIB
     head = {"activations": per_token * kept, "logits": of_head}
     # Gradients of the MLP's output and input, of SwiGLU's output, and of gate and up, each with a row-wise and a
     # column-wise FP8 copy. SwiGLU's output is already freed.

@@ -247,6 +247,24 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
 
 
 @pytest.mark.gpu
+def test_recomputation_keeps_only_the_inputs_of_the_layers() -> None:
+    precision = precision_of("transformer_engine")
+    config = small_config(hidden_size=256, num_hidden_layers=8, vocab_size=512)
+    ids = random_ids(config, 16, 513, 0).to("cuda")
+    kept = {}
+    for layers in (4, 8):
+        config.num_hidden_layers = layers
+        model = build_model(config, "te_layer", precision, gradient_checkpointing=True).train()
+        model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()  # creates the FP8 copies of the weights
+        model.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        loss = model(ids[:, :-1], labels=ids[:, 1:], is_first_microbatch=False).loss
+        kept[layers] = torch.cuda.memory_allocated() - before
+        del model, loss
+    assert (kept[8] - kept[4]) / 4 < 1.25 * 16 * 512 * 256 * 2  # bytes of a layer's input
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_quantized_again_in_the_backward_pass(variant: str, recipe: str) -> None:

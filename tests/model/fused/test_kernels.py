@@ -404,6 +404,16 @@ def test_residual_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < difference < 0.02
 
 
+def test_residual_gradients_do_not_outlive_a_failed_backward_pass() -> None:
+    te = te_backend.load("transformer_engine")
+    block = te.LayerNormLinear(64, 64, normalization="RMSNorm", bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    te.add_residual(x, x * 2).sum().backward()  # no norm takes the gradient, as after an error
+    (gradient,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
 @pytest.mark.parametrize(("M", "F"), [(16, 80), (48, 256), (136, 1040), (4096, 5632)])
 def test_packed_swiglu(M: int, F: int) -> None:
     """The output does not depend on packing; values keep 7 bits of the largest in their group of 128; what the backward
@@ -420,7 +430,7 @@ def test_packed_swiglu(M: int, F: int) -> None:
         kernels.swiglu(x, of_format("E4M3", scale), packed),
     )
     assert torch.equal(plain._data, made._data)
-    values = kernels.unpack(packed.view(torch.bfloat16), F)
+    values = kernels.unpack(packed.view(torch.bfloat16), F, torch.float32)
     groups = torch.cat([nn.functional.pad(t, (0, -F % 128)) for t in x.float().chunk(2, -1)], -1).unflatten(
         -1, (-1, 128)
     )

@@ -225,6 +225,9 @@ def test_resolved_configuration_round_trip(tmp_path):
             "--dry_run --data.verify false --save_async",
             {"dry_run": True, "data.verify": False, "save_async": True},
         ),
+        ("--gradient_checkpointing --dry_run", {"gradient_checkpointing": True, "dry_run": True}),
+        ("--gradient_checkpointing mlp", {"gradient_checkpointing": "mlp"}),
+        ("--gradient_checkpointing false", {"gradient_checkpointing": False}),
         ("--model.variant hf --precision.compute=bf16 --model.compile null", {"model.compile": None}),
         ("--model.variant hf --precision.compute=bf16 --model.compile", {"model.compile": True}),
         # a string that looks like JSON

@@ -80,8 +80,11 @@ def test_auto_without_gpu_keeps_the_configuration(settings: dict) -> None:
     assert resolve(arguments(settings)) == arguments(settings, precision={"amax_history_len": 4})
 
 
-def test_choice_is_applied(settings: dict, measured: list[Task]) -> None:
-    resolved = resolve(arguments(settings))
+@pytest.mark.parametrize("packs", [False, True])
+def test_choice_is_applied(settings: dict, measured: list[Task], packs: bool) -> None:
+    te_layer = {"model": {**settings["model"], "variant": "te_layer"}}
+    changes = {"gradient_checkpointing": "mlp", **te_layer} if packs else {}
+    resolved = resolve(arguments(settings, **changes))
     assert resolved.precision.compute == "bf16" and resolved.precision.auto is False and len(measured) == 1
     from_file = resolve_arguments(build_arguments(resolved.to_dict()), 1)
     assert resolve(from_file) == from_file and len(measured) == 1

@@ -79,6 +79,21 @@ def test_slower_settings(slower: dict[str, Any], usual: dict[str, Any]) -> None:
     assert speeds[0] < speeds[1]
 
 
+def test_head_gradients_never_save_memory() -> None:
+    for fused in (True, False):
+        on, off = (
+            predict_memory(
+                setting(
+                    per_device_train_batch_size=32,
+                    speed__fused_cross_entropy=fused,
+                    precision__fp8_head_gradients=gradients,
+                )
+            ).peak_gib
+            for gradients in (True, False)
+        )
+        assert on >= off
+
+
 def test_scaling_is_sublinear() -> None:
     s = setting(gradient_accumulation_steps=8)
     one, eight, many = (estimate(replace(s, ranks=n), H100).tokens_per_second for n in (1, 8, 128))
