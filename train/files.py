@@ -121,10 +121,10 @@ def nearest_existing_path(path: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """Resolve the path of a data folder that a configuration specifies.
+    """Resolve the path of a data folder given in a configuration.
 
-    A relative path is resolved against the working folder. If nothing exists there, it is resolved against the
-    repository.
+    A relative path is resolved against the current working directory or, if nothing exists there, against the root of
+    the repository.
     """
     elsewhere = REPOSITORY / name
     return str(elsewhere) if not Path(name).exists() and elsewhere.exists() else name

@@ -574,7 +574,7 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     )
     if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
         logger.info(
-            f"the msamp section of the DeepSpeed configuration was applied as these precision settings: {settings}"
+            f"the msamp section of the DeepSpeed configuration was converted to these precision settings: {settings}"
         )
 
 

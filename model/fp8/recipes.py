@@ -145,8 +145,8 @@ class PrecisionSettings:
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "Which value in the amax history determines the scale: the largest (max) or the most recent (recipe "
-        "delayed only).",
+        "Which value in the amax history determines the scale: the largest (max) or the most recent one "
+        "(most_recent). Used only by the recipe delayed.",
         "max",
     )
     reduce_amax: bool = option(

@@ -32,7 +32,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options. They have no effect on a CPU, where sums are always computed in float32."""
+    """Matrix multiplication options. They are ignored on a CPU, where products are always accumulated in float32."""
 
     use_split_accumulator: bool = True
 

@@ -30,9 +30,9 @@ Gradients = list[dict[str, Tensor]]
 def gradients(
     how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
 ) -> tuple[float, Gradients]:
-    """Return the mean loss and the gradients of a model with Transformer Engine layers in one precision.
+    """Return the mean loss and the gradients of a model with Transformer Engine layers at a given precision.
 
-    how: the settings in the section "precision" of the training configuration, and gradient_checkpointing.
+    how: the settings of the "precision" section of the training configuration, and optionally gradient_checkpointing.
     config: the model configuration.
     init_from: folder with trained weights, or None for random weights.
 

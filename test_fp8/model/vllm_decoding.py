@@ -22,10 +22,11 @@ PROFILED_STEPS = 64
 
 
 def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure the time of a decoding step, and the time of its GPU kernels if the engine runs in this process.
+    """Measure the duration of a decoding step and, if the engine runs in this process, of its GPU kernels.
 
-    request: "model" (a folder with a config.json; weights are random), "prompts" (token ids of the prompts of each
-    batch, which all have the same length), "cache" (number of tokens per prompt and answer) and "rounds".
+    request: "model" (a folder with a config.json; the weights are random), "prompts" (for each batch, the token ids of
+    its prompts, all of the same length), "cache" (length of the KV cache per sequence, in tokens) and "rounds" (number
+    of timed repetitions).
     """
     import torch
     from vllm import LLM, SamplingParams

@@ -375,8 +375,9 @@ class TrainingArguments:
     )
     wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool | Literal["mlp"] = option(
-        'Save GPU memory. "mlp" stores the input of SwiGLU in 8 bits for the backward pass and recomputes its output, '
-        "which costs little time (te_layer with delayed scaling). true recomputes all activations of each layer.",
+        'Save GPU memory. "mlp" stores the input of SwiGLU in 8 bits for the backward pass and recomputes the output '
+        "of SwiGLU, at little cost in time. It requires model.variant te_layer and precision.recipe delayed. true "
+        "recomputes all activations of each layer.",
         False,
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(

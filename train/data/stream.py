@@ -127,7 +127,10 @@ class SampleStream:
         self._plan = lru_cache(4)(self._make_plan)
 
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """Return the pair (source index, window) for each sample in a block of up to PLAN_SAMPLES samples."""
+        """Return a pair (source index, window index) for each sample in a block of up to PLAN_SAMPLES samples.
+
+        A window is the slice of a source's tokens that makes up one sample.
+        """
         first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
         if self.split == "eval":
             count = min(count, self.num_samples - first)

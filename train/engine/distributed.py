@@ -207,7 +207,8 @@ def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> dict[
     """Wait on rank 0 until all ranks have connected, or until the timeout.
 
     Returns:
-        A dictionary from each rank that connected in time to a description of its world size and ranks per node.
+        A dictionary that maps each rank to a description of its world size and ranks per node. Ranks that did not
+        connect before the timeout are missing.
     """
     deadline = time.monotonic() + timeout_s
     arrived: dict[int, str] = {}

@@ -109,11 +109,9 @@ def masters(engine: Any) -> Iterator[Master]:
 
 @contextlib.contextmanager
 def edit_masters(engine: Any) -> Iterator[None]:
-    """Allow changes to the optimizer's tensors (`masters`) during a `with` block.
+    """Allow edits to the optimizer's master weights (`masters`) inside a `with` block.
 
-    Collective: all ranks must call this function.
-
-    After the block, the tensors are rounded and copied to the model weights in place.
+    Collective: all ranks must enter it. On exit, the master weights are rounded and copied into the model weights.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
