@@ -68,7 +68,7 @@ def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     (clone / ".venv").symlink_to(sys.prefix)
-    files = re.findall(r"Save [^`\n]*as `(\S+\.json)`.*?```json\n(.*?)```", text_of(page), re.S)
+    files = re.findall(r"`(\S+\.json)`[^`]*\n```json\n(.*?)```", text_of(page), re.S)
     for name, content in files:
         (clone / name).write_text(content)
     script = "\n".join(["set -eE; trap 'echo \"failed: $BASH_COMMAND\"' ERR", *RUN[page]])
