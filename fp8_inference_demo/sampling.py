@@ -73,8 +73,8 @@ def uniform(keys: Tensor, steps: Tensor) -> Tensor:
 class Sampler:
     """Sampler for up to `steps` new tokens in each of `rows` rows.
 
-    The tensors keep their addresses. A CUDA graph that replays `draw` therefore uses the values set by the last call to
-    `begin`.
+    The sampler's tensors keep their addresses. Replaying a CUDA graph that captured `draw` therefore uses the values
+    set by the last call to `begin`.
     """
 
     def __init__(

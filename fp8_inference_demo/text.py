@@ -121,11 +121,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Filter that ends streamed text before the first stop string.
+    """Filter that cuts streamed text off before a stop string.
 
-    The filter holds back text that may be the start of a stop string. The text ends before the stop string that is
-    complete first. If several stop strings are complete at the same character, the text ends before the longest of
-    them. The result therefore does not depend on how the text is split into pieces.
+    Text that may be the start of a stop string is held back. The stop string that is completed first counts. If the
+    same character completes several stop strings, the longest one counts. The result therefore does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str]):

@@ -116,7 +116,10 @@ class HealthCheck:
 
 
 def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """Return the modules of `model` with FP8 GEMMs, keyed by name. An lm_head with FP8 gradients is included."""
+    """Return the modules of `model` that run at least one GEMM in FP8, keyed by name.
+
+    This includes an lm_head that uses FP8 only for its gradients.
+    """
     planned = fp8_modules(model, precision).planned
     return {
         name: module

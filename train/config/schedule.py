@@ -159,8 +159,8 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         if not begin < end < args.max_steps:
             found.append(
-                f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}, but the end "
-                f"must be after the start of the phase at step {begin} and before max_steps {args.max_steps}"
+                f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}, but the phase "
+                f"must end after it starts (step {begin}) and before max_steps ({args.max_steps})"
             )
         begin = max(begin, end)
     return found

@@ -94,7 +94,7 @@ class TokenSource:
         return ids
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Read the inputs and labels of one window, two arrays of `seq_length` tokens.
+        """Read one window as two arrays of `seq_length` tokens: the inputs and the labels.
 
         The labels are the inputs shifted by one token.
 

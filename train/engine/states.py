@@ -154,7 +154,7 @@ class PackedAdamW(torch.optim.Optimizer):
         encode_moment(second, state, MOMENTS[1], start)
 
     def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
-        """Allocate the optimizer state for a weight. Its float32 value initially equals the bf16 value."""
+        """Allocate the optimizer state for a weight. The float32 master weight is initialized from the bf16 weight."""
         state = self.state[weight]
         # torch's kernel reads the step on this device
         state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")

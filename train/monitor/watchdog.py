@@ -165,7 +165,7 @@ def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[in
     """Return the ranks that caused the hang, or [] if they are unknown.
 
     Args:
-        found: Maps each rank that responded to its status.
+        found: Status of each rank that responded, keyed by rank.
         world: Number of ranks.
     """
     silent = [rank for rank in range(world) if rank not in found]

@@ -167,7 +167,7 @@ class SplitWriter:
                 self.counts[split] += np.bincount(np.concatenate(some), minlength=len(self.counts[split]))
 
     def close(self) -> list[Shard]:
-        """Write the last shards to the disk, and return all shards, ordered by split."""
+        """Write the last shards to disk, and return all shards, ordered by split."""
         for writer in self._writers.values():
             writer.close()
         return [shard for writer in self._writers.values() for shard in writer.shards]
