@@ -124,7 +124,8 @@ class StopStrings:
     """Filter that cuts streamed text off before a stop string.
 
     Text that may be the start of a stop string is held back. The stop string that is completed first counts. If the
-    same character completes several stop strings, the longest one counts. The result therefore does not depend on how the text is split into pieces.
+    same character completes several stop strings, the longest one counts. The result therefore does not depend on how
+    the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str]):
