@@ -36,8 +36,8 @@ def apply() -> dict[str, Any]:
 def quantize_weights_again(modules: Iterable[Any]) -> None:
     """Make modules of TE quantize their weights again in the backward pass instead of keeping the FP8 copies.
 
-    For ZeRO 3, which gathers the weights of a module for both passes and does not reuse FP8 copies. TE has this mode
-    for FSDP2.
+    For gradient_checkpointing "mlp" with ZeRO 3, which gathers the weights of a module for both passes and does not
+    reuse FP8 copies. TE has this mode for FSDP2.
     """
     for module in modules:
         module._is_fsdp2 = True

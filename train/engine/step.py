@@ -53,12 +53,7 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
     Args:
         ds_config: The DeepSpeed configuration from `resolve_ds_config`.
     """
-    is_te = VARIANTS[arguments.model.variant].te
-    if (
-        is_te
-        and ds_config["zero_optimization"]["stage"] == 3
-        and arguments.gradient_checkpointing is not True
-    ):
+    if arguments.gradient_checkpointing == "mlp" and ds_config["zero_optimization"]["stage"] == 3:
         quantize_weights_again(gemm_modules(model, model.precision).values())
     with suppress_prints():
         engine, *_ = deepspeed.initialize(

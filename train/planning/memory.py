@@ -183,8 +183,10 @@ def _predict_phase_memory(s: Setting) -> Memory:
     # number of parameters that have both a 16-bit gradient and the float32 gradient to which it is added
     twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
     state["gradients"] += 2 * twice / GIB
-    # without copies for the whole step, ZeRO 3 and recomputation make those of one layer at a time
-    of_layer = not s.keeps_fp8_weights and (s.zero_stage == 3 or s.recompute is True)
+    # without copies for the whole step, recomputation makes those of one layer at a time; "mlp" does so with ZeRO 3
+    of_layer = not s.keeps_fp8_weights and (
+        s.recompute is True or (s.recompute == "mlp" and s.zero_stage == 3)
+    )
     copied_layers = min(s.fp8_layers, 1) if of_layer else s.fp8_layers
     copied = {"FP8 copies of weights": 2 * (s.layer_matrices * copied_layers + H * V * s.fp8_head) / GIB}
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
