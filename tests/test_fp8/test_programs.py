@@ -81,6 +81,7 @@ class LLM:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_decoding_with_vllm_reports_the_fastest_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
