@@ -22,10 +22,11 @@ def apply() -> dict[str, Any]:
     """Patch Transformer Engine, and return `add_residual`, `fused_swiglu` and `packed_swiglu` (see te_backend.load)."""
     utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
     _fuse_residual_gradients()
-    if utils.is_non_tn_fp8_gemm_supported():  # TE allocates no transposed copies, which the patches need
-        return {"add_residual": _AddResidual.apply, "fused_swiglu": "swiglu", "packed_swiglu": None}
-    _release_rows_of_norm()
-    fused = _register_swiglu()
+    fused = False
+    # otherwise TE allocates no transposed copies, which these patches need
+    if not utils.is_non_tn_fp8_gemm_supported():
+        _release_rows_of_norm()
+        fused = _register_swiglu()
     return {
         "add_residual": _AddResidual.apply,
         "fused_swiglu": FUSED_SWIGLU if fused else "swiglu",
@@ -71,9 +72,8 @@ def _fuse_residual_gradients() -> None:
 
     def backward_with_residual(gradient: torch.Tensor, x: torch.Tensor, *arguments: Any) -> Any:
         task, residual = _residual_gradients.pop() if _residual_gradients else (None, None)
-        if (
-            residual is None or task != torch._C._current_graph_task_id()
-        ):  # left by a backward pass that failed
+        # a backward pass that failed leaves its gradient here
+        if residual is None or task != torch._C._current_graph_task_id():
             return backward(gradient, x, *arguments)
         return kernels.rmsnorm_bwd_add(gradient, x, residual.view_as(x), *arguments)
 

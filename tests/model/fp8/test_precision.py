@@ -220,6 +220,17 @@ def test_recomputation_changes_no_result(variant: str, recipe: str) -> None:
     assert all(torch.equal(results[0][2][key], results[1][2][key]) for key in results[0][2])
 
 
+def pass_twice(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor], int]:
+    """The loss, the gradients and the bytes kept for the backward pass, of the second of two passes on a GPU."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}, kept
+
+
 @pytest.mark.gpu
 def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
     """The forward pass is the same. The backward pass sees SwiGLU's input in 8 bits."""
@@ -229,14 +240,8 @@ def test_packed_swiglu_saves_memory_and_changes_gradients_little() -> None:
     found = []
     for mode in (False, "mlp"):
         model = build_model(config, "te_layer", precision, gradient_checkpointing=mode).train()
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            before = torch.cuda.memory_allocated()
-            loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
-            kept = torch.cuda.memory_allocated() - before
-            loss.backward()
-        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, kept))
-        del model, loss
+        found.append(pass_twice(model, ids))
+        del model
     (loss, gradients, kept), (packed_loss, packed_gradients, packed_kept) = found
     assert packed_loss == loss
     tokens, F = 16 * 512, config.intermediate_size
@@ -275,16 +280,11 @@ def test_weights_quantized_again_in_the_backward_pass(variant: str, recipe: str)
     found = []
     for again in (False, True):
         model = build_model(config, variant, precision).train()
-        for number in range(4):
-            if again and number == 2:  # the first passes set the scales
-                quantize_weights_again(gemm_modules(model, precision).values())
-            model.zero_grad(set_to_none=True)
-            before = torch.cuda.memory_allocated()
-            loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
-            kept = torch.cuda.memory_allocated() - before
-            loss.backward()
-        found.append((loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, kept))
-        del model, loss
+        pass_twice(model, ids)  # sets the scales
+        if again:
+            quantize_weights_again(gemm_modules(model, precision).values())
+        found.append(pass_twice(model, ids))
+        del model
     (loss, gradients, kept), (other_loss, others, other_kept) = found
     assert other_loss == loss
     assert other_kept < kept / 2
