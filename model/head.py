@@ -101,6 +101,7 @@ class _Head(torch.autograd.Function):
             with pause_counting() if parts else nullcontext():
                 of_hidden, of_weight = _gradients(ctx, of_logits, hidden, weight_VH, total)
             parts.append(of_hidden)
+            del of_logits  # before the next part is computed
         if total is not None:
             of_weight = None if fused else total.to(weight_VH.dtype)
         return torch.cat(parts), of_weight, None, None, None
