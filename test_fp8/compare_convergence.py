@@ -16,7 +16,9 @@ To continue after an interruption, run the same command again. Unfinished cases 
 trained again. --work_dir keeps the last checkpoint of each case.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
-the training losses in the last tenth of the steps, with its standard error. "equal loss" is the speedup at equal loss:
+the training losses in the last tenth of the steps, with its standard error. The plot shows this difference for each
+twentieth of the steps, with a band of two standard errors. The errors are those of the mean over the samples; they do
+not contain the noise between two runs of the same case. "equal loss" is the speedup at equal loss:
 the time until the baseline reaches the worse of the two final losses, divided by the time of the other run. To see the
 seed noise, add a case with another seed.
 
@@ -57,6 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # Write a checkpoint only when the run stops or is complete, and keep only the newest one.
 SAVE_OPTIONS = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
+WINDOWS = 20  # number of parts of a run for which the plot shows the difference of the training losses
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
@@ -216,17 +219,25 @@ def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
     return {"eval_loss": loss, "seconds": seconds, "baseline_seconds": others, "ratio": ratio}
 
 
-def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
-    """Return the mean difference between two runs' training losses in the last tenth of the logged steps.
+def loss_differences(own: Sequence[Result], base: Sequence[Result], windows: int) -> dict[int, Result]:
+    """Return the mean difference between two runs' training losses in consecutive windows of the logged steps.
 
-    The mean and its standard error are in percent of the baseline's loss. The mean covers many more tokens than an
+    The result maps the middle step of each window to the mean and its standard error, in percent of the baseline's
+    loss. The standard error is None for a window of one step. All windows together cover many more tokens than an
     evaluation. Both runs must train on the same samples.
     """
     losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
-    differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
-    last = differences[-max(1, len(differences) // 10) :]
-    error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
-    return {"mean_percent": statistics.fmean(last), "standard_error": error}
+    steps = [step for step in losses[0] if step in losses[1]]
+    count = min(windows, len(steps))
+    found = {}
+    for first, stop in pairwise(len(steps) - len(steps) * index // count for index in range(count, -1, -1)):
+        differences = [percent(losses[0][step], losses[1][step]) for step in steps[first:stop]]
+        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+        found[steps[(first + stop) // 2]] = {
+            "mean_percent": statistics.fmean(differences),
+            "standard_error": error,
+        }
+    return found
 
 
 def percent(value: float, baseline: float) -> float:
@@ -254,6 +265,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
     steps, losses = column(own, "loss")
     eval_steps, eval_losses = column(own, "eval_loss")
     base_losses = column(base, "eval_loss")[1]
+    differences = loss_differences(own, base, WINDOWS) if same_samples else {}
     own_speed = speed(own)
     return {
         "row": case.name,
@@ -262,7 +274,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
         "loss": losses[-1],
         "eval_loss": eval_losses[-1],
         "eval_difference_percent": percent(eval_losses[-1], base[-1]["eval_loss"]),
-        "last_tenth": last_tenth(own, base) if same_samples else None,
+        "last_tenth": [*loss_differences(own, base, 10).values()][-1] if same_samples else None,
         "skipped_steps": int(max(column(own, "skipped_steps")[1], default=0)),
         "tokens_per_second": own_speed,
         "speed_to_baseline": own_speed / speed(base),
@@ -273,6 +285,9 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
             "step": steps,
             "loss": losses,
             "grad_norm": [r.get("grad_norm") for r in own if r.get("loss") is not None],
+            "difference_step": list(differences),
+            "difference_percent": [window["mean_percent"] for window in differences.values()],
+            "difference_standard_error": [window["standard_error"] for window in differences.values()],
             "eval_step": eval_steps,
             "eval_loss": eval_losses,
             "eval_seconds": [s for s, r in step_seconds(own) if r.get("eval_loss") is not None],
@@ -281,6 +296,14 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
             ],
         },
     }
+
+
+def difference_band(curves: Result) -> tuple[list, ...]:
+    """Return the steps and the difference of the training losses, with its bounds of two standard errors, to plot."""
+    means = curves["difference_percent"]
+    errors = [2 * (error or 0) for error in curves["difference_standard_error"]]
+    bounds = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
+    return (curves["difference_step"], means, *bounds)
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
@@ -320,6 +343,9 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     curves = {r["row"]: r["curves"] for r in results}
     panels = {
         "training loss by step": {name: (c["step"], c["loss"]) for name, c in curves.items()},
+        "training loss, difference from the baseline (%)": {
+            name: difference_band(c) for name, c in curves.items() if c["difference_step"]
+        },
         "evaluation loss by step, difference from the baseline (%)": {
             name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
         },

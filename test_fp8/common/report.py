@@ -155,7 +155,7 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> N
     """Plot benchmark results to a PNG file next to the report.
 
     output: path of the report. panels: maps the title of each panel to its values by label. A number is drawn as a
-    horizontal bar, and a pair (x, y) of lists as a line.
+    horizontal bar, a pair (x, y) of lists as a line, and (x, y, lower, upper) as a line with a band.
     """
     labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     height = 1 + len(panels) * max(3.0, 0.3 * len(labels))
@@ -164,7 +164,10 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> N
             for label, value in series.items():
                 color = f"C{labels.index(label) % 10}"
                 if isinstance(value, tuple):
-                    axis.plot(*value, "o-", markersize=3, linewidth=1, color=color, label=label)
+                    x, y, *bounds = value
+                    axis.plot(x, y, "o-", markersize=3, linewidth=1, color=color, label=label)
+                    if bounds:
+                        axis.fill_between(x, *bounds, color=color, alpha=0.2, linewidth=0)
                 else:
                     axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.4g}", fontsize=8)
             if isinstance(value, tuple):

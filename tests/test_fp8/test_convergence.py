@@ -51,12 +51,16 @@ def test_seconds_to_loss() -> None:
     assert found["baseline_seconds"] == pytest.approx(19) and found["ratio"] == pytest.approx(1.9)
 
 
-def test_last_tenth() -> None:
+def test_loss_differences() -> None:
     base = training(*((step, 4.0) for step in range(1, 21)))
-    own = training(*((step, 5.0) for step in range(1, 19)), (19, 4.04), (20, 4.08))
-    found = compare_convergence.last_tenth(own, base)
-    assert found == {"mean_percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
-    assert compare_convergence.last_tenth(own[:5], base)["standard_error"] is None
+    own = training((1, 4.2), *((step, 5.0) for step in range(2, 19)), (19, 4.04), (20, 4.08), (21, 9.0))
+    found = compare_convergence.loss_differences(own, base, 10)
+    assert list(found) == list(range(2, 21, 2)), "each has two steps, and step 21 is none of the baseline's"
+    assert found[20] == {"mean_percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
+    assert found[2]["mean_percent"] == pytest.approx(15) and found[4]["standard_error"] == 0
+    short = compare_convergence.loss_differences(own[:5], base, 10)
+    assert [w["standard_error"] for w in short.values()] == [None] * 5 and list(short) == [1, 2, 3, 4, 5]
+    assert [*compare_convergence.loss_differences(own, base, 3)] == [4, 11, 18], "7, 7 and 6 steps"
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,8 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
         difference = 100 * (result["eval_loss"] / bf16["eval_loss"] - 1)
         assert result["eval_difference_percent"] == pytest.approx(difference)
     assert 0 < abs(delayed["last_tenth"]["mean_percent"]) < 2 and seed7["last_tenth"] is None
+    assert delayed["curves"]["difference_step"] == [2, 4, 6] and seed7["curves"]["difference_step"] == []
+    assert delayed["curves"]["difference_percent"][-1] == delayed["last_tenth"]["mean_percent"]
     assert (seed7["seed"], seed7["overrides"]["seed"]) == (7, "7")
 
     before = (work / "delayed/metrics.jsonl").read_bytes()
