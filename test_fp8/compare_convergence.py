@@ -341,7 +341,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     }
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
     curves = {r["row"]: r["curves"] for r in results}
-    panels = {
+    panels: dict[str, dict[str, Any]] = {
         "training loss by step": {name: (c["step"], c["loss"]) for name, c in curves.items()},
         "training loss, difference from the baseline (%)": {
             name: difference_band(c) for name, c in curves.items() if c["difference_step"]
