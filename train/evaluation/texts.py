@@ -238,13 +238,7 @@ class Documents:
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
         rows = itertools.islice(self._rows(), rank, None, world)
-        while some := list(itertools.islice(rows, SORT_BATCH * self.size)):
-            some.sort(key=lambda row: len(row.tokens))
-            while some:
-                longest = _padded_length(len(some[-1].tokens) - 1, self.multiple)
-                together = max(1, self.size * _padded_length(self.length, self.multiple) // longest)
-                yield _batch(some[-together:], longest, self.document_mask)
-                del some[-together:]
+        return make_batches(rows, self.size, self.length, self.multiple, self.document_mask)
 
     def _rows(self) -> Iterator[Row]:
         for source, documents in enumerate(self.documents):
@@ -271,6 +265,19 @@ class Documents:
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
             begins = ends[(start < ends) & (ends <= stop)] - start
             yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
+
+
+def make_batches(
+    rows: Iterator[Row], size: int, length: int, multiple: int, document_mask: bool = False
+) -> Iterator[Rows]:
+    """Arrange rows in batches of similar lengths. For the arguments, see `Documents`."""
+    while some := list(itertools.islice(rows, SORT_BATCH * size)):
+        some.sort(key=lambda row: len(row.tokens))
+        while some:
+            longest = _padded_length(len(some[-1].tokens) - 1, multiple)
+            together = max(1, size * _padded_length(length, multiple) // longest)
+            yield _batch(some[-together:], longest, document_mask)
+            del some[-together:]
 
 
 def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
