@@ -106,7 +106,7 @@ def hardware() -> str:
         [
             "### Memory, disk and work\n",
             table(("model", *columns), rows),
-            "### Measured whole steps on one H100\n",
+            "### Measured whole steps on one H200\n",
             table(titles, _measured()),
         ]
     )

@@ -169,7 +169,7 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> N
                     if bounds:
                         axis.fill_between(x, *bounds, color=color, alpha=0.2, linewidth=0)
                 else:
-                    axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.4g}", fontsize=8)
+                    axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.0f}", fontsize=8)
             if isinstance(value, tuple):
                 axis.legend(fontsize=8)
             axis.set_title(name, fontsize=10)

@@ -197,11 +197,10 @@ def _predict_phase_memory(s: Setting) -> Memory:
     kept = layers * 2 * H if s.recompute is True else of_layers
     of_head = per_token * head_bytes(s)
     if s.fp8_head_gradients:
-        # lm_head makes FP8 copies of the logits' gradient for some tokens at a time, and the copies for the tokens
-        # before are still allocated. It computes its input gradient with an FP8 copy of the weight, then its weight
-        # gradient with an FP8 copy of the input.
+        # lm_head makes FP8 copies of the logits' gradient for HEAD_ROWS tokens at a time. It computes its input
+        # gradient with an FP8 copy of the weight, then its weight gradient with an FP8 copy of the input.
         chunked = s.args.speed.fused_cross_entropy and s.tokens > HEAD_ROWS
-        rows = min(2 * HEAD_ROWS, s.tokens) if chunked else s.tokens
+        rows = HEAD_ROWS if chunked else s.tokens
         of_head += (H * max(V, rows) - BLOCK_SCALES * 2 * V * (s.tokens - rows)) / GIB
         if chunked and not s.main_grad:  # the gradient of the weight in float32, and then also in 16 bits
             of_head += 6 * H * V / GIB
