@@ -128,12 +128,9 @@ class _Probe:
         self.config.num_hidden_layers = 1
         self.variant, self.document_mask, self.seed = variant, document_mask, seed
         self.gradient_checkpointing = gradient_checkpointing
-        # The layer represents all layers, so patterns with layer numbers do not apply. Ranks can run different numbers
-        # of passes, so they must not reduce amaxes.
+        # The layer represents all layers, so patterns with layer numbers do not apply.
         patterns = [p for p in precision.config.bf16_modules if not re.search(r"layers\.[\d\[?]", p)]
         own: dict[str, Any] = {"bf16_modules": [*patterns, "lm_head"]} if precision.fp8 else {}
-        if precision.has_state:
-            own["reduce_amax"] = False
         self.precision = Precision(replace(precision.config, **own), precision.device)
         compute = precision.config.compute
         self.limits = LIMITS[compute]

@@ -25,7 +25,7 @@ from model.documents import random_documents
 from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
+from model.fp8.recipes import Compute, PrecisionConfig
 from model.graphs import use_cuda_graphs
 from model.startup_check import verify_attention, verify_fp8
 from model.variants import GradientCheckpointing, SpeedConfig
@@ -72,12 +72,8 @@ class Task:
     other_memory_gib: float = 0.0
 
     def resolved(self, compute: Compute) -> Precision:
-        """Return the configured precision with the given value of `compute`.
-
-        Amaxes (largest magnitudes) are not reduced over ranks, because only one rank runs the measurements.
-        """
-        config = replace(self.precision, auto=False, compute=compute)
-        return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
+        """Return the configured precision with the given value of `compute`."""
+        return Precision(replace(self.precision, auto=False, compute=compute))
 
     def cycle(self, precision: Precision) -> int:
         """Return the number of micro-batches that share one FP8 copy of the weights."""

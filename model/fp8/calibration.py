@@ -11,10 +11,12 @@ discards the gradients.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model.documents import Documents
 from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, reduce_amaxes
 
 
 def calibrate(
@@ -28,6 +30,7 @@ def calibrate(
     """Fill the amax histories of an untrained model for delayed scaling, and return log lines.
 
     Only FP8 state changes. With other recipes, or if precision.calibration_passes is 0, this function does nothing.
+    Collective if precision.reduce_amax is true.
 
     Several passes are needed, because a gradient that is cast with a wrong scale also makes the gradients of earlier
     layers wrong, and with them the amaxes (largest magnitudes) recorded there.
@@ -45,4 +48,6 @@ def calibrate(
     for _ in range(passes):
         (model(input_ids, labels=labels, documents=documents).loss / accumulation).backward()
         model.zero_grad(set_to_none=True)
+    if precision.config.reduce_amax and dist.is_initialized() and dist.get_world_size() > 1:
+        reduce_amaxes(fp8_state(model, precision))
     return [f"delayed scaling: scales from {passes} passes over the first micro-batch"]

@@ -204,7 +204,7 @@ class Precision:
                 fp8_format=fp8_format,
                 amax_history_len=c.amax_history_len,
                 amax_compute_algo=c.amax_compute_algo,
-                reduce_amax=c.reduce_amax,
+                reduce_amax=False,  # see model/fp8/state.py
             )
         elif c.recipe == "mxfp8":
             recipe = recipes.MXFP8BlockScaling(fp8_format=fp8_format)

@@ -150,7 +150,8 @@ class PrecisionSettings:
         "max",
     )
     reduce_amax: bool = option(
-        "Whether to compute scales from the largest amax across all ranks (recipe delayed only).", True
+        "Whether to reduce amaxes over all ranks after each step (recipe delayed only).",
+        True,
     )
     calibration_passes: int = option(
         "Number of calibration passes over the first micro-batch, which set the initial scales (recipe delayed "

@@ -1,8 +1,9 @@
-"""Read, copy, load and reset the state of delayed scaling (scales and amax histories)."""
+"""Read, copy, reduce, load and reset the state of delayed scaling (scales and amax histories)."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model.fp8.precision import Precision, PrecisionError
@@ -44,6 +45,29 @@ def _is_attention(module: nn.Module | None) -> bool:
 def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
     """Return a copy of the FP8 state (see `fp8_state`) on the same device."""
     return {key: tensor.detach().clone() for key, tensor in fp8_state(model, precision).items()}
+
+
+def reduce_amaxes(state: dict[str, torch.Tensor]) -> None:
+    """Set all scales and amax histories to those of the rank with the largest amaxes.
+
+    Transformer Engine can reduce amaxes after every forward and backward pass, but then all ranks wait for the slowest
+    one in every pass. It is enough to call this function once per optimizer step, because the scales depend on the
+    amaxes of many passes. Collective: all ranks must call this function. It runs one all-reduce.
+
+    Args:
+        state: the result of `fp8_state`, which is changed in place.
+    """
+    scales = [tensor for key, tensor in state.items() if key.endswith(".scale")]
+    histories = [tensor for key, tensor in state.items() if key.endswith(".amax_history")]
+    # a larger amax gives a smaller scale
+    reduced = torch.cat([-torch.cat(scales), *(tensor.flatten() for tensor in histories)])
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    new_scales, new_histories = reduced.split([sum(map(len, scales)), sum(t.numel() for t in histories)])
+    torch._foreach_copy_(scales, list((-new_scales).split([len(tensor) for tensor in scales])))
+    parts = new_histories.split([tensor.numel() for tensor in histories])
+    torch._foreach_copy_(
+        histories, [part.view_as(tensor) for part, tensor in zip(parts, histories, strict=True)]
+    )
 
 
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:

@@ -108,7 +108,7 @@ def update_delayed_scaling(
     Args:
         amax_history: float32 [L, n] for history length L and n tensors. Row 0 is the amax of the current step.
         scale: float32 [n].
-        latest_amax: float32 [n], row 0 reduced over ranks.
+        latest_amax: float32 [n], the amax of the current step.
 
     Returns: the new (amax_history, scale).
     """

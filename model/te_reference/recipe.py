@@ -65,15 +65,15 @@ class DelayedScaling(Recipe):
     """FP8 recipe with one scale per tensor, computed from the largest or latest amax in the last `amax_history_len`
     steps.
 
-    An amax is the largest magnitude of a tensor. The scale is `fp8_max * 2**-margin / amax`. With `reduce_amax`, the
-    amax is the maximum over all ranks.
+    An amax is the largest magnitude of a tensor. The scale is `fp8_max * 2**-margin / amax`. `reduce_amax` must be
+    False, because the CPU reference does not reduce amaxes over ranks.
     """
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    reduce_amax: bool = True
+    reduce_amax: bool = False
 
 
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"

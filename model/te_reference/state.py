@@ -1,10 +1,9 @@
 """FP8 state between forward passes: the autocast context, the scales, and when scales are updated.
 
 Delayed scaling combines the amaxes (largest magnitudes) of all modules twice per step. When the outermost `autocast`
-exits with gradients enabled, the forward amaxes are reduced over ranks and converted to scales. The backward amaxes
-follow at the end of the backward pass of the first FP8 module in that autocast, because the backward pass of this
-module runs last. Modules register their state on first use, in an order that must be the same on all ranks. The
-registry does not keep modules alive.
+exits with gradients enabled, the forward amaxes are converted to scales. The backward amaxes follow at the end of the
+backward pass of the first FP8 module in that autocast, because the backward pass of this module runs last. Modules
+register their state on first use. The registry does not keep modules alive.
 
 As in Transformer Engine, a forward pass without gradients records its amaxes but does not update scales, so the next
 training step uses the larger of the two amaxes.
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model.te_reference.quantize import FP8_MAX, update_delayed_scaling
@@ -82,8 +80,7 @@ def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[
     Contexts nest: an inner context replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8
     inside.
 
-    Wrap only the forward pass. When the outermost enabled context exits, delayed scaling updates the forward scales and
-    reduces amaxes over all ranks. All ranks must therefore exit the context equally often.
+    Wrap only the forward pass. When the outermost enabled context exits, delayed scaling updates the forward scales.
 
     As in Transformer Engine, a module in an inner context does not count as the first module of the outer context. If
     the backward pass of the inner module does not use FP8, the next module's backward pass updates the backward scales.
@@ -121,8 +118,7 @@ def register(state: DelayedScalingState) -> None:
 def update_scales(forward: bool) -> None:
     """Update the scales for one direction (forward or backward) with delayed scaling.
 
-    This function reduces the current amaxes over ranks, rolls the amax histories and computes new scales. It runs one
-    all-reduce for all modules with the same recipe.
+    This function rolls the amax histories and computes new scales.
     """
     for (direction, _), members in _registry.items():
         states = list(members)
@@ -130,9 +126,6 @@ def update_scales(forward: bool) -> None:
             continue
         recipe = states[0].recipe
         latest = torch.cat([state.amax_history[0] for state in states])
-        distributed = dist.is_available() and dist.is_initialized()
-        if recipe.reduce_amax and distributed and dist.get_world_size() > 1:
-            dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         if not latest.any():
             continue
         history, scale = update_delayed_scaling(

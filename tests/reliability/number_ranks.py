@@ -17,8 +17,8 @@ from model import mistral_base, te_reference
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
-from model.fp8.state import fp8_state
-from model.te_reference.recipe import DelayedScaling
+from model.fp8.recipes import PrecisionConfig
+from model.fp8.state import fp8_state, reduce_amaxes
 from train import trainer
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
@@ -242,23 +242,21 @@ def a_matrix(module: torch.nn.Module) -> str:
     return names[len(names) // 2]
 
 
-def reduce_amaxes() -> list[dict[str, list]]:
-    """Run a step of two Linear modules of the CPU reference implementation, with and without `reduce_amax`.
+def reduced_state() -> list[dict[str, list]]:
+    """Run a step of a Linear module, and return its FP8 state before and after `reduce_amaxes`.
 
     The operands and gradients of the second rank are twice those of the first rank.
-
-    Returns: for each run, the sizes of the all-reduced tensors, a forward scale and a backward scale.
     """
-    calls, found, right, rank = list[int](), [], dist.all_reduce, dist.get_rank()
-    dist.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), right(*a, **k))[1]
-    for reduces in (True, False):
-        calls.clear()
-        linears = [te_reference.Linear(32, 32, bias=False, params_dtype=torch.float32) for _ in range(2)]
-        x = torch.full((16, 32), 1.0 + rank)
-        with te_reference.autocast(recipe=DelayedScaling(amax_history_len=4, reduce_amax=reduces)):
-            x = linears[1](linears[0](x))
-        (x * (2.0 if rank else 1.0)).sum().backward()
-        scales = [linears[0].fp8_meta["scaling_fwd"].scale, linears[1].fp8_meta["scaling_bwd"].scale]
-        found.append({"calls": calls.copy(), "scales": [scale[0].item() for scale in scales]})
-    dist.all_reduce = right
+    precision, factor = (
+        Precision(PrecisionConfig(backend="reference", amax_history_len=4)),
+        1.0 + dist.get_rank(),
+    )
+    model = torch.nn.Sequential(te_reference.Linear(32, 32, bias=False, params_dtype=torch.float32))
+    with precision.autocast():
+        y = model(torch.full((16, 32), factor))
+    (y * factor).sum().backward()
+    found = []
+    for reduce in (lambda state: None, reduce_amaxes):
+        reduce(fp8_state(model, precision))
+        found.append({key: tensor.tolist() for key, tensor in fp8_state(model, precision).items()})
     return found

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from model.fp8 import te_backend
-from tests.reliability.number_ranks import reduce_amaxes, skip, whole_run
+from tests.reliability.number_ranks import reduced_state, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
 from tests.train.preflight.preflight_ranks import alike, gradients
@@ -42,7 +42,7 @@ from train.monitor import signals
 from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes, gradients, alike, muon_against_plain)
+    f.__name__: f for f in (skip, whole_run, watched_run, reduced_state, gradients, alike, muon_against_plain)
 }
 
 
