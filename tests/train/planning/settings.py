@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 
 
 def measured() -> list[Measured]:
-    """Steps of this project's variants with the shipped defaults on one H100, and in bf16 also on two.
+    """Steps of this project's variants with the shipped defaults on one GPU, in bf16 also on two, and of a 7B on four.
 
     The FP8 cases of the scaling benchmark are left out: lm_head and LayerNormMLP needed more memory then.
     """
@@ -52,6 +52,11 @@ def measured() -> list[Measured]:
                 speed = row["tokens_per_second"]
                 gpu = next(gpu for name, gpu in GPUS.items() if name.upper() in report["machine"]["gpu"])
                 found.append(Measured(f"{path.stem} {row['row']}", s, gpu, speed, peak))
+    for name in ("mistral_7b_mlp_step", "mistral_7b_recompute_step"):
+        report = json.loads((RESULTS / f"{name}.json").read_text())
+        (row,) = report["results"]
+        s = _configured(report, row["configuration"], report["ranks"], micro_batch=row["micro_batch"])
+        found.append(Measured(name, s, GPUS["h200"], row["tokens_per_second"], row["allocated_gib"]))
     report = json.loads((RESULTS / "hare_1.1b_scaling.json").read_text())
     for row in (row for row in report["results"] if row["compute"] == "bf16"):
         s = _configured(report | {"accumulation": row["accumulation"]}, row["configuration"], row["ranks"])
@@ -67,6 +72,6 @@ def _configured(report: dict[str, Any], keys: dict[str, Any], ranks: int = 1, **
         max_seq_length=report["seq_length"],
         gradient_accumulation_steps=report["accumulation"],
         per_device_train_batch_size=fields.get("micro_batch") or report["micro_batch"],
-        **{key.replace(".", "__"): value for key, value in keys.items()},
+        **{key.replace(".", "__"): True if value == "true" else value for key, value in keys.items()},
     )
     return replace(s, eval_batch=0)
