@@ -356,9 +356,24 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
 # ---------------------------------------------------------------- the supervisor
 
 
+# Environment variables that contain a number, with the smallest allowed value.
+SMALLEST = {"MAX_RESTARTS": 0, "NPROC": 1, "NNODES": 1, "NODE_RANK": 0, "MASTER_PORT": 1}
+
+
 def setting(name: str, default: str = "") -> str:
-    """Return the value of an environment variable, or `default` if the variable is unset or empty."""
-    return os.environ.get(name) or default
+    """Return the value of an environment variable, or `default` if the variable is unset or empty.
+
+    Raises:
+        LaunchError: The variable is in SMALLEST, but its value is not an allowed number.
+    """
+    text = os.environ.get(name) or default
+    if text and name in SMALLEST and not (text.isdecimal() and int(text) >= SMALLEST[name]):
+        raise LaunchError(
+            f"the environment variable {name} is {text!r}, but must be a whole number of at least {SMALLEST[name]}. "
+            "Correct the variable, or unset it to use the default",
+            key=name,
+        )
+    return text
 
 
 class Supervisor:
