@@ -44,7 +44,9 @@ POSITIVE = (
 )
 # In an exported config.json: the max_seq_length of the training. Other programs ignore it.
 TRAINED_LENGTH = "trained_sequence_length"
-WINDOW = "sliding_window"  # transformers treats 0 as a window in which a token sees nothing
+# transformers treats 0 as a window in which a token sees nothing. With 1, a token sees only itself, and its query and
+# key have no effect.
+WINDOW = "sliding_window"
 # Keys that change the network, with the only value that is supported. null is the same as this value.
 FIXED = {
     "hidden_act": "silu",
@@ -244,7 +246,7 @@ def numeric_settings(config: MistralConfig) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Any]:
     """Read a config.json file.
 
-    Raises ModelConfigError if the file is not valid JSON, the model type is not supported, or a size is not positive.
+    Raises ModelConfigError if the file is not valid JSON, the model type is not supported, or a size is too small.
     """
     try:
         values = read_json_file(path)
@@ -261,9 +263,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     _refuse(
         f"model.config: {path}: ",
         {
-            key: f"{key} is {values[key]}; it must be positive{', or null to disable it' if key == WINDOW else ''}"
-            for key in (*POSITIVE, WINDOW)
-            if isinstance(values.get(key), int) and values[key] < 1
+            key: f"{key} is {values[key]}; set it to {least} or more{', or to null' if key == WINDOW else ''}"
+            for key, least in {**dict.fromkeys(POSITIVE, 1), WINDOW: 2}.items()
+            if isinstance(values.get(key), int) and values[key] < least
         },
     )
     return values

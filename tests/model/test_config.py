@@ -171,6 +171,7 @@ def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path)
         ({"rope_parameters": "default"}, "rope_parameters"),
         ({"vocab_size": 0, "num_hidden_layers": -1}, "vocab_size"),
         ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": 1}, "sliding_window"),
         ({"sliding_window": "4096"}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
