@@ -28,7 +28,7 @@ from train.data.format import (
     unigram_loss,
     write_manifest,
 )
-from train.files import sync_folder, try_lock
+from train.files import sync_folder, try_lock, write_durably
 from train.prepare.corpus import WORK_NAME
 from train.prepare.tokenizer import copy_tokenizer
 
@@ -265,8 +265,8 @@ class OutputFolder:
         if self._is_begun():
             if not (resumable or self.overwrite):
                 raise DataError(
-                    f"{self.folder} contains the output of an unfinished prepare_data.py run, which would be "
-                    f"deleted; {remedy}",
+                    f"{self.folder} contains the output of an unfinished run of prepare_data.py or "
+                    f"import_megatron.py, which would be deleted; {remedy}",
                     code="unfinished_preparation",
                     key=str(self.folder),
                 )
@@ -339,8 +339,11 @@ class OutputFolder:
     def _exchange(self, manifest: Manifest) -> None:
         """Replace the old shards and tokenizer files in the output folder with the new ones.
 
-        If the exchange is interrupted, the folder has no manifest, and a resumed preparation moves the remaining files.
+        If the exchange is interrupted, the folder has no manifest, and the work folder keeps the remaining files. A
+        resumed preparation moves them. An import has to start again with `overwrite`.
         """
+        if not self._is_begun():
+            write_durably(self.work / IDENTITY_NAME, "{}\n")  # keeps the work folder
         names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
         names |= {f"{TOKENIZER_FOLDER}/{name}" for name in manifest.tokenizer_files}
         old = {path.name for path in self._shard_files()}
