@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
-from model.fp8.hardware import Capability, fp8_gpu_problem
+from model.fp8.hardware import Capability, architecture, fp8_gpu_problem
 from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
 from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state
@@ -84,9 +84,15 @@ def check(
             problems.append(error)
             return None
 
+    capability = devices[0].capability if devices else None
     source = args.deepspeed if isinstance(args.deepspeed, str) else "deepspeed"
     sizes: Any = attempt(load_sizes, args.model.config)
     resolved = attempt(resolve_arguments, args, world_size)
+    if resolved and resolved.precision.fp8_head_gradients is None:
+        # as in resolve_head_gradients, but without loading Transformer Engine
+        gpu = capability if resolved.precision.backend != "reference" else None
+        supported = gpu is None or "block" in architecture(gpu).recipes
+        resolved = replace(resolved, precision=replace(resolved.precision, fp8_head_gradients=supported))
     ds_config = resolved and attempt(resolve_ds_config, resolved, world_size, source)
     train = attempt(open_sources, args.data.sources, "train", args.max_seq_length)
     if train and sizes is not None:
@@ -104,7 +110,6 @@ def check(
         attempt(check_resume, resolved, ds_config, world_size)
     problems += contradictions(resolved or args)
     if devices is not None:
-        capability = devices[0].capability if devices else None
         problems += device_problems(args, sizes, local_ranks, len(devices), capability)
     warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
@@ -136,9 +141,6 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
     except CheckpointError:
         return
     stage = ds_config["zero_optimization"]["stage"]
-    if args.precision.fp8_head_gradients is None:  # depends on the GPU
-        former = saved.train_config["precision"].get("fp8_head_gradients", False)
-        args = replace(args, precision=replace(args.precision, fp8_head_gradients=former))
     now = RunState(
         saved.step, 0, 0, world_size, stage, args.to_dict(), saved.model_config, saved.data_fingerprint
     )

@@ -23,10 +23,14 @@ from train.preflight.machine import Device
 
 
 def checked(
-    world: World, world_size: int = 1, local_ranks: int = 1, devices: list[int] | None = None
+    world: World,
+    world_size: int = 1,
+    local_ranks: int = 1,
+    devices: list[int] | None = None,
+    capability: tuple[int, int] = (9, 0),
 ) -> list[str]:
     arguments = build_arguments(world.settings)
-    gpus = [Device(memory, (9, 0)) for memory in devices or []]
+    gpus = [Device(memory, capability) for memory in devices or []]
     return check.check(arguments, world_size, local_ranks, gpus)
 
 
@@ -151,6 +155,17 @@ def test_invalid_resume_raises(world: World, own_trained: Path) -> None:
         resume_from_checkpoint="auto", output_dir=str(own_trained), allow_changes_on_resume=["learning_rate"]
     )(world)
     assert checked(world) == []
+
+
+def test_resume_on_a_gpu_without_block_scaling(world: World, own_trained: Path) -> None:
+    """A null precision.fp8_head_gradients is true or false by the GPU. The checkpoint has true."""
+    keys(output_dir=str(own_trained))(world)
+    memory = [80 * 2**30]
+    assert checked(world) == checked(world, devices=memory) == []
+    with problem("precision.fp8_head_gradients", code="change_not_allowed"):
+        checked(world, devices=memory, capability=(8, 9))
+    keys(precision__backend="reference", allow_changes_on_resume=["precision.backend"])(world)
+    assert checked(world, devices=memory, capability=(8, 9)) == []
 
 
 def test_resume_needs_no_initial_weights(world: World, own_trained: Path) -> None:
