@@ -41,7 +41,7 @@ from train import launchers
 from train.command import command
 from train.files import write_durably
 from train.preflight.machine import out_of_memory
-from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
+from train.prepare.corpus import ALLOWED, add_text_options
 from train.record.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder with the model's tokenizer; needed only if neither the model nor its data includes the "
         "tokenizer",
     )
-    add(
-        "--text_key",
-        type=unicode,
-        default="text",
-        help="JSON key or table column that contains the text (default: text)",
-    )
-    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
+    add_text_options(parser)
     add(
         "--max_dropped",
         type=between(0),

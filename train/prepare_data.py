@@ -35,7 +35,7 @@ require_packages("preparing data", "datatrove", requirements="requirements-prep.
 
 from model.keys import between, given_path, unicode
 from train.command import command
-from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, eval_fraction, separator
+from train.prepare.corpus import ALLOWED, add_loss_limits, add_text_options, eval_fraction
 from train.prepare.steps import add_arguments
 
 
@@ -56,13 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "Face Hub",
     )
     add("--output", type=given_path, required=True, help="output folder for the prepared data")
-    add(
-        "--text_key",
-        type=unicode,
-        default="text",
-        help="JSON key or table column that contains the text (default: text)",
-    )
-    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
+    add_text_options(parser)
     add(
         "--eval_fraction",
         type=eval_fraction,

@@ -21,7 +21,7 @@ require_packages("training a tokenizer", "sentencepiece", "transformers", "pydan
 
 from model.keys import between, given_path
 from train.command import command
-from train.prepare.corpus import ALLOWED, SPLIT_ON, add_loss_limits, separator
+from train.prepare.corpus import ALLOWED, add_loss_limits, add_text_options
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,12 +38,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="vocabulary size, including the special tokens and the 256 byte tokens",
     )
     add("--output", type=given_path, required=True, help="output folder for the tokenizer")
-    add(
-        "--text_key",
-        default="text",
-        help="JSON key or table column that contains the text (default: text)",
-    )
-    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
+    add_text_options(parser)
     add(
         "--max_bytes",
         type=between(1),

@@ -52,10 +52,22 @@ ALLOWED = (
 # skipped because its content depends on the host that built Python.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
-SPLIT_ON = (
-    f"separator between the documents in a .txt file: a text such as '<|endoftext|>', or {BLANK_LINE} for blank lines "
-    "(default: each file is one document)"
-)
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options --text_key and --split_on to an argument parser."""
+    parser.add_argument(
+        "--text_key",
+        type=unicode,
+        default="text",
+        help="JSON key or table column that contains the text (default: text)",
+    )
+    parser.add_argument(
+        "--split_on",
+        type=separator,
+        metavar="SEPARATOR",
+        help="separator between the documents in a .txt file: a text such as '<|endoftext|>', or "
+        f"{BLANK_LINE} for blank lines (default: each file is one document)",
+    )
 
 
 def add_loss_limits(parser: argparse.ArgumentParser) -> None:
