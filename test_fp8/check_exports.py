@@ -3,9 +3,10 @@
 
     python test_fp8/check_exports.py [--recipes delayed block] [--output FILE.json]
 
-A small model is trained for two steps with each FP8 recipe and exported in both formats. vLLM and transformers load
-each export. vLLM continues texts greedily, and transformers computes the log-probabilities of all tokens in float32
-("exact") and as vLLM does, in bf16 with FP8 activations if the weights are in FP8 ("rounded"). The exit status is 1 if
+A small model is trained for two steps with each FP8 recipe and in bf16, and exported in both formats. vLLM and
+transformers load each export. vLLM continues texts greedily, and transformers computes the log-probabilities of all
+tokens in float32 ("exact") and as vLLM does, in bf16 with FP8 activations if the weights are in FP8 ("rounded"). The
+exit status is 1 if
 
 - the mean difference between the log-probabilities of vLLM and the exact ones is more than twice that of the rounded
   ones, or
@@ -36,7 +37,8 @@ from test_fp8.common.options import option
 from test_fp8.common.report import Result
 
 VARIANT = "te_layer"
-RECIPES = [recipe for recipe in VARIANTS[VARIANT].recipes if recipe != "mxfp8"]
+# the recipes, and bf16, whose FP8 export has one scale per row
+RECIPES = [*(recipe for recipe in VARIANTS[VARIANT].recipes if recipe != "mxfp8"), "bf16"]
 FACTOR = 2
 # The sizes suit the FP8 kernels of vLLM. The texts are longer than the sliding window.
 MODEL = {
@@ -51,7 +53,7 @@ MODEL = {
 }
 TEXT_CHARACTERS, TEXTS, NEW_TOKENS = 600, 8, 32
 
-OPTIONS = [option("--recipes", RECIPES, "FP8 recipes to check.", nargs="+", choices=RECIPES)]
+OPTIONS = [option("--recipes", RECIPES, "FP8 recipes, or bf16, to check.", nargs="+", choices=RECIPES)]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "format": ("format", "<"),
@@ -94,7 +96,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
 
 def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str], Path]:
-    """Train a model with each recipe and export it. Returns the exports by recipe and format."""
+    """Train a model with each recipe or in bf16, and export it. Returns the exports by recipe and format."""
     log = folder / "log"
     text = ["--input", Path(json.__file__).parent, inspect.getfile(argparse)]
     tokenizer, data = folder / "tokenizer", folder / "data"
@@ -116,7 +118,7 @@ def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str],
         output, config = folder / recipe, folder / f"{recipe}.json"
         settings = {
             "model": {"config": str(folder / "model.json"), "variant": VARIANT},
-            "precision": {"recipe": recipe},
+            "precision": {"compute": "bf16"} if recipe == "bf16" else {"recipe": recipe},
             "data": {"sources": {"text": str(data)}},
             "output_dir": str(output),
             "max_steps": 2,
@@ -130,7 +132,7 @@ def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str],
         exports[recipe, "hf"] = output / "hf"
         out = exports[recipe, "hf-fp8"] = folder / f"{recipe}-fp8"
         run(Program("train/export.py", [output, out, "--format", "hf-fp8"], log))
-        print(f"trained and exported a model with {recipe} scaling", flush=True)
+        print(f"trained and exported a model with {recipe}", flush=True)
     return exports
 
 
