@@ -48,15 +48,17 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 
 
 def reduce_amaxes(state: dict[str, torch.Tensor]) -> None:
-    """Set all scales and amax histories to those of the rank with the largest amaxes.
+    """Set each amax to the largest and each scale to the smallest of all ranks.
 
     Transformer Engine can reduce amaxes after every forward and backward pass, but then all ranks wait for the slowest
-    one in every pass. It is enough to call this function once per optimizer step, because the scales depend on the
-    amaxes of many passes. Collective: all ranks must call this function. It runs one all-reduce.
+    one in every pass. Training calls this function once per optimizer step. In between, each rank uses its own scales
+    for activations and gradients. Collective: all ranks must call this function. It runs at most one all-reduce.
 
     Args:
-        state: the result of `fp8_state`, which is changed in place.
+        state: the result of `fp8_state`, which is changed in place. It is empty if all modules use a fallback.
     """
+    if not state:
+        return
     scales = [tensor for key, tensor in state.items() if key.endswith(".scale")]
     histories = [tensor for key, tensor in state.items() if key.endswith(".amax_history")]
     # a larger amax gives a smaller scale

@@ -65,8 +65,8 @@ class DelayedScaling(Recipe):
     """FP8 recipe with one scale per tensor, computed from the largest or latest amax in the last `amax_history_len`
     steps.
 
-    An amax is the largest magnitude of a tensor. The scale is `fp8_max * 2**-margin / amax`. `reduce_amax` must be
-    False, because the CPU reference does not reduce amaxes over ranks.
+    An amax is the largest magnitude of a tensor. The scale is `fp8_max * 2**-margin / amax`. The CPU reference does not
+    reduce amaxes over ranks, so `reduce_amax` has no effect.
     """
 
     margin: int = 0

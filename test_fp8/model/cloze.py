@@ -33,7 +33,8 @@ MIN_DISTANCE = 100  # between the end of the word before and its next occurrence
 def find_target(ids: np.ndarray, encoder: TextEncoder) -> tuple[int, int] | None:
     """Find the longest word of a passage that occurs earlier, but not shortly before.
 
-    Token edges are compared with word edges in the decoded text of the first tokens of the passage.
+    Token edges are compared with word edges in the decoded text of the first tokens of the passage. So a word next to a
+    character that consists of several tokens is skipped.
 
     Returns:
         The positions of the word's first token and of the token after the word, or None if there is no such word.

@@ -15,7 +15,6 @@ GROUP.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -32,7 +31,6 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 import torch
 import torch.distributed as dist
 
-from model.fp8 import te_backend
 from tests.reliability.number_ranks import reduced_state, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
@@ -100,9 +98,6 @@ def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
     plots.draw_health = lambda history, path: False
     for index, (_, function, values) in group:
         found = FUNCTIONS[function](**values)
-        # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
-        gc.collect()
-        te_backend.release_models()
         (folder / f"{index}-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

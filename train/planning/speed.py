@@ -55,6 +55,7 @@ PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # seco
 MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15  # seconds per matrix and per FLOP
 # Step time of each FP8 recipe relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
+MLP_FACTOR = 1.02  # time of the layers with gradient_checkpointing "mlp"
 LINK_SHARE = 0.5  # assumed fraction of a link's bandwidth that a collective reaches
 ZERO_3_LAYER_S = 7e-4  # delay of a layer's passes by ZeRO 3, measured on two and four GPUs
 
@@ -115,16 +116,10 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
 
 def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     """Return the predicted time of a step in one phase of precision.schedule, in seconds."""
+    computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
     corrections = CORRECTION[s.args.model.variant, s.compute]
     correction = float(np.interp(math.log(s.parameters), np.log(SIZES), corrections))
-    micro_batch_s, communication_s = (
-        _micro_batch_s(s, gpu) * correction,
-        _communication_s(s, gpu, network_gbit_s),
-    )
-    if s.zero_stage == 3 and s.ranks > 1:  # communication overlaps with computation
-        waiting_s = max(0.0, communication_s - s.accumulation * micro_batch_s)
-        communication_s = waiting_s + s.accumulation * s.sizes.num_hidden_layers * ZERO_3_LAYER_S
-    return s.accumulation * micro_batch_s + _optimizer_s(s, gpu) * correction + communication_s
+    return computing * correction + _communication_s(s, gpu, network_gbit_s)
 
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
@@ -136,7 +131,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     products = 6 * s.layer_matrices
     of_layers = products * (s.fp8_layers / FP8_FLOPS + (layers - s.fp8_layers) / BF16_FLOPS)
     of_layers += 12 * layers * q * attention_pairs(s.sizes, s.seq_length) / ATTENTION_FLOPS
-    plain = replace(s, recompute=False)  # to pack the input of SwiGLU takes about as long as to store it
+    plain = replace(s, recompute=False)
     saved = s.fp8_layers * saved_by_layer(plain, True) + (layers - s.fp8_layers) * saved_by_layer(
         plain, False
     )
@@ -145,7 +140,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
         FP8_FLOPS if fp8 else BF16_FLOPS for fp8 in (s.fp8_head, s.fp8_head or s.fp8_head_gradients)
     )
     head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
-    recomputed = 4 / 3 if s.recompute is True else 1
+    recomputed = {True: 4 / 3, "mlp": MLP_FACTOR, False: 1}[s.recompute]
     of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 else 1)
     quantized = QUANTIZE_BYTES if s.fp8 and not s.keeps_fp8_weights else 0
     copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES) + quantized) * s.parameters
@@ -183,7 +178,7 @@ def newton_schulz(sizes: Any) -> tuple[int, float]:
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
-    """Return the predicted time of all collectives in a step, in seconds, without overlap with computation.
+    """Return the predicted time that all collectives add to a step, in seconds.
 
     The collectives use rings, so the slowest link determines the time. GPUs are linked by NVLink within a node and by
     one network card per GPU between nodes.
@@ -195,9 +190,14 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     # seconds to send one byte per parameter once around the ring
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
     gradient = 4 if s.reduces_in_float32 else 2  # bytes per parameter
+    at_end = passes * (2 * gradient + (2 if s.zero_stage else 0))
     if s.zero_stage == 3:
-        return s.accumulation * passes * (gradient + 4)
+        sent = s.accumulation * passes * (gradient + 4)
+        if network < math.inf:
+            return sent
+        # Within a node, communication overlaps with computation. ZeRO 3 is not assumed to be faster than ZeRO 1.
+        return min(sent, max(at_end, s.accumulation * s.sizes.num_hidden_layers * ZERO_3_LAYER_S))
     if s.zero_stage == 2:
         # DeepSpeed all-reduces each bucket, although a rank keeps only its own part.
         return s.accumulation * passes * 2 * gradient + passes * 2
-    return passes * (2 * gradient + (2 if s.zero_stage else 0))
+    return at_end
