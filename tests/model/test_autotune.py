@@ -72,7 +72,9 @@ def test_failed_or_too_large_candidate_is_not_chosen() -> None:
     assert choose(candidates, 80.0) == FP8
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("current", "block"))]
+)
 def test_bf16_is_chosen_if_faster(recipe: Any) -> None:
     task = replace(task_of("te_layer", accumulation=8), precision=PrecisionConfig(auto=True, recipe=recipe))
     assert autotune(task, timer=Script(4 * 330.0, 300.0, 4 * 330.0)) == BF16

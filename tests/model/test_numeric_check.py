@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_a_fault_in_each_gemm_is_found(
     fault: str, layout: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
@@ -101,7 +99,13 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("case", "variant"), [*product(CASES, VARIANTS), *((case, "hf") for case in LLAMA_CASES)]
+    ("case", "variant"),
+    [
+        *((case, "te_layer") for case in CASES),
+        *((case, "te_linear") for case in CASES if case not in LLAMA_CASES),
+        *(pytest.param(case, "te_linear", marks=pytest.mark.slow) for case in LLAMA_CASES),
+        *((case, "hf") for case in LLAMA_CASES),
+    ],
 )
 def test_reference_equals_transformers_in_float32(case: str, variant: str) -> None:
     logits, loss, grads = compare(case, variant, "fp32", "reference", batch=2, tokens=64)

@@ -36,7 +36,8 @@ from train.preflight import check
     ("owner", "method", "count", "number"),
     [
         (trainer.MicroBatches, "get", 6, signal.SIGTERM),  # the second micro-batch of step 3
-        (save.Saver, "begin", 1, signal.SIGUSR1),  # the save of step 2; noticed after step 3
+        # the save of step 2; noticed after step 3
+        pytest.param(save.Saver, "begin", 1, signal.SIGUSR1, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_run_resumes_bit_exactly(

@@ -70,7 +70,7 @@ def test_gpu_package_constraints(tmp_path: Path) -> None:
         ("pytest==0.1", "", (1, False, False)),
         ("pytest==0.1", "1", (0, True, False)),
         ("absent==1.0", "", (0, True, True)),
-        ("absent==1.0\npytest==0.1", "", (1, False, False)),
+        pytest.param("absent==1.0\npytest==0.1", "", (1, False, False), marks=pytest.mark.slow),
     ],
 )
 def test_active_environment_is_kept(

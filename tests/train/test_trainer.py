@@ -138,7 +138,13 @@ def test_failed_last_save_is_an_error(settings: dict, monkeypatch: pytest.Monkey
     assert names == [checkpoint_name(4)]
 
 
-@pytest.mark.parametrize("error", [ReplicaError("ranks [1] differ"), OSError(5, "no data"), ValueError("no")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ReplicaError("ranks [1] differ"),
+        *(pytest.param(e, marks=pytest.mark.slow) for e in (OSError(5, "no data"), ValueError("no"))),
+    ],
+)
 def test_error_waits_for_background_save(
     settings: dict, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -49,7 +49,7 @@ def test_compiled_torchao_resume_is_bit_exact_on_gpu(settings: dict, precision: 
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
 @pytest.mark.parametrize(
     "variant,precision",
-    [("te_layer", "delayed"), ("te_layer", "mxfp8"), ("hf", "bf16"), ("torchao", "tensorwise")]
+    [("te_layer", "delayed"), ("torchao", "tensorwise")]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
@@ -57,8 +57,10 @@ def test_compiled_torchao_resume_is_bit_exact_on_gpu(settings: dict, precision: 
             ("te_layer", "current"),
             ("te_linear", "delayed"),
             ("te_linear", "block"),
+            ("te_layer", "mxfp8"),
+            ("hf", "bf16"),
+            ("torchao", "rowwise"),
         ]
-        + [("torchao", "rowwise")]
     ],
 )
 def test_resume_is_bit_exact(settings: dict, variant: str, precision: str) -> None:
@@ -228,7 +230,7 @@ def test_training_with_recomputation_and_tied_embeddings(
     check_export(plain, metrics(plain)[-1]["eval_loss"], settings)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_initial_weights_are_evaluated_first(
     trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

@@ -229,7 +229,7 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
 
 
 @pytest.mark.parametrize("cache_weights", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param("te_linear", marks=pytest.mark.slow), "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_health_check_in_cuda_graph(
     device: str, variant: str, recipe: str, cache_weights: bool, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ def test_positions_and_labels_follow_the_index(folder: Path, split: str, seq_len
     assert (plain.batch(0, stream.num_samples)[1][missing] == read_manifest(folder).bos_id).all()
 
 
-@pytest.mark.parametrize("bit", [5, 13, 63])
+@pytest.mark.parametrize("bit", [5, *(pytest.param(bit, marks=pytest.mark.slow) for bit in (13, 63))])
 def test_damaged_index(folder: Path, bit: int) -> None:
     """Ends that are far away, or before the ones before them, wherever the search for a sample's ends comes by."""
     shard = read_manifest(folder).split_shards("train")[0]

@@ -193,7 +193,9 @@ def test_stale_scale_alarm_survives_resume(
     assert lines[0] == lines[1] and curve(again) == curve(folder)[6:]
 
 
-@pytest.mark.parametrize("without", [{"compute": "bf16"}, {"health_steps": 0}])
+@pytest.mark.parametrize(
+    "without", [{"compute": "bf16"}, pytest.param({"health_steps": 0}, marks=pytest.mark.slow)]
+)
 def test_phase_without_checks_ends_alarms(
     settings: dict,
     tmp_path: Path,

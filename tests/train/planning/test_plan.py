@@ -255,7 +255,13 @@ def test_default_gpus(tmp_path: Path, tokens: int | None, gpus: int) -> None:
     assert program.main([str(run), "--gpus", "3"]) == (2 if tokens in (4096, 8192, 16384) else 0)
 
 
-@pytest.mark.parametrize("config", ["train_config_bf16", "hare_2.0b", str(CONFIGS / "mistral_0.4b.json")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        str(CONFIGS / "mistral_0.4b.json"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_config_bf16", "hare_2.0b")),
+    ],
+)
 def test_plan_as_json(config: str, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     assert program.main([config, "--gpu", "h200", "--tokens", "600B", "--output", str(output)]) == 0

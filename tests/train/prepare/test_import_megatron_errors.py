@@ -143,8 +143,7 @@ def test_output_folder_is_protected(tmp_path, run_import, reported):
     assert run_import(out, prefix, overwrite=True) == 0 and contents(out) == before
 
 
-@pytest.mark.parametrize("moves", [0, 1, 4])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("moves", "overwrite"), [(0, False), (4, True)])
 def test_interrupted_move_loses_nothing(tmp_path, run_import, reported, monkeypatch, moves, overwrite):
     """All new files are in one of the two folders, and --overwrite is needed to replace them."""
     prefix, out, fresh = (

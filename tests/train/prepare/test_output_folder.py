@@ -116,7 +116,7 @@ def test_old_data_stays_until_new_data_is_complete(tmp_path, prepare, corpus, re
     assert "mended" in decoded(out) + decoded(out, "eval") and not list(out.glob("prepare_data.*"))
 
 
-@pytest.mark.parametrize("moves", range(6))
+@pytest.mark.parametrize("moves", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 5))])
 def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported, moves):
     """Of files that have the names of the old, and of others."""
     out, fresh = tmp_path / "out", tmp_path / "fresh"
