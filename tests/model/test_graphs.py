@@ -52,7 +52,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("variant", ["te_layer", pytest.param("te_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_fusions_are_bit_equal_on_the_reference(switch: str, variant: str) -> None:
     losses, gradients, model = two_passes(only(None), variant)

@@ -215,7 +215,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, length: int = 64) -> Conditions:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("measure", ["bare", "step"])
+@pytest.mark.parametrize("measure", ["bare", pytest.param("step", marks=pytest.mark.slow)])
 def test_timed_passes_must_run_fp8(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only what was checked before."""
     conditions, arguments = unchecked(monkeypatch), configured(PRESETS["te_layer_fp8_current"])

@@ -106,7 +106,7 @@ def test_resume_at_any_step_of_a_schedule(
         assert curve(folder) == curve(whole)[step:] and tensors(folder, 6) == tensors(whole, 6)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_phase_change_releases_memory(settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []

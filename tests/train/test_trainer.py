@@ -42,7 +42,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[]
     monkeypatch.setattr(MicroStep, "__call__", counted)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lost_fp8_gradients_end_the_run(
     settings: dict, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
@@ -54,7 +54,7 @@ def test_lost_fp8_gradients_end_the_run(
     assert numbers(error.value)[:2] == [4, 6]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_first_step_runs_the_checked_attention(
     settings: dict, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:

@@ -187,7 +187,7 @@ def test_export_records_the_trained_length(trained: Path) -> None:
     assert "| sequence length | 64 |" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_llama_is_trained_exported_decoded_and_trained_on(
     settings: dict, tmp_path: Path, logged: list[str], scaled: bool
 ) -> None:

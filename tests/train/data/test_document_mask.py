@@ -50,7 +50,15 @@ def naive(folder: Path, split: str, seq_length: int) -> list[tuple[list[int], li
 
 
 @pytest.mark.parametrize(
-    "split,seq_length", [("train", T), ("train", 1), ("train", 7), ("train", 4096), ("eval", T), ("eval", 7)]
+    "split,seq_length",
+    [
+        ("train", T),
+        ("train", 1),
+        ("train", 7),
+        ("train", 4096),
+        ("eval", T),
+        pytest.param("eval", 7, marks=pytest.mark.slow),
+    ],
 )
 def test_positions_and_labels_follow_the_index(folder: Path, split: str, seq_length: int) -> None:
     stream = open_stream({"a": folder}, None, seq_length, seed=1, split=split, document_mask=True)

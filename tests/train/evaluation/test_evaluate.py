@@ -112,7 +112,7 @@ def expected_result(
     return pytest.approx(result, rel=1e-6)
 
 
-@pytest.mark.parametrize("stride", [64, 20])
+@pytest.mark.parametrize("stride", [pytest.param(64, marks=pytest.mark.slow), 20])
 def test_evaluation_by_document(
     trained: Path, other: Path, evaluated: Callable[..., dict], stride: int, tmp_path: Path
 ) -> None:

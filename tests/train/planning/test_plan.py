@@ -243,7 +243,15 @@ def test_unsupported_settings_raise(words: list[str]) -> None:
     assert status == 2
 
 
-@pytest.mark.parametrize(("tokens", "gpus"), [(4096, 2), (8192, 4), (16384, 8), (6144, 1), (None, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "gpus"),
+    [
+        (4096, 2),
+        (6144, 1),
+        (None, 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8192, 4), (16384, 8)]),
+    ],
+)
 def test_default_gpus(tmp_path: Path, tokens: int | None, gpus: int) -> None:
     """4,096 tokens in micro-batches of 8 x 256 are those of docs/getting-started.md."""
     sizes = {"max_seq_length": 256, "per_device_train_batch_size": 8, "train_batch_size_tokens": tokens}
