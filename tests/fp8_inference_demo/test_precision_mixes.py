@@ -40,7 +40,7 @@ def model() -> MistralForCausalLM:
 
 @torch.no_grad()
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("rows", [1, 17, 130, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 128))])
+@pytest.mark.parametrize("rows", [1, 17, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 128, 130))])
 @pytest.mark.parametrize("in_fp8", MIXES, ids=lambda names: "+".join(filter(None, names)) or "none")
 def test_logits_with_mixed_precisions(
     model: MistralForCausalLM, in_fp8: tuple[str, ...], rows: int, device: str

@@ -130,7 +130,8 @@ def test_packed_documents_equal_separate_documents(kind: str, lengths: list[int]
 
 
 @kinds
-@pytest.mark.parametrize("keys", [FP32, {"compute": "bf16"}, *({"recipe": r} for r in ("delayed", "current", "block"))],
+@pytest.mark.parametrize("keys", [FP32, {"compute": "bf16"}, {"recipe": "delayed"},
+                                  *(pytest.param({"recipe": r}, marks=pytest.mark.slow) for r in ("current", "block"))],
                          ids=lambda keys: "-".join(keys.values()))  # fmt: skip
 def test_single_document_equals_causal_attention(kind: str, keys: dict) -> None:
     """With gradients, in FP8 too; and no documents mean that."""
