@@ -4,7 +4,7 @@
     python test_fp8/compare_cloze.py data/code data/documents --model bf16=output/bf16 --model fp8=output/fp8
         [--baseline bf16] [--items 2000] [--output FILE.json]
 
-DATA are folders with prepared data, of which the eval splits are used. A model is a run folder, a checkpoint or a
+DATA are folders written by prepare_data.py. Their eval splits are used. A model is a run folder, a checkpoint or a
 Hugging Face folder. As in train/evaluate.py, a checkpoint is evaluated in its training precision.
 
 An item is a passage of a document that ends with a target word, as in LAMBADA (Paperno et al. 2016, arXiv:1606.06031).

@@ -17,10 +17,10 @@ trained again. --work_dir keeps the last checkpoint of each case.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
 the training losses in the last tenth of the steps, with its standard error. The plot shows this difference for each
-twentieth of the steps, with a band of two standard errors. The errors are those of the mean over the samples; they do
-not contain the noise between two runs of the same case. "equal loss" is the speedup at equal loss:
-the time until the baseline reaches the worse of the two final losses, divided by the time of the other run. To see the
-seed noise, add a case with another seed.
+twentieth of the steps, with a band of two standard errors. The errors are those of the mean over the samples. They do
+not contain the noise between two runs of the same case. To see the seed noise, add a case with another seed. "equal
+loss" is the speedup at equal loss: the time until the baseline reaches the worse of the two final losses, divided by
+the time of the other run.
 
 The exit status is 1 if a case with the baseline's seed and optimizer misses the tolerance, and 2 if a run failed.
 """

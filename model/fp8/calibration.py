@@ -11,7 +11,6 @@ discards the gradients.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from model.documents import Documents
@@ -48,6 +47,6 @@ def calibrate(
     for _ in range(passes):
         (model(input_ids, labels=labels, documents=documents).loss / accumulation).backward()
         model.zero_grad(set_to_none=True)
-    if precision.config.reduce_amax and dist.is_initialized() and dist.get_world_size() > 1:
+    if precision.config.reduce_amax:
         reduce_amaxes(fp8_state(model, precision))
     return [f"delayed scaling: scales from {passes} passes over the first micro-batch"]

@@ -150,8 +150,7 @@ class PrecisionSettings:
         "max",
     )
     reduce_amax: bool = option(
-        "Whether to reduce amaxes over all ranks after each step (recipe delayed only).",
-        True,
+        "Whether to reduce amaxes over all ranks after each step (recipe delayed only).", True
     )
     calibration_passes: int = option(
         "Number of calibration passes over the first micro-batch, which set the initial scales (recipe delayed "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from model.fp8.precision import Precision, PrecisionError
 
@@ -57,19 +58,16 @@ def reduce_amaxes(state: dict[str, torch.Tensor]) -> None:
     Args:
         state: the result of `fp8_state`, which is changed in place. It is empty if all modules use a fallback.
     """
-    if not state:
+    if not state or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     scales = [tensor for key, tensor in state.items() if key.endswith(".scale")]
     histories = [tensor for key, tensor in state.items() if key.endswith(".amax_history")]
-    # a larger amax gives a smaller scale
-    reduced = torch.cat([-torch.cat(scales), *(tensor.flatten() for tensor in histories)])
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    new_scales, new_histories = reduced.split([sum(map(len, scales)), sum(t.numel() for t in histories)])
-    torch._foreach_copy_(scales, list((-new_scales).split([len(tensor) for tensor in scales])))
-    parts = new_histories.split([tensor.numel() for tensor in histories])
-    torch._foreach_copy_(
-        histories, [part.view_as(tensor) for part, tensor in zip(parts, histories, strict=True)]
-    )
+    tensors = [*torch._foreach_neg(scales), *histories]  # a larger amax gives a smaller scale
+    flat = _flatten_dense_tensors(tensors)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+    reduced = _unflatten_dense_tensors(flat, tensors)
+    torch._foreach_copy_(scales, torch._foreach_neg(reduced[: len(scales)]))
+    torch._foreach_copy_(histories, reduced[len(scales) :])
 
 
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:

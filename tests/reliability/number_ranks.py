@@ -247,10 +247,8 @@ def reduced_state() -> list[dict[str, list]]:
 
     The operands and gradients of the second rank are twice those of the first rank.
     """
-    precision, factor = (
-        Precision(PrecisionConfig(backend="reference", amax_history_len=4)),
-        1.0 + dist.get_rank(),
-    )
+    precision = Precision(PrecisionConfig(backend="reference", amax_history_len=4))
+    factor = 1.0 + dist.get_rank()
     model = torch.nn.Sequential(te_reference.Linear(32, 32, bias=False, params_dtype=torch.float32))
     with precision.autocast():
         y = model(torch.full((16, 32), factor))

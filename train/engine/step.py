@@ -19,7 +19,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from model.fp8 import te_backend
@@ -115,9 +114,6 @@ class MicroStep:
             arguments.model.variant, zero_stage=stage, emulated=precision.emulated
         )
         self.plain = not (self.capture or self.main_grads.buffers)
-        self.reduce_amaxes = (
-            precision.has_state and precision.config.reduce_amax and dist.get_world_size() > 1
-        )
         self._fp8_state: dict[str, torch.Tensor] = {}
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
@@ -159,7 +155,7 @@ class MicroStep:
         # backward() divides the loss by the number of accumulation steps.
         engine.backward(loss * torch.where(loss.detach().isfinite(), 1.0, math.nan))
         self.main_grads.mark()
-        if self.reduce_amaxes and engine.is_gradient_accumulation_boundary():
+        if self.precision.config.reduce_amax and engine.is_gradient_accumulation_boundary():
             self._fp8_state = self._fp8_state or fp8_state(engine.module, self.precision)
             reduce_amaxes(self._fp8_state)
         engine.step()  # updates the weights only after the last micro-batch

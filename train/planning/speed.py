@@ -57,7 +57,7 @@ MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15  # seconds per matrix and per FLOP
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
 MLP_FACTOR = 1.02  # time of the layers with gradient_checkpointing "mlp"
 LINK_SHARE = 0.5  # assumed fraction of a link's bandwidth that a collective reaches
-ZERO_3_LAYER_S = 7e-4  # delay of a layer's passes by ZeRO 3, measured on two and four GPUs
+ZERO_3_LAYER_S = 7e-4  # seconds that ZeRO 3 adds to the passes of a layer, measured on two and four GPUs
 
 # Measured step time divided by the uncorrected prediction. SIZES are the numbers of parameters of the measured models,
 # hare_0.4b, hare_1.1b and hare_2.0b.
@@ -193,7 +193,7 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     at_end = passes * (2 * gradient + (2 if s.zero_stage else 0))
     if s.zero_stage == 3:
         sent = s.accumulation * passes * (gradient + 4)
-        if network < math.inf:
+        if s.ranks > GPUS_OF_A_NODE:
             return sent
         # Within a node, communication overlaps with computation. ZeRO 3 is not assumed to be faster than ZeRO 1.
         return min(sent, max(at_end, s.accumulation * s.sizes.num_hidden_layers * ZERO_3_LAYER_S))

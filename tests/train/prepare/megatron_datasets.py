@@ -1,11 +1,14 @@
 """Datasets in Megatron-LM's format, written from its definition, and what was imported from them."""
 
 import itertools
+import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from train.data.format import read_manifest
 
@@ -100,3 +103,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of every file in a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@contextmanager
+def interrupted_move(out: Path, moves: int) -> Iterator[None]:
+    """Let only `moves` files be moved to the output folder, then raise OSError."""
+    replace, left = os.replace, [moves]
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(target).parent in (out, out / "tokenizer"):
+            if not left[0]:
+                raise OSError("pulled plug")
+            left[0] -= 1
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        yield

@@ -1,8 +1,6 @@
 """train/import_megatron.py on datasets and options that are wrong in each way: named, and nothing is written."""
 
-import os
 import struct
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +11,7 @@ from tests.train.prepare.megatron_datasets import (
     contents,
     imported,
     index_bytes,
+    interrupted_move,
     random_documents,
     whole,
     write_dataset,
@@ -144,7 +143,7 @@ def test_output_folder_is_protected(tmp_path, run_import, reported):
 
 
 @pytest.mark.parametrize(("moves", "overwrite"), [(0, False), (4, True)])
-def test_interrupted_move_loses_nothing(tmp_path, run_import, reported, monkeypatch, moves, overwrite):
+def test_interrupted_move_loses_nothing(tmp_path, run_import, reported, moves, overwrite):
     """All new files are in one of the two folders, and --overwrite is needed to replace them."""
     prefix, out, fresh = (
         write_dataset(tmp_path / "a", random_documents(40)),
@@ -155,17 +154,7 @@ def test_interrupted_move_loses_nothing(tmp_path, run_import, reported, monkeypa
     options = {"overwrite": True} if overwrite else {}
     if overwrite:
         assert run_import(out, write_dataset(tmp_path / "old", random_documents(30, seed=1))) == 0
-    replace, left = os.replace, [moves]
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(target).parent in (out, out / "tokenizer"):
-            if not left[0]:
-                raise OSError("pulled plug")
-            left[0] -= 1
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", failing)
+    with interrupted_move(out, moves):
         assert run_import(out, prefix, shard_tokens=200, **options) == 1
     assert not (out / "manifest.json").exists()
     new, complete = contents(out / WORK_NAME / "new"), contents(fresh)

@@ -1,6 +1,5 @@
 """The folder of a preparation: what is there stays until the new data are whole; what is stopped goes on."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from tests.conftest import numbers, refused
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
-from tests.train.prepare.megatron_datasets import contents
+from tests.train.prepare.megatron_datasets import contents, interrupted_move
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, decoded
 from train.data.format import DataError
 from train.data.stream import open_stream
@@ -123,17 +122,7 @@ def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
     assert prepare(out, corpus, tasks=2) == 0
     assert prepare(fresh, other, eval_fraction=0.2, shard_tokens=2000) == 0
-    replace, left = os.replace, [moves]
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(target).parent in (out, out / "tokenizer"):
-            if not left[0]:
-                raise OSError("pulled plug")
-            left[0] -= 1
-        replace(source, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", failing)
+    with interrupted_move(out, moves):
         assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000, overwrite=True) == 1
     assert not (out / "manifest.json").exists()
     assert prepare(out, corpus) == 2 and reported[-1].code == "other_preparation"
