@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,9 @@ with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
 MUON_UPDATE = original_muon.muon_update
+
+# Muon's update of a parameter with at most this many elements is captured in a CUDA graph.
+CAPTURED_ELEMENTS = 2**26
 
 # Root mean square of the elements of Muon's update. For AdamW it is 0.2 to 0.4.
 MUON_RMS = 0.2
@@ -104,18 +109,64 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     The function replaces DeepSpeed's `muon_update`, which receives fused parameters without their names. The
     replacement identifies each parameter by its position in the sequence of calls, which is the same in every step. So
     call this function before the first step of an engine. Checkpoints still contain the fused parameters.
+
+    An update launches about a hundred kernels per matrix. Matrices of the same shape in a parameter therefore share one
+    update, and on a GPU, each kind of parameter has a CUDA graph.
     """
     matrices = [
         (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
     ]
-    calls = itertools.cycle([rows for _, rows in hf_parts(*matrix)] for matrix in matrices)
+    calls = itertools.cycle(tuple(rows for _, rows in hf_parts(*matrix)) for matrix in matrices)
+    graphs: dict[Any, _CapturedUpdate] = {}
 
-    def update_parts(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
+    def update(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
         rows = next(calls)
-        pairs = zip(gradient.split(rows), momentum.split(rows), strict=True)
-        return torch.cat([MUON_UPDATE(part, own, **options) for part, own in pairs])
+        run = partial(_update_parts, rows=rows, options=options)
+        if not gradient.is_cuda or gradient.numel() > CAPTURED_ELEMENTS:
+            return run(gradient, momentum)
+        key = *gradient.shape, *rows
+        if key not in graphs:
+            graphs[key] = _CapturedUpdate(run, gradient, momentum)
+        return graphs[key](gradient, momentum)
 
-    original_muon.muon_update = muon_optimizer.muon_update = update_parts
+    original_muon.muon_update = muon_optimizer.muon_update = update
+
+
+def _update_parts(
+    gradient: torch.Tensor, momentum: torch.Tensor, rows: Sequence[int], options: dict[str, Any]
+) -> torch.Tensor:
+    """Update the momentum in place, and return Muon's update of a parameter.
+
+    rows: for each matrix in the parameter, its number of rows. Neighbouring matrices of the same shape form a batch.
+    """
+    updates, first = [], 0
+    for size, same in itertools.groupby(rows):
+        count = len(list(same))
+        batch = [t.narrow(0, first, count * size).view(count, size, -1) for t in (gradient, momentum)]
+        updates.append(MUON_UPDATE(*batch, **{**options, "is_expert_group": True}).flatten(0, 1))
+        first += count * size
+    return torch.cat(updates)
+
+
+class _CapturedUpdate:
+    """CUDA graph of Muon's update for parameters of the same kind.
+
+    Each replay overwrites the result of the previous one. DeepSpeed copies a result before it asks for the next.
+    """
+
+    def __init__(self, update: Callable[..., torch.Tensor], gradient: torch.Tensor, momentum: torch.Tensor):
+        update(gradient.clone(), momentum.clone())  # cuBLAS allocates its workspace outside of the graph
+        self.inputs = [torch.empty_like(gradient), torch.empty_like(momentum)]
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (data, NCCL's watchdog) may continue to call CUDA
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.update = update(*self.inputs)
+
+    def __call__(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        torch._foreach_copy_(self.inputs, [gradient, momentum])
+        self.graph.replay()
+        momentum.copy_(self.inputs[1])
+        return self.update
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:
