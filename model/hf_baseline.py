@@ -26,6 +26,7 @@ class _Baseline:
     variant: str
     compiled = False
     document_mask = False
+    loss_of = staticmethod(causal_lm_loss)
     model: Any
 
     @classmethod
@@ -47,7 +48,7 @@ class _Baseline:
         documents: None = None,
     ) -> CausalLMOutput:
         logits = super().forward(input_ids=input_ids, use_cache=False).logits  # type: ignore[misc]
-        loss = None if labels is None else causal_lm_loss(logits, labels)
+        loss = None if labels is None else self.loss_of(logits, labels)
         return CausalLMOutput(loss=loss, logits=logits)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -63,7 +64,7 @@ class _Baseline:
         return self
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer in place with torch.compile on its first run. Parameter names do not change.
+        """Compile each decoder layer and the loss with torch.compile on their first run. Parameter names do not change.
 
         All layers share one graph. torch._dynamo raises an error if part of a layer cannot be compiled, or if there are
         more input shapes than the 8 graphs that torch keeps. A silent fallback to uncompiled layers would only be slow
@@ -73,6 +74,7 @@ class _Baseline:
         options = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
         for layer in self.model.layers:
             layer.compile(fullgraph=True, dynamic=False, options=options)
+        self.loss_of = torch.compile(causal_lm_loss, fullgraph=True, dynamic=False, options=options)
         self.compiled = True
 
 

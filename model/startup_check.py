@@ -85,7 +85,7 @@ def check_startup(
         return [*lines, attention]
     lines.append("attention: transformers with torch SDPA")
     if model.compiled:
-        lines.append("torch.compile: each decoder layer is compiled during the first step")
+        lines.append("torch.compile: the decoder layers and the loss are compiled during the first step")
     elif precision.torchao and not precision.emulated:
         lines.append(
             "warning: torchao's FP8 without torch.compile is slower than bf16, because scaling and rounding "

@@ -345,27 +345,25 @@ def use_loss(model: Any, name: str) -> None:
     Raises Unavailable if this host or this model does not support the loss.
     """
     if name == "torch":
-        return
-    plain = model.forward
-    if name == "compiled":
-        loss_of = torch.compile(causal_lm_loss, fullgraph=True, dynamic=False)
+        model.loss_of = causal_lm_loss
+    elif name == "compiled":
+        model.loss_of = torch.compile(causal_lm_loss, fullgraph=True, dynamic=False)
     else:
-        linear_loss = _liger(model)
+        plain, linear_loss = model.forward, _liger(model)
 
-    def forward(
-        input_ids: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        is_first_microbatch: bool | None = None,
-        documents: None = None,
-    ) -> CausalLMOutput:
-        if labels is None:
-            return plain(input_ids)
-        if name == "compiled":
-            return CausalLMOutput(loss=loss_of(plain(input_ids).logits, labels))
-        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return CausalLMOutput(loss=linear_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten()))
+        def forward(
+            input_ids: torch.Tensor,
+            labels: torch.Tensor | None = None,
+            is_first_microbatch: bool | None = None,
+            documents: None = None,
+        ) -> CausalLMOutput:
+            if labels is None:
+                return plain(input_ids)
+            hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+            loss = linear_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten())
+            return CausalLMOutput(loss=loss)
 
-    model.forward = forward
+        model.forward = forward
 
 
 def _liger(model: Any) -> Callable[..., torch.Tensor]:

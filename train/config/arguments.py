@@ -90,8 +90,8 @@ class ModelArguments:
         "run from an export (model.init_from)",
     )
     compile: bool | None = option(
-        "Whether to compile each decoder layer with torch.compile (hf and torchao only). If null, layers are "
-        "compiled only for torchao on a GPU.",
+        "Whether to compile the decoder layers and the loss with torch.compile (hf and torchao only). If null, they "
+        "are compiled only for torchao on a GPU.",
         None,
     )
     init_from: str | None = option(

@@ -52,7 +52,7 @@ BF16_FLOPS, FP8_FLOPS, ATTENTION_FLOPS, SAVED_BYTES = 700e12, 1300e12, 350e12, 0
 EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 ADAMW_S = 1.5e-11  # seconds per parameter
 PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # seconds per parameter in addition
-MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15  # seconds per matrix and per FLOP
+MUON_FLOP_S = 3.95e-15  # seconds per FLOP of Muon's update
 # Step time of each FP8 recipe relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
 MLP_FACTOR = 1.02  # time of the layers with gradient_checkpointing "mlp"
@@ -158,13 +158,12 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     if s.args.optim == "muon":
-        matrices, flops = newton_schulz(s.sizes)
-        seconds += matrices * MUON_MATRIX_S + flops * MUON_FLOP_S
+        seconds += newton_schulz_flops(s.sizes) * MUON_FLOP_S
     return seconds / (s.ranks if s.zero_stage else 1)
 
 
-def newton_schulz(sizes: Any) -> tuple[int, float]:
-    """Return how many matrices Muon orthogonalizes in a step, and the number of FLOPs needed.
+def newton_schulz_flops(sizes: Any) -> float:
+    """Return the number of FLOPs that Muon needs per step to orthogonalize the matrices of the decoder layers.
 
     For an m x n matrix with m < n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) computes 14 products of two m x m
     matrices and 4 products of an m x m and an m x n matrix. For m = n it computes 15 products.
@@ -174,7 +173,7 @@ def newton_schulz(sizes: Any) -> tuple[int, float]:
     for rows, count in ((q, 2), (kv, 2), (I, 3)):
         m, n = sorted((rows, H))
         flops += count * (30 * m**3 if m == n else 28 * m**3 + 8 * m * m * n)
-    return 7 * sizes.num_hidden_layers, sizes.num_hidden_layers * flops
+    return sizes.num_hidden_layers * flops
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:

@@ -21,7 +21,7 @@ from tests.reliability.test_world_size import Runs
 from tests.train.runs import PRECISIONS
 from tests.train.test_training import check_resume
 from train.engine.optimizer import parameter_groups
-from train.planning.speed import newton_schulz
+from train.planning.speed import newton_schulz_flops
 
 # Of a step: float32 against float64, and float16, DeepSpeed's choice where there is one, for a gradient of few tokens,
 # whose smallest singular values are rounding. Two matrices that are orthogonalized as one are off by 0.3.
@@ -104,7 +104,7 @@ def test_newton_schulz_flops() -> None:
         for name, shape in weight_shapes(sizes).items():
             if ".layers.0." in name and len(shape) == 2:
                 zeropower_via_gram_newtonschulz(torch.empty(shape, device="meta"), 5)
-    assert newton_schulz(sizes)[1] == pytest.approx(sizes.num_hidden_layers * counter.get_total_flops())
+    assert newton_schulz_flops(sizes) == pytest.approx(sizes.num_hidden_layers * counter.get_total_flops())
 
 
 # ---------------------------------------------------------------- whole runs
