@@ -45,6 +45,7 @@ from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run
 from test_fp8.common.options import option, positive, shared, strip_folders
 from test_fp8.common.report import Result
+from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
 from train.record.fp8_health import FP8_HEALTH, values
 from train.record.run_folder import RunFolder
@@ -121,34 +122,34 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def training_command(case: Case, options: argparse.Namespace) -> list[str]:
-    """Return the command-line arguments for training a benchmark case with train.py.
-
-    If the run of this case already has a checkpoint, training resumes from this checkpoint.
-    """
-    folder = options.work_dir.resolve() / case.name
-    has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
+    """Return the command-line arguments for training a benchmark case with train.py."""
     return [
         options.config,
         *([f"--max_steps={options.max_steps}"] if options.max_steps else []),
         *options.extra_arguments,
         *(f"--{key}={text}" for key, text in case.texts().items()),
-        f"--output_dir={folder}",
+        f"--output_dir={options.work_dir.resolve() / case.name}",
         *SAVE_OPTIONS,
-        *["--resume_from_checkpoint=auto"] * has_checkpoint,
     ]
 
 
-def train(case: Case, options: argparse.Namespace) -> list[Result]:
+def train(case: Case, config: TrainingArguments, options: argparse.Namespace) -> list[Result]:
     """Train the remaining steps of a benchmark case and return the records in metrics.jsonl.
 
+    config: the resolved training arguments. A case that was completely trained with these arguments is not started.
     Raises ValueError if the run fails.
     """
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    ranks = options.nproc if options.nproc > 1 else 0
-    program = Program("train/train.py", training_command(case, options), folder.with_suffix(".log"), ranks)
-    print(f"{case.name}: see {program.log}", flush=True)
-    run(program)
+    finished, arguments = folder / "finished.json", json.dumps(config.to_dict(), indent=1)
+    if not finished.is_file() or finished.read_text(encoding="utf-8") != arguments:
+        has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
+        words = [*training_command(case, options), *["--resume_from_checkpoint=auto"] * has_checkpoint]
+        ranks = options.nproc if options.nproc > 1 else 0
+        program = Program("train/train.py", words, folder.with_suffix(".log"), ranks)
+        print(f"{case.name}: see {program.log}", flush=True)
+        run(program)
+        finished.write_text(arguments, encoding="utf-8")
     return read_records(folder)
 
 
@@ -315,7 +316,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     configs = [
         resolve_arguments(load_arguments(training_command(case, options)), options.nproc) for case in cases
     ]
-    trained = [train(case, options) for case in cases]
+    trained = [train(case, config, options) for case, config in zip(cases, configs, strict=True)]
     results, misses, base = [], [], configs[0]
     for case, config, records in zip(cases, configs, trained, strict=True):
         same_samples = config.seed == base.seed

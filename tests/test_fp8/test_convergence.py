@@ -120,9 +120,13 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     assert delayed["curves"]["difference_percent"][-1] == delayed["last_tenth"]["mean_percent"]
     assert (seed7["seed"], seed7["overrides"]["seed"]) == (7, "7")
 
-    before = (work / "delayed/metrics.jsonl").read_bytes()
+    before = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
     assert program(config, work, "--rows", "bf16", "delayed", "--tolerance", "1e-9", "--", *extra) == 1
-    assert (work / "delayed/metrics.jsonl").read_bytes() == before, "it was not trained again"
+    after = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
+    assert after == before, "not even started"
+    assert program(config, work, "--rows", "bf16", "--", *extra, "--learning_rate", "1e-3") == 2, (
+        "another run"
+    )
     broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']
     assert program(config, work, "--rows", "bf16", *broken, "--", *extra) == 2
 
