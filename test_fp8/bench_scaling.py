@@ -7,9 +7,10 @@ stage, in bf16 and FP8.
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
 
-The GPUs of a host differ in speed. Therefore, single-GPU training runs on every GPU at the same time. The column "of
-each alone" is the speed of several GPUs divided by the summed speeds of the same GPUs in single-GPU training. Every
-second round runs in reverse order. train/plan.py predicts the same figures.
+The GPUs of a host differ in speed, and every step waits for the slowest. Therefore, single-GPU training runs on every
+GPU at the same time. The column "of each alone" is the speed of several GPUs divided by the summed speeds of the same
+GPUs in single-GPU training. The column "of the slowest" replaces each speed by the lowest one. Every second round runs
+in reverse order. train/plan.py predicts the same figures.
 
 Each benchmark case is a configuration that bench_model.py measures in its own process. bench_model.py also checks the
 model, the FP8 GEMMs and the attention. --row adds a case, which is defined by keys of the training configuration. The
@@ -74,6 +75,7 @@ COLUMNS: report.Columns = {
     "tokens a step": ("step_tokens", ",d"),
     "tokens/s": ("tokens_per_second", ",.0f"),
     "of each alone": ("share_of_alone", ".3f"),
+    "of the slowest": ("share_of_slowest", ".3f"),
     "GiB": ("peak_gib", ".1f"),
 }
 
@@ -172,6 +174,7 @@ def summarize(rounds: Sequence[Sequence[Result]], ranks: int, alone: Sequence[fl
         # on a CPU, a single measurement is used for all ranks
         used = alone[:ranks] if len(alone) > 1 else [alone[0]] * ranks
         result["share_of_alone"] = result["tokens_per_second"] / sum(used)
+        result["share_of_slowest"] = result["tokens_per_second"] / (ranks * min(used))
     return result
 
 

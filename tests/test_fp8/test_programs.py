@@ -147,6 +147,7 @@ def test_scaling_efficiency() -> None:
     two = summarize([of_gpus(170.0), of_gpus(182.0)], 2, alone["alone"])
     assert two["tokens_per_second"] == 176 and two["rounds"] == [[170, 182]] and two["peak_gib"] == 3
     assert two["share_of_alone"] == pytest.approx(176 / 190)
+    assert two["share_of_slowest"] == pytest.approx(176 / 180)
     on_a_cpu = summarize([of_gpus(150.0)], 2, [100.0])
     assert on_a_cpu["share_of_alone"] == pytest.approx(0.75), "one rank stands for each"
     assert "share_of_alone" not in summarize([of_gpus(10.0)], 2, [])
