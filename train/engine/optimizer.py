@@ -111,8 +111,8 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     replacement identifies each parameter by its position in the sequence of calls, which is the same in every step. So
     call this function before the first step of an engine. Checkpoints still contain the fused parameters.
 
-    An update launches about a hundred kernels per matrix. Matrices of the same shape in a parameter therefore share one
-    update, and on a GPU, each kind of parameter has a CUDA graph.
+    An update launches about a hundred kernels. Neighboring matrices of the same shape in a parameter therefore share
+    one update. On a GPU, a CUDA graph launches the updates of a parameter, and parameters of the same shape share it.
     """
     matrices = [
         (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
@@ -138,19 +138,20 @@ def _update_parts(
 ) -> torch.Tensor:
     """Update the momentum in place, and return Muon's update of a parameter.
 
-    rows: for each matrix in the parameter, its number of rows. Neighbouring matrices of the same shape form a batch.
+    rows: for each matrix in the parameter, its number of rows. Neighboring matrices of the same shape form a batch.
     """
     updates, first = [], 0
     for size, same in itertools.groupby(rows):
         count = len(list(same))
         batch = [t.narrow(0, first, count * size).view(count, size, -1) for t in (gradient, momentum)]
+        # is_expert_group: the first dimension counts matrices
         updates.append(MUON_UPDATE(*batch, **{**options, "is_expert_group": True}).flatten(0, 1))
         first += count * size
     return torch.cat(updates)
 
 
 class _CapturedUpdate:
-    """CUDA graph of Muon's update for parameters of the same kind.
+    """CUDA graph of Muon's update for parameters of the same shape.
 
     Each replay overwrites the result of the previous one. DeepSpeed copies a result before it asks for the next.
     """
