@@ -16,11 +16,11 @@ To continue after an interruption, run the same command again. Unfinished cases 
 trained again. --work_dir keeps the last checkpoint of each case.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
-the training losses in the last tenth of the steps, with its standard error. The plot shows this difference for each
-twentieth of the steps, with a band of two standard errors. The errors are those of the mean over the samples. They do
-not contain the noise between two runs of the same case. To see the seed noise, add a case with another seed. "equal
-loss" is the speedup at equal loss: the time until the baseline reaches the worse of the two final losses, divided by
-the time of the other run.
+the training losses in the last tenth of the steps, with its standard error. The plot shows the evaluation loss by
+training time, and the difference for each twentieth of the steps, with a band of two standard errors. The errors are
+those of the mean over the samples. They do not contain the noise between two runs of the same case. To see the seed
+noise, add a case with another seed. "equal loss" is the speedup at equal loss: the time until the baseline reaches the
+worse of the two final losses, divided by the time of the other run.
 
 The exit status is 1 if a case with the baseline's seed and optimizer misses the tolerance, and 2 if a run failed.
 """
@@ -307,6 +307,12 @@ def difference_band(curves: Result) -> tuple[list, ...]:
     return (curves["difference_step"], means, *bounds)
 
 
+def late_losses(curves: Result) -> tuple[list, list]:
+    """Return the training time in minutes and the evaluation loss to plot, without the steep first fifth of the run."""
+    begin = len(curves["eval_loss"]) // 5
+    return [seconds / 60 for seconds in curves["eval_seconds"][begin:]], curves["eval_loss"][begin:]
+
+
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train all benchmark cases and compare the losses with the baseline.
 
@@ -343,15 +349,12 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
     curves = {r["row"]: r["curves"] for r in results}
     panels: dict[str, dict[str, Any]] = {
-        "training loss by step": {name: (c["step"], c["loss"]) for name, c in curves.items()},
-        "training loss, difference from the baseline (%)": {
+        "evaluation loss by training time (minutes)": {name: late_losses(c) for name, c in curves.items()},
+        "training loss by step, difference from the baseline (%)": {
             name: difference_band(c) for name, c in curves.items() if c["difference_step"]
         },
         "evaluation loss by step, difference from the baseline (%)": {
             name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
-        },
-        "evaluation loss by training time (minutes)": {
-            name: ([s / 60 for s in c["eval_seconds"]], c["eval_loss"]) for name, c in curves.items()
         },
     }
     return report.Outcome(results, more, failures=misses, panels=panels)

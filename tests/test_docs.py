@@ -203,6 +203,38 @@ def test_readme_speeds_equal_results() -> None:
         assert f"{r['allocated_gib']:.0f}" in line, name
 
 
+def test_readme_times_to_a_loss_equal_results() -> None:
+    report = json.loads(text_of(ROOT / "test_fp8/results/time_to_loss_106m.json"))
+    page = text_of(ROOT / "README.md")
+    for r in report["results"]:
+        reached = r["equal_loss"]
+        assert reached["eval_loss"] == report["results"][0]["eval_loss"]
+        assert re.search(rf"^\|.*\b{reached['seconds'] / 60:.1f}\b.*\b{reached['ratio']:.2f}\b", page, re.M)
+
+
+def test_fastest_configuration_is_the_measured_one() -> None:
+    report = json.loads(text_of(ROOT / "test_fp8/results/time_to_loss_106m.json"))
+    fastest = max(report["results"], key=lambda r: r["equal_loss"]["ratio"])
+    common = shlex.split(report["command"].partition(" -- ")[2])
+    changed = [word for key, value in fastest["overrides"].items() for word in (f"--{key}", str(value))]
+    measured, shipped = (
+        vars(load_arguments(arguments))
+        for arguments in (
+            ["train_config_evidence", *common, *changed],
+            ["train_config_fastest"],
+        )
+    )
+    differing = {key for key in measured if measured[key] != shipped[key]}
+    assert differing <= {
+        "data",
+        "output_dir",
+        "eval_steps",
+        "max_eval_samples",
+        "save_steps",
+        "save_total_limit",
+    }
+
+
 def test_decoding_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/decode_vllm.json"))
     page = text_of(ROOT / "README.md")

@@ -52,7 +52,7 @@ BF16_FLOPS, FP8_FLOPS, ATTENTION_FLOPS, SAVED_BYTES = 700e12, 1300e12, 350e12, 0
 EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 ADAMW_S = 1.5e-11  # seconds per parameter
 PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # seconds per parameter in addition
-MUON_FLOP_S = 3.95e-15  # seconds per FLOP of Muon's update
+MUON_FLOP_S = 3.5e-15  # seconds per FLOP of Muon's update
 # Step time of each FP8 recipe relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
 MLP_FACTOR = 1.02  # time of the layers with gradient_checkpointing "mlp"
