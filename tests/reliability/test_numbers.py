@@ -110,7 +110,7 @@ def test_spike_detection_on_recorded_runs() -> None:
     for row, curves in [found for found in runs if "muon" not in found[0]]:
         for key in ("loss", "grad_norm"):
             values = curves[key]
-            detector = SpikeDetector(window=25, factor=10.0)  # every fifth of 128 steps
+            detector = SpikeDetector(window=25, factor=10.0)
             assert [i for i, value in enumerate(values) if detector.judge(value)] == [], (row, key)
             steps += len(values) if key == "loss" else 0
             last = statistics.median(values[-16:])
