@@ -19,10 +19,12 @@ Differences are given in percent of the evaluation loss of the --baseline. "last
 the training losses in the last tenth of the steps, with its standard error. The plot shows the evaluation loss by
 training time, and the difference for each twentieth of the steps, with a band of two standard errors. The errors are
 those of the mean over the samples. They do not contain the noise between two runs of the same case. To see the seed
-noise, add a case with another seed. "equal loss" is the speedup at equal loss: the time until the baseline reaches the
-worse of the two final losses, divided by the time of the other run.
+noise, add a case with another seed. Losses are compared step by step only if a case has the seed, batch size, sequence
+length, number of steps and data of the baseline. "equal loss" is the speedup at equal loss: the time until the baseline
+reaches the worse of the two final losses, divided by the time of the other run.
 
-The exit status is 1 if a case with the baseline's seed and optimizer misses the tolerance, and 2 if a run failed.
+The exit status is 1 if the loss of a case that is compared step by step and has the baseline's optimizer is higher than
+the tolerance allows, and 2 if a run failed.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Write a checkpoint only when the run stops or is complete, and keep only the newest one.
 SAVE_OPTIONS = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
 WINDOWS = 20  # number of parts of a run for which the plot shows the difference of the training losses
+# Runs with equal values of these keys train on the same samples at each step of schedules of equal length.
+SAME_STEPS_KEYS = ("seed", "max_steps", "train_batch_size_tokens", "max_seq_length", "data")
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
@@ -77,7 +81,7 @@ OPTIONS = [
     option(
         "--tolerance",
         0.005,
-        "Largest allowed relative difference between the evaluation losses of a case and the baseline.",
+        "Largest allowed relative increase of the evaluation loss of a case over that of the baseline.",
         type=between(0, 1, float),
     ),
     option("--max_steps", None, "Number of steps per run. Default: max_steps in CONFIG.", type=positive),
@@ -195,12 +199,16 @@ def speed(records: Sequence[Result]) -> float:
     return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
 
 
-def seconds_to_loss(records: Sequence[Result], loss: float) -> float | None:
+def evaluations(records: Sequence[Result]) -> list[tuple[float, float]]:
+    """Return the training time in seconds and the evaluation loss of each evaluation."""
+    return [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
+
+
+def seconds_to_loss(points: Sequence[tuple[float, float]], loss: float) -> float | None:
     """Return the training time until the evaluation loss reaches `loss`, in seconds, or None if it never does.
 
-    The time is interpolated between evaluations.
+    points: time in seconds and loss of each evaluation. The time is interpolated between evaluations.
     """
-    points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
     for (before, high), (after, low) in pairwise(points):
@@ -215,7 +223,7 @@ def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
     The loss is the worse of the two final evaluation losses. "ratio" is the baseline's time divided by the other time.
     """
     loss = max(training[-1]["eval_loss"] for training in (own, base))
-    seconds, others = seconds_to_loss(own, loss), seconds_to_loss(base, loss)
+    seconds, others = (seconds_to_loss(evaluations(training), loss) for training in (own, base))
     ratio = others / seconds if seconds and others else None
     return {"eval_loss": loss, "seconds": seconds, "baseline_seconds": others, "ratio": ratio}
 
@@ -261,12 +269,15 @@ def health(records: Sequence[Result]) -> Result | None:
     return {"checks": len(checks), "alarms": alarms, "worst": worst} if checks else None
 
 
-def make_result(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
-    """Return the report entry for a run, with its losses, its speed and the comparison with the baseline."""
+def make_result(case: Case, config: Any, own: list[Result], base: list[Result], same_steps: bool) -> Result:
+    """Return the report entry for a run, with its losses, its speed and the comparison with the baseline.
+
+    same_steps: whether the losses can be compared step by step.
+    """
     steps, losses = column(own, "loss")
     eval_steps, eval_losses = column(own, "eval_loss")
-    base_losses = column(base, "eval_loss")[1]
-    differences = loss_differences(own, base, WINDOWS) if same_samples else {}
+    base_losses = dict(zip(*column(base, "eval_loss"), strict=True)) if same_steps else {}
+    differences = loss_differences(own, base, WINDOWS) if same_steps else {}
     own_speed = speed(own)
     return {
         "row": case.name,
@@ -275,7 +286,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
         "loss": losses[-1],
         "eval_loss": eval_losses[-1],
         "eval_difference_percent": percent(eval_losses[-1], base[-1]["eval_loss"]),
-        "last_tenth": [*loss_differences(own, base, 10).values()][-1] if same_samples else None,
+        "last_tenth": [*loss_differences(own, base, 10).values()][-1] if same_steps else None,
         "skipped_steps": int(max(column(own, "skipped_steps")[1], default=0)),
         "tokens_per_second": own_speed,
         "speed_to_baseline": own_speed / speed(base),
@@ -291,9 +302,10 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
             "difference_standard_error": [window["standard_error"] for window in differences.values()],
             "eval_step": eval_steps,
             "eval_loss": eval_losses,
-            "eval_seconds": [s for s, r in step_seconds(own) if r.get("eval_loss") is not None],
+            "eval_seconds": [seconds for seconds, _ in evaluations(own)],
             "eval_difference_percent": [
-                percent(*pair) for pair in zip(eval_losses, base_losses, strict=False)
+                percent(loss, base_losses[step]) if step in base_losses else None
+                for step, loss in zip(eval_steps, eval_losses, strict=True)
             ],
         },
     }
@@ -325,15 +337,15 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     trained = [train(case, config, options) for case, config in zip(cases, configs, strict=True)]
     results, misses, base = [], [], configs[0]
     for case, config, records in zip(cases, configs, trained, strict=True):
-        same_samples = config.seed == base.seed
-        result = make_result(case, config, records, trained[0], same_samples)
+        same_steps = all(getattr(config, key) == getattr(base, key) for key in SAME_STEPS_KEYS)
+        result = make_result(case, config, records, trained[0], same_steps)
         results.append(result)
-        if not same_samples or config.optim != base.optim:
+        if not same_steps or config.optim != base.optim:
             continue
-        if not abs(result["eval_difference_percent"]) <= options.tolerance * 100:
+        if not result["eval_difference_percent"] <= options.tolerance * 100:
             misses.append(
                 f"{case.name}: the evaluation loss differs by {result['eval_difference_percent']:+.2f} % from that "
-                f"of {cases[0].name}, but at most {options.tolerance * 100:g} % is allowed (--tolerance)"
+                f"of {cases[0].name}, but at most {options.tolerance * 100:+g} % is allowed (--tolerance)"
             )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(
@@ -354,7 +366,9 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             name: difference_band(c) for name, c in curves.items() if c["difference_step"]
         },
         "evaluation loss by step, difference from the baseline (%)": {
-            name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
+            name: (c["eval_step"], c["eval_difference_percent"])
+            for name, c in curves.items()
+            if c["difference_step"]
         },
     }
     return report.Outcome(results, more, failures=misses, panels=panels)

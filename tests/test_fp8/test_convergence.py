@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 
 from model.config import load_config
 from test_fp8 import compare_convergence
+from test_fp8.common.cases import Case
 from test_fp8.compare_convergence import BENCHMARK
 from test_fp8.convergence_data import BENCHMARK as DATA
 from test_fp8.convergence_data import extract, read_texts, skip_reason
@@ -42,8 +44,8 @@ def test_step_seconds(tmp_path: Path) -> None:
 
 
 def test_seconds_to_loss() -> None:
-    records = training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0))
-    times = {loss: compare_convergence.seconds_to_loss(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
+    points = compare_convergence.evaluations(training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0)))
+    times = {loss: compare_convergence.seconds_to_loss(points, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
     assert times == {5.5: 10, 4.25: 17.5, 3.6: 35, 2.9: None}
     fast, slow = training((10, 4.0), (20, 3.1), rate=20), training((10, 4.0), (20, 3.0))
     found = compare_convergence.equal_loss(fast, slow)
@@ -61,6 +63,16 @@ def test_loss_differences() -> None:
     short = compare_convergence.loss_differences(own[:5], base, 10)
     assert [w["standard_error"] for w in short.values()] == [None] * 5 and list(short) == [1, 2, 3, 4, 5]
     assert [*compare_convergence.loss_differences(own, base, 3)] == [4, 11, 18], "7, 7 and 6 steps"
+
+
+def test_only_equal_schedules_are_compared_by_step() -> None:
+    base, config = training((10, 5.0), (20, 4.0), (30, 3.0)), argparse.Namespace(seed=42)
+    own = training((20, 4.4), (30, 3.3))
+    found = compare_convergence.make_result(Case("own", {}), config, own, base, same_steps=True)["curves"]
+    assert found["eval_step"] == [20, 30] and found["eval_difference_percent"] == pytest.approx([10, 10])
+    shorter = compare_convergence.make_result(Case("own", {}), config, own[:1], base, same_steps=False)
+    assert shorter["curves"]["eval_difference_percent"] == [None] and shorter["last_tenth"] is None
+    assert shorter["eval_difference_percent"] == pytest.approx(100 * (4.4 / 3.0 - 1))
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +112,17 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     """Trained, then taken as they are against a tolerance that cannot be met, and one that fails."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
     cases = ["--rows", "bf16", "delayed", "--row", "seed7", "precision.compute=bf16", "seed=7"]
+    cases += ["--row", "short", "precision.compute=bf16", "max_steps=4"]
     extra = ["--eval_steps", "4"]
     assert program(config, work, *cases, "--tolerance", "0.1", "--output", str(output), "--", *extra) == 0
     assert output.with_suffix(".png").stat().st_size > 10_000
     report = json.loads(output.read_text())
     assert str(config.parent) not in output.read_text() and str(tmp_path) not in output.read_text()
     assert report["training"]["train_batch_size_tokens"] == 256 and report["training"]["max_steps"] == 6
-    bf16, delayed, seed7 = report["results"]
+    bf16, delayed, seed7, short = report["results"]
+    for other in (seed7, short):
+        assert other["last_tenth"] is None and other["curves"]["difference_step"] == []
+        assert set(other["curves"]["eval_difference_percent"]) == {None}
     for result in (bf16, delayed, seed7):
         metrics = [json.loads(x) for x in (work / result["row"] / "metrics.jsonl").read_text().splitlines()]
         assert result["curves"]["loss"] == [m["loss"] for m in metrics if "loss" in m]
@@ -115,13 +131,16 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
         assert result["curves"]["eval_step"] == [4, 6] and result["eval_loss"] == metrics[-1]["eval_loss"]
         difference = 100 * (result["eval_loss"] / bf16["eval_loss"] - 1)
         assert result["eval_difference_percent"] == pytest.approx(difference)
-    assert 0 < abs(delayed["last_tenth"]["mean_percent"]) < 2 and seed7["last_tenth"] is None
-    assert delayed["curves"]["difference_step"] == [2, 4, 6] and seed7["curves"]["difference_step"] == []
+    assert 0 < abs(delayed["last_tenth"]["mean_percent"]) < 2
+    assert delayed["curves"]["difference_step"] == [2, 4, 6]
     assert delayed["curves"]["difference_percent"][-1] == delayed["last_tenth"]["mean_percent"]
     assert (seed7["seed"], seed7["overrides"]["seed"]) == (7, "7")
 
     before = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
-    assert program(config, work, "--rows", "bf16", "delayed", "--tolerance", "1e-9", "--", *extra) == 1
+    better, worse = sorted([bf16, delayed], key=lambda result: result["eval_loss"])
+    for baseline, status in ((better, 1), (worse, 0)):
+        both = ["--rows", "bf16", "delayed", "--baseline", baseline["row"], "--tolerance", "1e-9"]
+        assert program(config, work, *both, "--", *extra) == status
     after = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
     assert after == before, "not even started"
     assert program(config, work, "--rows", "bf16", "--", *extra, "--seed", "5") == 2, "not the same run"
