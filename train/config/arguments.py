@@ -35,6 +35,9 @@ CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
 SMALLEST_WINDOW = 16  # steps; the median of fewer steps is not robust
+# Muon's update of a parameter with at most this many elements is captured in a CUDA graph (train/engine/optimizer.py).
+# The kernels of larger parameters take longer than their launches, so a graph would only keep memory.
+MUON_GRAPH_ELEMENTS = 2**26
 
 
 class ConfigurationError(UserError, ValueError):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from model.conversion import hf_parts
-from train.config.arguments import TrainingArguments
+from train.config.arguments import MUON_GRAPH_ELEMENTS, TrainingArguments
 from train.engine.zero import full_shape, muon_matrices, parameter_name
 
 # DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
@@ -22,10 +22,6 @@ with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
 MUON_UPDATE = original_muon.muon_update
-
-# Muon's update of a parameter with at most this many elements is captured in a CUDA graph. Each graph keeps float32
-# copies of a gradient and a momentum, and the kernels of larger parameters take longer than their launches.
-CAPTURED_ELEMENTS = 2**26
 
 # Root mean square of the elements of Muon's update. For AdamW it is 0.2 to 0.4.
 MUON_RMS = 0.2
@@ -123,7 +119,7 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     def update(gradient: torch.Tensor, momentum: torch.Tensor, **options: Any) -> torch.Tensor:
         rows = next(calls)
         run = partial(_update_parts, rows=rows, options=options)
-        if not gradient.is_cuda or gradient.numel() > CAPTURED_ELEMENTS:
+        if not gradient.is_cuda or gradient.numel() > MUON_GRAPH_ELEMENTS:
             return run(gradient, momentum)
         key = *gradient.shape, *rows
         if key not in graphs:
@@ -153,7 +149,8 @@ def _update_parts(
 class _CapturedUpdate:
     """CUDA graph of Muon's update for parameters of the same shape.
 
-    Each replay overwrites the result of the previous one. DeepSpeed copies a result before it asks for the next.
+    Each graph keeps float32 copies of a gradient and a momentum, and the temporary tensors of an update. Each replay
+    overwrites the result of the previous one. DeepSpeed copies a result before it asks for the next.
     """
 
     def __init__(self, update: Callable[..., torch.Tensor], gradient: torch.Tensor, momentum: torch.Tensor):

@@ -21,6 +21,7 @@ from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
 from model.fp8.recipes import FULL_STATES, HEAD_ROWS, STATE_CHUNK
+from train.config.arguments import MUON_GRAPH_ELEMENTS
 from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, PlanError, Setting, layer_widths
 
 # Transformer Engine and torch each have a cuBLAS workspace, with 32 MiB on Hopper.
@@ -29,8 +30,8 @@ WORKSPACES_GIB = 2 * 32 / 1024
 CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
 # Bytes per FP8 element with block scaling, which stores a float32 scale for every 128 elements.
 BLOCK_SCALES = 1 + 4 / 128
-# Bytes per element of a matrix that Muon orthogonalizes. The gradient, two momentum tensors and the update are float32,
-# and three more tensors have 16 bits per element.
+# Bytes per element of a parameter that Muon updates. The gradient, two momentum tensors and the update are float32, and
+# three more tensors have 16 bits per element.
 MUON_BYTES = 4 * 4 + 3 * 2
 MAX_MICRO_BATCH = 2**24
 # Number of temporary float32 tensors with STATE_CHUNK elements in a step with packed optimizer states
@@ -126,10 +127,19 @@ def _buckets(s: Setting) -> float:
     return 0
 
 
+def _muon_elements(s: Setting) -> list[int]:
+    """Return the number of elements for each shape of the parameters that Muon updates."""
+    if s.args.optim != "muon":
+        return []
+    H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
+    # te_layer fuses q, k and v, and gate and up
+    rows = (q + 2 * kv, q, 2 * I, I) if s.args.model.variant == "te_layer" else (q, kv, I, I)
+    return [H * count for count in rows]
+
+
 def _in_the_step(s: Setting) -> float:
     """Return the size of temporary tensors during the optimizer step, in bytes."""
-    H, I, q, _, _ = layer_widths(s.sizes)  # noqa: E741
-    muon = MUON_BYTES * H * max(q, I) if s.args.optim == "muon" else 0
+    muon = MUON_BYTES * max(_muon_elements(s), default=0)
     if s.zero_stage == 0:
         return 4 * s.parameters + muon
     if s.zero_stage == 3:
@@ -169,8 +179,8 @@ def _predict_phase_memory(s: Setting) -> Memory:
     The peak occurs at the start of the backward pass, in the backward pass of the last layer, in the optimizer step,
     or, for small models, in an evaluation.
 
-    CUDA graphs are captured before the optimizer moments and the 16-bit gradients are allocated. After the capture,
-    torch does not count the graphs' memory as allocated.
+    CUDA graphs are captured before the optimizer moments, the 16-bit gradients and Muon's graphs are allocated. After
+    the capture, torch does not count the graphs' memory as allocated.
     """
     H, I, _, _, V = layer_widths(s.sizes)  # noqa: E741
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
@@ -189,7 +199,9 @@ def _predict_phase_memory(s: Setting) -> Memory:
     )
     copied_layers = min(s.fp8_layers, 1) if of_layer else s.fp8_layers
     copied = {"FP8 copies of weights": 2 * (s.layer_matrices * copied_layers + H * V * s.fp8_head) / GIB}
-    always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
+    # captured in the first step
+    muon_graphs = MUON_BYTES * sum(n for n in _muon_elements(s) if n <= MUON_GRAPH_ELEMENTS) / GIB
+    always = state | {"cuBLAS workspaces": WORKSPACES_GIB, "CUDA graphs of Muon": muon_graphs}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and not s.main_grad:
         # each captured graph after the first allocates its own gradients
@@ -229,7 +241,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
     if s.cuda_graphs:
         # unpacked float32 weights are allocated before the capture, all other optimizer states after it
         early = 0 if s.packs else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
-        late = state["optimizer"] - early
+        late = state["optimizer"] - early + muon_graphs
         shown = max(of_passes - late - 2 * twice / GIB, of_later)
         for parts in later.values():
             parts["CUDA graphs"] = of_passes - sum(after.values())

@@ -16,7 +16,7 @@ from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
 from train.config.ds_config import load_deepspeed
 from train.files import REPOSITORY
-from train.planning.memory import largest_micro_batch, predict_memory
+from train.planning.memory import MUON_BYTES, largest_micro_batch, predict_memory
 from train.planning.plan import Prediction, parse_tokens
 from train.planning.recommend import recommend
 from train.planning.setting import ZERO_3_BUCKET, Setting
@@ -137,6 +137,36 @@ def test_peak_memory_of_7b_on_two_gpus() -> None:
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 4}
     memory = predict_memory(setting(ranks=2, gradient_accumulation_steps=16, **keys))
     assert memory.moment == "optimizer" and memory.peak_gib == pytest.approx(108, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("config", "variant", "captured"),
+    [
+        ("hare_1.1b", "te_layer", (3072 + 2048 + 3 * 5632) * 2048),
+        ("hare_1.1b", "te_linear", (2048 + 512 + 2 * 5632) * 2048),
+        (
+            "mistral_7b",
+            "te_layer",
+            (6144 + 4096 + 14336) * 4096,
+        ),  # gate and up together are too large for a graph
+    ],
+)
+def test_muon_graphs_stay_in_memory(config: str, variant: str, captured: int) -> None:
+    adamw, muon = (
+        predict_memory(setting(model__config=config, model__variant=variant, optim=optim))
+        for optim in ("adamw", "muon")
+    )
+    saved = adamw.parts["optimizer"] - muon.parts["optimizer"]
+    assert muon.moment == adamw.moment == "start of the backward pass"
+    assert muon.peak_gib - adamw.peak_gib + saved == pytest.approx(MUON_BYTES * captured / GIB)
+
+
+def test_muon_update_of_fused_parameters() -> None:
+    """Of gate and up in one update. Without ZeRO, the step also needs float32 gradients."""
+    keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    memory = predict_memory(setting(ranks=2, optim="muon", deepspeed="ds_config_zero0.json", **keys))
+    update = memory.parts["gradients of the step"] - 4 * setting(**keys).parameters / GIB
+    assert update == pytest.approx(MUON_BYTES * 2 * 14336 * 4096 / GIB)
 
 
 def test_evaluation_peak_of_a_small_model() -> None:
