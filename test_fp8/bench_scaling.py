@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure how training scales across the GPUs of one host.
 
-The benchmark runs bench_model.py --measure step with the model variant te_layer on 1, 2, 4, ... GPUs, for each ZeRO
-stage, in bf16 and FP8.
+The benchmark runs bench_model.py with the model variant te_layer on 1, 2, 4, ... GPUs, for each ZeRO stage, in bf16 and
+FP8.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
@@ -121,7 +121,7 @@ def make_programs(
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
         places = [[gpu] for gpu in range(max(options.gpus))]
-    words = ["--measure", "step", "--rows", "--step_rows", "--rounds", 1]
+    words = ["--rows", "--rounds", 1]
     words += ["--deterministic"] * options.deterministic
     words += [word for key in FORWARDED_OPTIONS for word in (f"--{key}", getattr(options, key))]
     words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]

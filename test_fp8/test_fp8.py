@@ -7,8 +7,7 @@ fp32 (IEEE, without TF32) and bf16 use torch.nn.Linear. FP8 uses te.Linear with 
 includes the quantization of input, weight and gradient. Each precision is measured with normal kernel launches
 ("eager") and with a CUDA graph ("graph"). Results are first compared with float32, and no speed is reported for wrong
 results. The figures are medians for forward and backward, with 6 x rows x in x out FLOPs (Kaplan et al. 2020,
-arXiv:2001.08361, section 2.1), and for the forward pass alone. All precisions of a shape are measured alternately. On a
-GPU, "ceiling" compares the speed with that of plain matrix products.
+arXiv:2001.08361, section 2.1), and for the forward pass alone. All precisions of a shape are measured alternately.
 
 Without a GPU, the CPU reference implementation computes FP8 on smaller shapes. The results are correct, but the speeds
 are meaningless.
@@ -53,7 +52,6 @@ COLUMNS: report.Columns = {
     "launch": ("launch", "<"),
     "ms": (lambda r: r["step"]["ms_median"], ".4f"),
     "TFLOP/s": (lambda r: r["step"]["tflops"], ".3f"),
-    "ceiling": (lambda r: r["step"]["share_of_ceiling"], ".1%"),
     "x bf16": (lambda r: r["step"]["speed_to_bf16"], ".2f"),
     "forward": (lambda r: r["forward"]["tflops"], ".3f"),
     "output error": (lambda r: r["errors"]["output"], ".1e"),
@@ -67,21 +65,20 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     import torch
 
     from model.autotune.timing import release_memory
-    from test_fp8.linear.bench import measure_ceilings, measure_shape
+    from test_fp8.linear.bench import measure_shape
 
     gpu = torch.cuda.is_available()
     precisions = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(options.recipes))]
     results: list[report.Result] = []
     # use a side stream from the start, because work on the default stream cannot be captured in a CUDA graph
     with torch.cuda.stream(torch.cuda.Stream() if gpu else None):
-        ceilings = measure_ceilings(20)
         for shape in options.shapes:
             release_memory()
             print(f"{shape} ...", flush=True)
-            results += measure_shape(shape, precisions, ceilings, options.iterations)
+            results += measure_shape(shape, precisions, options.iterations)
     return report.Outcome(
         results,
-        {"iterations": options.iterations, "ceilings": ceilings},
+        {"iterations": options.iterations},
         failures=[]
         if any(r["ran_fp8"] for r in report.measured(results))
         else ["no measurement ran in FP8; see the reasons above"],

@@ -76,7 +76,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--rounds": ("Number of measurements for each case.", {"type": positive}),
     "--steps": ("Minimum number of timed steps per round.", {"type": positive}),
     "--seconds": (
-        "Duration of the timing per round, in seconds. At least 4 passes or --steps steps are timed.",
+        "Duration of the timing per round, in seconds. At least --steps steps are timed.",
         {"type": between(0, 1000, float)},
     ),
     "--deterministic": (

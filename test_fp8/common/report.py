@@ -34,7 +34,7 @@ Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
 The format of text columns ends with "<".
 """
 
-NAMES = ("measure", "row", "shape", "precision", "launch", "ranks")
+NAMES = ("row", "shape", "precision", "launch", "ranks")
 
 
 @dataclass

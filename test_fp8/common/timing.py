@@ -89,11 +89,6 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def count_calls(seconds: float, ms: float, min_calls: int, max_calls: int) -> int:
-    """Return how many calls of `ms` ms fit into `seconds`, but at least `min_calls` and at most `max_calls`."""
-    return max(min_calls, min(max_calls, round(seconds * 1e3 / ms)))
-
-
 def memory_facts(before_gib: float) -> dict[str, float]:
     """Return GPU memory figures for the report, in GiB. Without a GPU, all figures are 0.
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from model.autotune.timing import one_line
 from model.errors import UserError
-from model.fp8.hardware import fp8_gpu_problem
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
-from test_fp8.common.timing import median_ms, time_alternately
+from test_fp8.common.timing import time_alternately
 from test_fp8.linear.shapes import Shape
 
 GEMMS = {"step": 3, "forward": 1}
@@ -38,7 +37,6 @@ ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
 FP32_LIMIT_FLOP = 2e12
 # On a GPU, a timed sample repeats a step up to MAX_CALLS times, until it has about this many FLOPs.
 SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
-CEILING_SIZE = 8192  # size of the matrices for measuring the GPU's peak speed; a product takes 1.4 ms in bf16
 
 Tensors = dict[str, Tensor]
 """Some of the tensors "output" [batch, rows, outputs], "dgrad" [batch, rows, inputs] and "wgrad" [outputs, inputs]."""
@@ -161,9 +159,7 @@ def checked(
     return run, errors
 
 
-def measure_shape(
-    shape: Shape, precisions: list[str], ceilings: dict[str, Any], iterations: int
-) -> list[Result]:
+def measure_shape(shape: Shape, precisions: list[str], iterations: int) -> list[Result]:
     """Measure a linear layer in each precision, launched eagerly and as a CUDA graph.
 
     Returns one result per precision and kind of launch. A measurement that cannot run has a "reason" and no figures.
@@ -204,41 +200,10 @@ def measure_shape(
         return [{"reason": one_line(error), **result} for result in results.values()]
     ms = {key: statistics.median(each) / calls[key[0]] for key, each in times.items()}
     for (precision, launch, part), median in ms.items():
-        tflops = GEMMS[part] * shape.gemm_flop / median / 1e9
-        ceiling, bf16 = ceilings.get(precision.partition("-")[0]), ms.get(("bf16", launch, part))
+        bf16 = ms.get(("bf16", launch, part))
         results[precision, launch][part] = {
             "ms_median": median,
-            "tflops": tflops,
-            "share_of_ceiling": tflops / ceiling["tflops"] if ceiling else None,
+            "tflops": GEMMS[part] * shape.gemm_flop / median / 1e9,
             "speed_to_bf16": bf16 / median if bf16 else None,
         }
     return list(results.values())
-
-
-def matrix_product(precision: str) -> Callable[[], Tensor]:
-    """Return a function that multiplies two random matrices in the given precision.
-
-    In FP8, the operands are quantized in advance to e4m3 with one scale per tensor. The product uses fast accumulation
-    and has a bf16 result.
-    """
-    left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE, device="cuda") for _ in range(2))
-    if precision != "fp8":
-        return partial(torch.mm, left.to(DTYPES[precision]), right.to(DTYPES[precision]))
-    scales = [torch.finfo(torch.float8_e4m3fn).max / matrix.abs().max() for matrix in (left, right)]
-    a, b = ((m * scale).to(torch.float8_e4m3fn) for m, scale in zip((left, right), scales, strict=True))
-    inverse = {"scale_a": scales[0].reciprocal(), "scale_b": scales[1].reciprocal()}
-    # the tensor cores need the second operand in column-major order
-    return partial(torch._scaled_mm, a, b.t(), **inverse, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def measure_ceilings(rounds: int) -> dict[str, Result]:
-    """Measure the speed of plain matrix products in each precision, in TFLOP/s. Returns {} without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    no_fp8 = fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-    kinds = ["fp32", "bf16", *([] if no_fp8 else ["fp8"])]
-    products = {kind: matrix_product(kind) for kind in kinds}
-    for product in products.values():
-        median_ms(product, rounds)
-    ms = {kind: statistics.median(times) for kind, times in time_alternately(products, rounds).items()}
-    return {kind: {"tflops": 2 * CEILING_SIZE**3 / ms[kind] / 1e9, "size": CEILING_SIZE} for kind in kinds}

@@ -1,8 +1,6 @@
 """Measure the training speed of whole models for bench_model.py.
 
-Each round builds, checks, warms up, times and frees the model of each benchmark case. A pass is the forward and
-backward pass of one micro-batch, whose gradients are dropped. If FP8 weights are cached, the first pass of a step fills
-the cache and is slower. The mean time of a pass is (first + (accumulation - 1) x later) / accumulation.
+Each round builds, checks, warms up, times and frees the model of each benchmark case.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.fp8.te_backend import is_installed
-from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_lm_loss
 from model.startup_check import (
     attention_in_use,
@@ -53,9 +50,9 @@ from test_fp8.common.same_model import (
     check_same_model,
     loss_error,
 )
-from test_fp8.common.timing import count_calls, enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms
+from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms
 from test_fp8.model import megatron
-from test_fp8.model.cases import BASELINE, MEASURES, SEED, Setting, chosen_cases
+from test_fp8.model.cases import BASELINE, SEED, Setting, chosen_cases
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -63,8 +60,6 @@ from train.engine.distributed import call_on_rank_0, init_distributed, make_dete
 from train.engine.step import MicroStep, build_engine, release
 from train.trainer import build_model_and_precision
 
-MIN_PASSES = 4
-MAX_PASSES = 48
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -93,13 +88,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class Series:
     """All measurements of a benchmark case.
 
-    case: the benchmark case. measure: "bare" or "step". settings: the settings to try, with their training arguments.
-    found: the results for each setting. reasons: why a setting could not be measured. failed: the error of a failed
-    case, or "". A failed case is reported without a speed.
+    case: the benchmark case. settings: the settings to try, with their training arguments. found: the results for each
+    setting. reasons: why a setting could not be measured. failed: the error of a failed case, or "". A failed case is
+    reported without a speed.
     """
 
     case: Case
-    measure: str
     settings: Mapping[Setting, TrainingArguments]
     found: dict[Setting, list[Result]] = field(default_factory=dict)
     reasons: dict[Setting, str] = field(default_factory=dict)
@@ -134,10 +128,7 @@ class Series:
 
     def speeds(self, setting: Setting) -> list[float]:
         """Return the measured speeds of a setting in tokens/s, with one value per round."""
-        arguments = self.settings[setting]
-        tokens = arguments.train_batch_size_tokens or 0
-        if self.measure == "bare":
-            tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
+        tokens = self.settings[setting].train_batch_size_tokens or 0
         return [tokens / one["ms"] * 1e3 for one in self.found[setting]]
 
     def tokens_per_second(self, setting: Setting) -> float:
@@ -149,7 +140,6 @@ class Series:
         measured = [s._asdict() | {"tokens_per_second": self.tokens_per_second(s)} for s in self.found]
         result: Result = {
             "row": self.case.name,
-            "measure": self.measure,
             "variant": "megatron_core" if self.case.megatron is not None else arguments.model.variant,
             "compute": arguments.precision.compute,
             "configuration": {**self.case.overrides, **(self.case.megatron or {})},
@@ -166,9 +156,7 @@ class Series:
             "micro_batch": setting.micro_batch,
             "tokens_per_second": speed,
             "tflops": speed * flops_per_token / 1e12,
-            f"{'step' if self.measure == 'step' else 'pass'}_ms": statistics.median(
-                one["ms"] for one in each
-            ),
+            "step_ms": statistics.median(one["ms"] for one in each),
             "rounds": speeds,
             "drift": max(speeds) / min(speeds) - 1,
         }
@@ -187,7 +175,7 @@ def measure(options: argparse.Namespace) -> Outcome:
             f"--seq_length {options.seq_length}: the sequence length must be a multiple of "
             f"{FP8_TRAIN_ROW_MULTIPLE} and at most {longest}"
         )
-    series = [Series(case, name, settings) for name, case, settings in chosen_cases(options)]
+    series = [Series(case, settings) for case, settings in chosen_cases(options)]
     flops = flops_per_token(config, options.seq_length)
     if options.deterministic:
         make_deterministic()
@@ -202,15 +190,12 @@ def measure(options: argparse.Namespace) -> Outcome:
         f"{tolerance} for the logits",
         flush=True,
     )
-    for name in MEASURES:
-        chosen = [one for one in series if one.measure == name]
-        for turn in range(options.rounds):
-            for one in chosen if turn % 2 == 0 else reversed(chosen):
-                measure_turn(one, turn, conditions)
+    for turn in range(options.rounds):
+        for one in series if turn % 2 == 0 else reversed(series):
+            measure_turn(one, turn, conditions)
     free_memory()
     results = [one.result(flops) for one in series]
-    for name in MEASURES:
-        add_ratios([r for r in measured(results) if r["measure"] == name])
+    add_ratios(measured(results))
     more = {
         "model": Path(options.config).name,
         "parameters": parameters,
@@ -222,19 +207,13 @@ def measure(options: argparse.Namespace) -> Outcome:
     }
     if is_own_group:
         dist.destroy_process_group()
-    failures = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
-    speeds = {
-        f"{name}, tokens/s": {
-            r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name
-        }
-        for name in MEASURES
-    }
+    failures = [f"{r['row']}: {r['reason']}" for r in results if r.get("failed")]
     return Outcome(
         results,
         more,
-        ["*: the fastest bf16 case of each measure. x bf16: the speed relative to this case."],
+        ["*: the fastest bf16 case. x bf16: the speed relative to this case."],
         failures,
-        speeds,
+        {"tokens/s": {r["row"]: r["tokens_per_second"] for r in measured(results)}},
     )
 
 
@@ -256,12 +235,12 @@ def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
         if one.failed:
             return
         arguments = one.settings[setting]
-        label = f"{one.measure:<4} {one.case.name:<38} {' '.join(map(str, setting))}"
+        label = f"{one.case.name:<38} {' '.join(map(str, setting))}"
         try:
             if one.case.megatron is not None:
                 found = megatron.measure_case(arguments, one.case.megatron, conditions)
             else:
-                found = measure_case(arguments, one.measure, setting, conditions)
+                found = measure_case(arguments, setting, conditions)
         except Exception as error:
             if dist.get_world_size() > 1:  # the other ranks may be waiting for this one
                 raise
@@ -285,14 +264,11 @@ def add_ratios(results: Sequence[Result]) -> None:
         r["best_bf16"] = r is best
 
 
-def measure_case(
-    arguments: TrainingArguments, measure: str, setting: Setting, conditions: Conditions
-) -> Result:
+def measure_case(arguments: TrainingArguments, setting: Setting, conditions: Conditions) -> Result:
     """Measure a benchmark case once, and return the values for the report.
 
-    The value "ms" is the time in milliseconds for a forward and backward pass or for an optimizer step. arguments: the
-    resolved training arguments. Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any error
-    that occurs when the model runs.
+    The value "ms" is the time in milliseconds for an optimizer step. arguments: the resolved training arguments. Raises
+    Unavailable, DifferentModel, StartupCheckError, PrecisionError, or any error that occurs when the model runs.
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
@@ -308,11 +284,8 @@ def measure_case(
             if not is_te:
                 use_loss(model, setting.loss)
             facts = check_case(model, precision, arguments, conditions)
-            if measure == "step":
-                engine = build_engine(model, arguments, resolve_ds_config(arguments, dist.get_world_size()))
-                facts |= time_steps(engine, precision, arguments, conditions)
-            else:
-                facts |= time_passes(model, precision, arguments, conditions)
+            engine = build_engine(model, arguments, resolve_ds_config(arguments, dist.get_world_size()))
+            facts |= time_steps(engine, precision, arguments, conditions)
             facts |= memory_facts(before)
     finally:
         if engine is not None:
@@ -414,35 +387,6 @@ def first_loss(
     return {"loss": loss, "loss_error": error, "prepare_s": prepare_s}
 
 
-def time_passes(
-    model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
-) -> Result:
-    """Time the forward and backward passes of a model, without an optimizer."""
-    samples = arguments.per_device_train_batch_size
-    ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
-    accumulation = arguments.gradient_accumulation_steps or 1
-    cache_weights = precision.fp8 and VARIANTS[arguments.model.variant].te and accumulation > 1
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def one_pass(index: int = 1) -> torch.Tensor:
-        first = index == 0 if cache_weights else None
-        loss = model(ids, labels=labels, is_first_microbatch=first).loss
-        torch.autograd.grad(loss, parameters, allow_unused=True)
-        return loss.detach()
-
-    start = time.perf_counter()
-    if arguments.speed.cuda_graphs:
-        use_cuda_graphs(model, precision, ids, labels, cache_weights)
-    capture_s = time.perf_counter() - start
-    facts = first_loss(lambda: one_pass(0), model, precision, samples, conditions.reference)
-    one_pass()
-    count = count_calls(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
-    launch_ms = enqueue_ms(one_pass)  # this also keeps the GPU busy until the first timed pass starts
-    laps = laps_ms([partial(one_pass, number % accumulation) for number in range(count)])
-    ms = mean_pass_ms(laps, accumulation) if cache_weights else statistics.median(laps)
-    return facts | {"ms": ms, "launch_ms": launch_ms, "prepare_s": capture_s + facts["prepare_s"]}
-
-
 def time_steps(
     engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
@@ -465,14 +409,3 @@ def time_steps(
     micro_batches(1)
     ms = statistics.median(laps_ms([micro_batches] * count))
     return facts | {"ms": ms, "launch_ms": launch_ms, "notes": micro_step.notes}
-
-
-def mean_pass_ms(laps: Sequence[float], accumulation: int) -> float:
-    """Return the mean time of a forward and backward pass in milliseconds.
-
-    The first pass of each step takes longer, because it also quantizes the weights. laps: the times of consecutive
-    passes in milliseconds. accumulation: the number of passes per optimizer step.
-    """
-    first = statistics.median(laps[::accumulation])
-    later = statistics.median(ms for number, ms in enumerate(laps) if number % accumulation)
-    return (first + (accumulation - 1) * later) / accumulation

@@ -14,7 +14,6 @@ from train import launchers
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 
-MEASURES = ("bare", "step")
 SDPA = (
     "auto",
     "cudnn",
@@ -37,11 +36,6 @@ MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
 }
 # The default cases are the most important comparisons. They take several minutes.
 DEFAULT_ROWS = (
-    "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
-    "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
-    "te_layer_fp8_delayed_fast_wgrad te_layer_fp8_current te_layer_fp8_block megatron_core_*"
-).split()
-DEFAULT_STEP_ROWS = (
     "hf_bf16* torchao_tensorwise te_linear_bf16 te_linear_fp8_delayed te_layer_bf16* te_layer_fp8_delayed "
     "te_layer_fp8_delayed_graph megatron_core_*"
 ).split()
@@ -111,33 +105,22 @@ def _presets() -> dict[str, Case]:
 PRESETS = _presets()
 
 
-def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
+def chosen_cases(options: argparse.Namespace) -> list[tuple[Case, dict[Setting, TrainingArguments]]]:
     """Return the benchmark cases that the command line selects.
 
-    Each entry contains "bare" or "step", the case, and the settings to try with their training arguments. Raises
-    CaseError or ConfigurationError if a case is invalid.
+    Each entry contains the case and the settings to try with their training arguments. Raises CaseError or
+    ConfigurationError if a case is invalid.
     """
     added = parse_cases(options.row, PRESETS, CASE_KEYS)
     cases = PRESETS | added
-    named = select([*options.rows, *added], cases, "--rows")
-    in_steps = select([*options.step_rows, *added], cases, "--step_rows")
-    chosen = {
-        # Megatron-Core adds weight gradients to optimizer buffers, which do not exist in bare passes
-        "bare": [case for case in named if case.megatron is None],
-        "step": [case for case in named if case in in_steps],
-    }
-    found = [
-        (m, case, candidate_settings(case, options))
-        for m in MEASURES
-        if m in options.measure
-        for case in chosen[m]
-    ]
+    selected = select([*options.rows, *added], cases, "--rows")
+    found = [(case, candidate_settings(case, options)) for case in selected]
     if launchers.world_size() > 1:
-        for measure, case, settings in found:
-            if measure == "bare" or case.megatron is not None or len(settings) > 1:
+        for case, settings in found:
+            if case.megatron is not None or len(settings) > 1:
                 raise CaseError(
-                    f"case {case.name}: runs with several ranks require --measure step, do not support megatron_core_* "
-                    "cases, and accept only one value each for --micro_batch, --attention, --sdpa and --loss"
+                    f"case {case.name}: runs with several ranks do not support megatron_core_* cases, and accept "
+                    "only one value each for --micro_batch, --attention, --sdpa and --loss"
                 )
     return found
 

@@ -130,6 +130,9 @@ def test_background_save_error_ends_the_run(
         with pytest.raises(SaveError) as error:
             run(settings)
         assert "ZeroDivisionError" in str(error.value)
+        folder = Path(settings["output_dir"])
+        assert metrics(folder)[-1]["step"] <= 4, "the save that is due in step 4 waits for that of step 2"
+        assert not list((folder / "checkpoints").iterdir())
         return
     output_dir = run(settings)
     names = [path.name for path in committed(output_dir / "checkpoints")]

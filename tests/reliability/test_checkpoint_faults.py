@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import programs
 from tests.reliability.launching import clean_environment
-from tests.train.runs import ROOT, metrics, run
+from tests.train.runs import ROOT
 from train.checkpoint.files import committed, newest_intact
-from train.checkpoint.save import SaveError
 
 FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
 
@@ -124,37 +122,3 @@ def test_full_disk_on_one_rank_fails_the_save(tmp_path: Path) -> None:
     assert first == ["saved", ["step-00000001"]]
     assert "rank 1: " in failed[0] and failed[1] == ["step-00000001"]
     assert after == ["saved", ["step-00000001", "step-00000003"]]
-
-
-@pytest.fixture
-def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the third call of torch.save fail with a full disk after writing part of the file.
-
-    Later calls succeed.
-    """
-    calls, right = [], torch.save
-
-    def save(what: Any, file: Any, **options: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            file.write(b"a part")
-            raise OSError(28, "No space left on device")
-        right(what, file, **options)
-
-    monkeypatch.setattr(torch, "save", save)
-
-
-@pytest.mark.parametrize("save_async", [True, False])
-def test_full_disk_ends_the_run(settings: dict, full_once: None, save_async: bool) -> None:
-    with pytest.raises(SaveError) as error:
-        run(settings, save_steps=2, save_total_limit=1, save_async=save_async)
-    assert "rank_00000.pt" in str(error.value)
-    steps = [m["step"] for m in metrics(Path(settings["output_dir"]))]
-    # in the background: told at the next step that finds the save ended, at the latest when the next one is due
-    assert 2 <= len(steps) <= (4 if save_async else 2)
-    assert not list(Path(settings["output_dir"], "checkpoints").iterdir())
-
-
-def test_failed_last_save_is_an_error(settings: dict, full_once: None) -> None:
-    with pytest.raises(SaveError):
-        run(settings, on_save_failure="continue")

@@ -1,6 +1,7 @@
 """Tests of whole jobs with run_training.sh and real ranks.
 
-A run that is preempted many times, or in which a rank is killed, gives the same results as an uninterrupted run.
+A run that is preempted many times, or in which a rank is killed, gives the same results as an uninterrupted run. Ctrl-C
+saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics
-from train.checkpoint.files import read_state
+from train.checkpoint.files import committed, read_state
 from train.monitor import signals
 
 LAUNCHED = "starting {} ranks"
@@ -42,10 +44,12 @@ class Job:
         self.config.write_text(json.dumps(settings))
         executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/requeues.txt"')
         environment = clean_environment(SLURM_JOB_ID="77", DEMO_PROMPT="x", NPROC=str(ranks))
-        self.environment = environment | {"PATH": f"{folder}/bin:{environment['PATH']}"}
+        path = f"{folder}/bin:{environment['PATH']}"
+        self.environment = environment | {"PATH": path, "VIRTUAL_ENV": str(folder)}
         if forked:
             programs.python_at(folder / "bin/python")
-            self.environment["VIRTUAL_ENV"] = str(folder)
+        else:
+            executable(folder / "bin/python", f'exec "{sys.executable}" "$@"')
 
     def requeued(self) -> int:
         path = self.folder / "requeues.txt"
@@ -66,6 +70,7 @@ class Job:
                 cwd=self.folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             if disturb:
                 disturb(job, log)
@@ -164,3 +169,22 @@ def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path:
     assert job.requeued() == 0
     assert re.search("rank 2 .*SIGKILL", said) and "status 137; restart 1 of 3" in said
     assert_equal_runs(Path(settings["output_dir"]), whole, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.process
+@pytest.mark.interpreter
+def test_ctrl_c_saves_a_checkpoint(settings: dict, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the launcher and to all ranks."""
+    job = Job(tmp_path, settings | {"max_steps": 1000}, 2, forked=False)
+
+    def press_ctrl_c(process: subprocess.Popen, log: Path) -> None:
+        wait_for(process, log, A_STEP, 2)
+        os.killpg(process.pid, signal.SIGINT)
+
+    assert job.run(0, press_ctrl_c) == signals.STOPPED, "see job-0.txt"
+    assert "Traceback" not in (tmp_path / "job-0.txt").read_text()
+    folder = Path(settings["output_dir"])
+    last = metrics(folder)[-1]["step"]
+    assert last < 1000 and [path.name for path in committed(folder / "checkpoints")] == [f"step-{last:08d}"]

@@ -21,7 +21,7 @@ from test_fp8.common.cases import Case, Unavailable, select
 from test_fp8.common.same_model import Conditions, DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.model import bench, megatron
 from test_fp8.model import cases as bench_cases
-from test_fp8.model.bench import Series, add_ratios, mean_pass_ms, measure_case
+from test_fp8.model.bench import Series, add_ratios, measure_case
 from test_fp8.model.cases import PRESETS, Setting
 from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import random_ids, small_config
@@ -133,13 +133,13 @@ def test_presets_are_valid_configurations() -> None:
         assert arguments.speed.cuda_graphs is case.name.endswith("_graph"), case.name
         assert (arguments.precision.compute == "bf16") is ("bf16" in case.name)
     assert not any(vars(configured(PRESETS["te_layer_fp8_delayed_off"]).speed).values())
-    for patterns in (bench_cases.DEFAULT_ROWS, bench_cases.DEFAULT_STEP_ROWS, bench_cases.CPU_ROWS):
+    for patterns in (bench_cases.DEFAULT_ROWS, bench_cases.CPU_ROWS):
         assert select(patterns, PRESETS, "--rows")
 
 
-def series(name: str, measure: str = "bare", *ms: float) -> Series:
+def series(name: str, *ms: float) -> Series:
     """With these measurements of its first setting."""
-    one = Series(PRESETS[name], measure, {Setting(b, "auto"): configured(PRESETS[name], b) for b in (2, 4)})
+    one = Series(PRESETS[name], {Setting(b, "auto"): configured(PRESETS[name], b) for b in (2, 4)})
     if ms:
         one.found[Setting(2, "auto")] = measurements(*ms)
     return one
@@ -147,10 +147,6 @@ def series(name: str, measure: str = "bare", *ms: float) -> Series:
 
 def measurements(*ms: float) -> list[dict[str, Any]]:
     return [{"ms": each, "allocated_gib": 1.0, "reserved_gib": 2.0, "loss_error": 1e-4} for each in ms]
-
-
-def test_mean_pass_ms() -> None:
-    assert mean_pass_ms([20.0, 10.0, 11.0, 9.0, 22.0, 10.0], 4) == (21 + 3 * 10) / 4
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,7 @@ def test_mean_pass_ms() -> None:
     ],
 )
 def test_case_without_speed_has_a_reason(error: Exception, fault: bool) -> None:
-    one = series("te_layer_fp8_delayed", "bare", *([1.0] if fault else []))
+    one = series("te_layer_fp8_delayed", *([1.0] if fault else []))
     capture = RuntimeError("capture failed")
     capture.__context__ = error
     one.refuse(Setting(2, "auto"), capture if isinstance(error, torch.OutOfMemoryError) else error)
@@ -176,7 +172,7 @@ def test_case_without_speed_has_a_reason(error: Exception, fault: bool) -> None:
 
 def test_speed_ratios() -> None:
     times = {"hf_bf16": 20.0, "te_layer_bf16": 10.0, "te_layer_fp8_delayed": 8.0}
-    results = [series(name, "step", ms).result(1.0) for name, ms in times.items()]
+    results = [series(name, ms).result(1.0) for name, ms in times.items()]
     add_ratios(results)
     fp8 = results[-1]
     assert fp8["ratio_to_hf_bf16"] == pytest.approx(2.5) and fp8["ratio_to_best_bf16"] == pytest.approx(1.25)
@@ -195,7 +191,7 @@ def test_wrong_model_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(trainer, "build_model", tampered)
     rows = ["--rows", "te_*_bf16", "--row", "graphs", "model.variant=te_layer", "speed.cuda_graphs=true"]
-    options = ["--measure", "bare", "--rounds", "1", "--micro_batch", "1", "2"]
+    options = ["--rounds", "1", "--micro_batch", "1", "2"]
     report = report_of(BENCHMARK, tmp_path, *rows, *options, status=1)
     results = {r["row"]: r for r in report["results"]}
     assert (
@@ -215,21 +211,19 @@ def unchecked(monkeypatch: pytest.MonkeyPatch, length: int = 64) -> Conditions:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("measure", ["bare", pytest.param("step", marks=pytest.mark.slow)])
-def test_timed_passes_must_run_fp8(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_steps_must_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only what was checked before."""
     conditions, arguments = unchecked(monkeypatch), configured(PRESETS["te_layer_fp8_current"])
-    measure_case(arguments, measure, Setting(2, "auto"), conditions)
+    measure_case(arguments, Setting(2, "auto"), conditions)
     without_fp8(monkeypatch, "nn", "tn")
     with pytest.raises(StartupCheckError):
-        measure_case(arguments, measure, Setting(2, "auto"), conditions)
+        measure_case(arguments, Setting(2, "auto"), conditions)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         ["--rows", "te_layr"],
-        ["--rows", "hf_bf16", "--step_rows", "te_layer_bf16", "--measure", "step"],
         ["--seq_length", "40"],
         ["--rows", "hf_bf16", "--row", "r", "precision.compute=fp32"],
         ["--row", "r", "precision.recipe=delyed"],
@@ -242,23 +236,15 @@ def test_unsupported_case_raises(options: list[str]) -> None:
 
 def run_program(folder: Path) -> None:
     names = ["hf_bf16", "te_layer_fp8_delayed"]
-    command = (
-        "--config tiny --rounds 1 --step_rows * --seq_length 64 --accumulation 2 --micro_batch 2".split()
-    )
+    command = "--config tiny --rounds 1 --seq_length 64 --accumulation 2 --micro_batch 2".split()
     report = report_of(BENCHMARK, folder, *command, "--seconds", "0", "--rows", *names)
     assert (folder / "results/report.png").stat().st_size > 10_000
-    results = {(r["measure"], r["row"]): r for r in report["results"]}
-    assert list(results) == [(m, n) for m in ("bare", "step") for n in names]
-    for (measure, name), r in results.items():
+    results = {r["row"]: r for r in report["results"]}
+    assert list(results) == names
+    for name, r in results.items():
         assert (r["fp8_modules"] > 0) is (name != "hf_bf16")
         assert r["loss"] == pytest.approx(8.3, abs=0.2)  # ln(4096), and a little for the logits' spread
-        tokens = 2 * 64 * (2 if measure == "step" else 1)
-        ms = r["step_ms"] if measure == "step" else r["pass_ms"]
-        assert r["tokens_per_second"] == pytest.approx(tokens / ms * 1e3)
-    # the same weights and tokens give the same first loss through DeepSpeed
-    losses = {key: r["loss"] for key, r in results.items()}
-    for name in names:
-        assert losses["bare", name] == pytest.approx(losses["step", name], rel=1e-3)
+        assert r["tokens_per_second"] == pytest.approx(2 * 2 * 64 / r["step_ms"] * 1e3)
 
 
 @pytest.mark.slow
@@ -336,6 +322,6 @@ def test_megatron_attention_check(
 @pytest.mark.usefixtures("process_group")
 def test_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "PACKAGE", "no-such-megatron")
-    options = ["--rows", "megatron_core_bf16", "--step_rows", "*", "--rounds", "1"]
+    options = ["--rows", "megatron_core_bf16", "--rounds", "1"]
     (result,) = report_of(BENCHMARK, tmp_path, *options)["results"]
     assert result["failed"] is False and result["reason"]

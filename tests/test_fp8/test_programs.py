@@ -287,20 +287,12 @@ def check_report(folder: Path, launches: list[str]) -> dict[str, Any]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_linear_report(tmp_path: Path) -> None:
     report = check_report(tmp_path, ["eager"])
-    assert (
-        all("reason" in r for r in report["results"] if r["launch"] == "graph") and report["ceilings"] == {}
-    )
+    assert all("reason" in r for r in report["results"] if r["launch"] == "graph")
 
 
 @pytest.mark.gpu
 def test_linear_report_on_gpu(tmp_path: Path) -> None:
-    report = check_report(tmp_path, ["eager", "graph"])
-    ceilings = report["ceilings"]
-    assert ceilings["fp8"]["tflops"] > 1.3 * ceilings["bf16"]["tflops"]
-    case = next(r for r in report["results"] if r["precision"] == "fp8-current")
-    assert case["step"]["share_of_ceiling"] == pytest.approx(
-        case["step"]["tflops"] / ceilings["fp8"]["tflops"]
-    )
+    check_report(tmp_path, ["eager", "graph"])
 
 
 def test_linear_without_fp8_fails() -> None:
@@ -308,7 +300,7 @@ def test_linear_without_fp8_fails() -> None:
 
 
 def measured(*precisions: str) -> dict[str, dict[str, Any]]:
-    results = measure_shape(Shape(1, 32, 64, 64), list(precisions), {}, 1)
+    results = measure_shape(Shape(1, 32, 64, 64), list(precisions), 1)
     return {r["precision"]: r for r in results if r["launch"] == "eager"}
 
 

@@ -46,7 +46,7 @@ def measured() -> list[Measured]:
     for path in sorted(RESULTS.glob("*_shipped_step.json")):
         report = json.loads(path.read_text())
         for row in report["results"]:
-            if row["measure"] == "step" and VARIANTS.get(row["variant"]) and VARIANTS[row["variant"]].te:
+            if VARIANTS.get(row["variant"]) and VARIANTS[row["variant"]].te:
                 s = _configured(report, row["configuration"], micro_batch=row["micro_batch"])
                 peak = row["allocated_gib"] - max(0.0, row["before_gib"] - WORKSPACES_GIB)
                 speed = row["tokens_per_second"]
