@@ -167,7 +167,7 @@ def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path:
     assert job.run(0, kill) == 0
     said = (tmp_path / "job-0.txt").read_text()
     assert job.requeued() == 0
-    assert re.search("rank 2 .*SIGKILL", said) and "status 137; restart 1 of 3" in said
+    assert re.search("rank 2 .*SIGKILL", said) and re.search("status 137; .*restart 1 of 3", said)
     assert_equal_runs(Path(settings["output_dir"]), whole, 30)
 
 
