@@ -112,15 +112,17 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     """Trained, then taken as they are against a tolerance that cannot be met, and one that fails."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
     cases = ["--rows", "bf16", "delayed", "--row", "seed7", "precision.compute=bf16", "seed=7"]
-    cases += ["--row", "short", "precision.compute=bf16", "max_steps=4"]
+    changes = ["max_steps=4", "train_batch_size_tokens=128", "max_seq_length=32", 'data.weights={"text": 1}']
+    for index, change in enumerate(changes):
+        cases += ["--row", f"changed{index}", "precision.compute=bf16", change]
     extra = ["--eval_steps", "4"]
     assert program(config, work, *cases, "--tolerance", "0.1", "--output", str(output), "--", *extra) == 0
     assert output.with_suffix(".png").stat().st_size > 10_000
     report = json.loads(output.read_text())
     assert str(config.parent) not in output.read_text() and str(tmp_path) not in output.read_text()
     assert report["training"]["train_batch_size_tokens"] == 256 and report["training"]["max_steps"] == 6
-    bf16, delayed, seed7, short = report["results"]
-    for other in (seed7, short):
+    bf16, delayed, seed7, *changed = report["results"]
+    for other in (seed7, *changed):
         assert other["last_tenth"] is None and other["curves"]["difference_step"] == []
         assert set(other["curves"]["eval_difference_percent"]) == {None}
     for result in (bf16, delayed, seed7):
@@ -143,6 +145,9 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
         assert program(config, work, *both, "--", *extra) == status
     after = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
     assert after == before, "not even started"
+    diverged = before[0].decode().replace(json.dumps(delayed["eval_loss"]), "NaN")
+    (work / "delayed/metrics.jsonl").write_text(diverged)
+    assert program(config, work, "--rows", "bf16", "delayed", "--tolerance", "1", "--", *extra) == 1
     assert program(config, work, "--rows", "bf16", "--", *extra, "--seed", "5") == 2, "not the same run"
     broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']
     assert program(config, work, "--rows", "bf16", *broken, "--", *extra) == 2
