@@ -209,7 +209,7 @@ def test_times_to_a_loss_equal_results() -> None:
     baseline, targets = [], [factor * report["results"][0]["eval_loss"] for factor in (1, 1.01)]
     for result in report["results"]:
         points = [*zip(result["curves"]["eval_seconds"], result["curves"]["eval_loss"], strict=True)]
-        seconds = [seconds_to_loss(points, loss) or 0 for loss in targets]
+        seconds = [seconds_to_loss(points, loss) for loss in targets]
         baseline = baseline or seconds
         figures = [seconds[0] / 60, *(b / s for b, s in zip(baseline, seconds, strict=True))]
         row = r"^\|.*\b{:.1f}\b.*\b{:.2f}\b.*\b{:.2f}\b".format(*figures)

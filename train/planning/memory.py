@@ -132,7 +132,7 @@ def _muon_elements(s: Setting) -> list[int]:
     if s.args.optim != "muon":
         return []
     H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
-    # te_layer fuses q, k and v, and gate and up
+    # te_layer fuses q, k and v, and gate and up. In te_linear, gate and up have the same shape, and down has another.
     rows = (q + 2 * kv, q, 2 * I, I) if s.args.model.variant == "te_layer" else (q, kv, I, I)
     return [H * count for count in rows]
 

@@ -159,7 +159,7 @@ def test_muon_graphs_stay_in_memory(config: str, variant: str, captured: int) ->
 
 
 def test_muon_update_of_fused_parameters() -> None:
-    """Of gate and up in one update. Without ZeRO, the step also needs float32 gradients."""
+    """Gate and up are updated as one parameter. Without ZeRO, the step also needs float32 gradients."""
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 1}
     memory = predict_memory(setting(ranks=2, optim="muon", deepspeed="ds_config_zero0.json", **keys))
     update = memory.parts["gradients of the step"] - 4 * setting(**keys).parameters / GIB
