@@ -83,9 +83,9 @@ def _full(engine: Any) -> Tensors:
 
 def _gradients(engine: Any) -> Tensors:
     """Return the reduced gradients that the optimizer receives."""
-    buffers = zero.gradient_buffers(engine)
+    sharded = hasattr(engine.optimizer, "bf16_groups")
     found = {
-        name: (buffers[id(p)].tensor.view(p.shape) if buffers else p.grad).float()
+        name: (p.get_full_hp_grad() if sharded else p.grad).float()
         for name, p in engine.module.named_parameters()
     }
     return to_hf(found, engine.module.config)

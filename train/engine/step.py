@@ -38,6 +38,7 @@ from train.engine.zero import (
     gradient_buffers,
     pack_states,
     release_module,
+    scatter_gradients,
     skip_non_finite_steps,
     undo_initial_step,
 )
@@ -60,6 +61,7 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
         undo_initial_step(engine)
+        scatter_gradients(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
     orthogonalize_each_matrix(engine)

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -331,6 +332,42 @@ class GradientBuffer:
     def mark(self) -> None:
         """Mark the gradient as present, because DeepSpeed's norm and clipping skip parameters without a gradient."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
+
+
+def scatter_gradients(engine: Any) -> None:
+    """Make DeepSpeed's BF16_Optimizer reduce-scatter the float32 gradients instead of all-reducing them.
+
+    Each rank then has the mean gradient of only its own part of a parameter group, which is all that AdamW reads. This
+    halves the traffic, and each rank computes the norm of its own part and clips only this part. Muon orthogonalizes
+    whole matrices, so the gradients of its parameter groups are still all-reduced. Call this on a new engine.
+    """
+    optimizer, ranks = engine.optimizer, dist.get_world_size()
+    if ranks == 1 or not hasattr(optimizer, "bf16_groups"):
+        return
+    flats = optimizer.fp32_groups_gradients_flat
+    parts = [flat.chunk(ranks)[dist.get_rank()] for flat in flats]
+    clipped = [
+        flat if layout else part
+        for flat, part, layout in zip(flats, parts, optimizer._muon_exchange_layouts, strict=True)
+    ]
+
+    def reduce(**_: Any) -> None:
+        for flat, part, kept in zip(flats, parts, clipped, strict=True):
+            sent = flat.to(engine.communication_data_type)
+            if kept is flat:
+                dist.all_reduce(sent)
+                received = sent
+            else:
+                received = sent.chunk(ranks)[dist.get_rank()]
+                dist.reduce_scatter_tensor(received, sent)
+            kept.copy_(received).div_(ranks)
+
+    def gradients(for_clipping: bool = False) -> Any:
+        return clipped if for_clipping else (parts, {})
+
+    engine.buffered_allreduce_fallback, optimizer.get_grads_for_norm = reduce, gradients
+    # DeepSpeed adds the squared norms of the ranks in this group
+    optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: optimizer.dp_process_group)
 
 
 def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
