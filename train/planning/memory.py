@@ -145,8 +145,8 @@ def _in_the_step(s: Setting) -> float:
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.bf16_optimizer:
-        # To reduce gradients, even on one rank, DeepSpeed copies all that fit into a bucket to one tensor and casts it.
-        joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
+        # On one rank, DeepSpeed copies all gradients that fit into a bucket to one tensor before it casts them.
+        joined = 4 * s.parameters if s.ranks == 1 and s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks) if s.packs else 0
         # Muon later exchanges matrices that are split between two ranks, which needs less memory.

@@ -94,7 +94,8 @@ def test_head_gradients_never_save_memory() -> None:
 
 
 def test_scaling_is_sublinear() -> None:
-    s = setting(gradient_accumulation_steps=8)
+    """At ZeRO 0. With ZeRO 1, the ranks share the optimizer step, which can save more than the links cost."""
+    s = setting(gradient_accumulation_steps=8, deepspeed="ds_config_zero0.json")
     one, eight, many = (estimate(replace(s, ranks=n), H100).tokens_per_second for n in (1, 8, 128))
     assert 0.9 < eight / (8 * one) < 1 and many / 128 < eight / 8
     assert estimate(replace(s, ranks=128), H100, 50).tokens_per_second < 0.9 * many
