@@ -352,7 +352,7 @@ def scatter_gradients(engine: Any) -> None:
     ]
 
     def reduce(**_: Any) -> None:
-        for flat, part, kept in zip(flats, parts, clipped, strict=True):
+        for flat, kept in zip(flats, clipped, strict=True):
             sent = flat.to(engine.communication_data_type)
             if kept is flat:
                 dist.all_reduce(sent)
