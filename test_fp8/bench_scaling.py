@@ -2,7 +2,7 @@
 """Measure how training scales across the GPUs of one host.
 
 The benchmark runs bench_model.py with the model variant te_layer on 1, 2, 4, ... GPUs, for each ZeRO stage, in bf16 and
-FP8.
+FP8. bench_model.py starts once for each number of GPUs, and also checks the model, the FP8 GEMMs and the attention.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
@@ -12,9 +12,8 @@ GPU at the same time. The column "of each alone" is the speed of several GPUs di
 GPUs in single-GPU training. The column "of the slowest" replaces each speed by the lowest one. Every second round runs
 in reverse order. train/plan.py predicts the same figures.
 
-Each benchmark case is a configuration that bench_model.py measures in its own process. bench_model.py also checks the
-model, the FP8 GEMMs and the attention. --row adds a case, which is defined by keys of the training configuration. The
-exit status is 1 if a case could not be measured."""
+--row adds a case, which is defined by keys of the training configuration. On several GPUs, the first error ends all
+cases. The exit status is 1 if a case could not be measured."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.cases import Case, parse_cases
+from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import STEP_OPTIONS, DeviceDefault, option, positive, shared
 from test_fp8.common.report import Result
@@ -83,14 +82,17 @@ COLUMNS: report.Columns = {
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
     """Return the benchmark cases that --stages, --precisions and --row select.
 
-    Raises CaseError if a --row option is invalid.
+    Raises CaseError if a --row option is invalid or no case is selected.
     """
     cases = {}
     for stage, precision in product(options.stages, options.precisions):
         how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
         name = f"zero_{stage}_{precision}"
         cases[name] = Case(name, {"model.variant": "te_layer", **how})
-    return cases | parse_cases(options.row, cases, CASE_KEYS)
+    cases |= parse_cases(options.row, cases, CASE_KEYS)
+    if not cases:
+        raise CaseError("no case is selected. Select a ZeRO stage with --stages, or add a case with --row")
+    return cases
 
 
 def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result:
@@ -111,7 +113,7 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 
 
 def make_programs(
-    options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
+    options: argparse.Namespace, cases: Mapping[str, Case], ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
     """Return the benchmark processes that run at the same time in one round.
 
@@ -124,7 +126,8 @@ def make_programs(
     words = ["--rows", "--rounds", 1]
     words += ["--deterministic"] * options.deterministic
     words += [word for key in FORWARDED_OPTIONS for word in (f"--{key}", getattr(options, key))]
-    words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]
+    for case in cases.values():
+        words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]
     stems = [folder / str(number) for number in range(len(places))]
     return [
         Program(
@@ -138,15 +141,20 @@ def make_programs(
     ]
 
 
-def measure_round(programs: Sequence[Program]) -> list[Result]:
-    """Run several processes of bench_model.py at the same time and return their results."""
+def measure_round(programs: Sequence[Program], names: Iterable[str]) -> list[dict[str, Result]]:
+    """Run several processes of bench_model.py at the same time, and return the results of each by case name.
+
+    names: the names of all cases, whose results are the reason if a process fails.
+    """
     results = []
     for program, status in zip(programs, run_together(programs), strict=True):
         written = program.log.with_suffix(".json")
         if written.is_file():
-            results += json.loads(written.read_text(encoding="utf-8"))["results"]
+            found = json.loads(written.read_text(encoding="utf-8"))["results"]
+            results.append({one["row"]: one for one in found})
         else:
-            results.append({"reason": f"bench_model.py exited with status {status}: {program.last_lines()}"})
+            reason = f"bench_model.py exited with status {status}: {program.last_lines()}"
+            results.append({name: {"reason": reason} for name in names})
     return results
 
 
@@ -186,17 +194,16 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         raise ValueError(f"--gpus {max(options.gpus)}: this host has only {gpus} GPUs; use at most {gpus}")
     cases = chosen_cases(options)
     results = [describe_case(options, case, ranks) for ranks in options.gpus for case in cases.values()]
-    rounds: list[list[list[Result]]] = [[] for _ in results]
+    rounds: dict[int, list[list[dict[str, Result]]]] = {ranks: [] for ranks in options.gpus}
     for turn in range(options.rounds):
-        order = range(len(results)) if turn % 2 == 0 else reversed(range(len(results)))
-        for index in order:
-            name, ranks = results[index]["row"], results[index]["ranks"]
-            print(f"round {turn + 1}: {name} on {ranks} GPUs", flush=True)
+        for ranks in options.gpus if turn % 2 == 0 else reversed(options.gpus):
+            print(f"round {turn + 1}: {', '.join(cases)} on {ranks} GPUs", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                programs = make_programs(options, cases[name], ranks, gpus, Path(folder))
-                rounds[index].append(measure_round(programs))
+                programs = make_programs(options, cases, ranks, gpus, Path(folder))
+                rounds[ranks].append(measure_round(programs, cases))
     alone: dict[str, list[float]] = {}
-    for r, found in zip(results, rounds, strict=True):
+    for r in results:
+        found = [[of_gpu[r["row"]] for of_gpu in of_round] for of_round in rounds[r["ranks"]]]
         r |= summarize(found, r["ranks"], alone.get(r["row"], []))
         alone.setdefault(r["row"], r.get("alone", []))
     return report.Outcome(
