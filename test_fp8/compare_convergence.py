@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -161,11 +162,14 @@ def read_records(folder: Path) -> list[Result]:
     """Return the records in metrics.jsonl of a run, merged into one record per step.
 
     The keys of a record are "step", "tokens", "loss", "eval_loss", "tokens_per_second" and others. A key can be missing
-    from a record. After a resume, the evaluation of a step is a separate line in the file.
+    from a record. After a resume, the evaluation of a step is a separate line in the file. If an evaluation loss is not
+    finite, the file contains null, and the record NaN.
     """
     records: dict[int, Result] = {}
     for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
+        if record.get("eval_loss", 0.0) is None:
+            record["eval_loss"] = math.nan
         records.setdefault(record["step"], {}).update(record)
     return list(records.values())
 

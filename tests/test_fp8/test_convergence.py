@@ -145,7 +145,7 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
         assert program(config, work, *both, "--", *extra) == status
     after = (work / "delayed/metrics.jsonl").read_bytes(), (work / "delayed.log").read_bytes()
     assert after == before, "not even started"
-    diverged = before[0].decode().replace(json.dumps(delayed["eval_loss"]), "NaN")
+    diverged = before[0].decode().replace(json.dumps(delayed["eval_loss"]), "null")
     (work / "delayed/metrics.jsonl").write_text(diverged)
     assert program(config, work, "--rows", "bf16", "delayed", "--tolerance", "1", "--", *extra) == 1
     assert program(config, work, "--rows", "bf16", "--", *extra, "--seed", "5") == 2, "not the same run"
