@@ -196,10 +196,12 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     results = [describe_case(options, case, ranks) for ranks in options.gpus for case in cases.values()]
     rounds: dict[int, list[list[dict[str, Result]]]] = {ranks: [] for ranks in options.gpus}
     for turn in range(options.rounds):
-        for ranks in options.gpus if turn % 2 == 0 else reversed(options.gpus):
-            print(f"round {turn + 1}: {', '.join(cases)} on {ranks} GPUs", flush=True)
+        forward = turn % 2 == 0
+        order = cases if forward else dict(reversed(cases.items()))
+        for ranks in options.gpus if forward else reversed(options.gpus):
+            print(f"round {turn + 1}: {', '.join(order)} on {ranks} GPUs", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                programs = make_programs(options, cases, ranks, gpus, Path(folder))
+                programs = make_programs(options, order, ranks, gpus, Path(folder))
                 rounds[ranks].append(measure_round(programs, cases))
     alone: dict[str, list[float]] = {}
     for r in results:

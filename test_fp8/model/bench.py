@@ -243,6 +243,7 @@ def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
                 found = measure_case(arguments, setting, conditions)
         except Exception as error:
             if dist.get_world_size() > 1:  # the other ranks may be waiting for this one
+                error.add_note(f"benchmark case {label}")
                 raise
             one.refuse(setting, error)
             print(f"{label}: {one.reasons[setting]}", flush=True)

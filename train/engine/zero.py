@@ -330,7 +330,7 @@ class GradientBuffer:
     index: int
 
     def mark(self) -> None:
-        """Mark the gradient as present, because DeepSpeed's norm and clipping skip parameters without a gradient."""
+        """Mark the gradient as present, because DeepSpeed's norm on one rank skips parameters without a gradient."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 

@@ -189,7 +189,8 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     # seconds to send one byte per parameter once around the ring
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)
     gradient = 4 if s.reduces_in_float32 else 2  # bytes per parameter
-    # A reduce-scatter (train/engine/zero.py) sends half as much as an all-reduce.
+    # A reduce-scatter (train/engine/zero.py) sends half as much as an all-reduce. With Muon, only its own matrices are
+    # all-reduced, so the predicted time is too long.
     scattered = s.bf16_optimizer and s.args.optim != "muon"
     at_end = passes * ((1 if scattered else 2) * gradient + (2 if s.zero_stage else 0))
     if s.zero_stage == 3:
