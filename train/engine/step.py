@@ -251,7 +251,7 @@ class MainGrads:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
-        """Mark the float32 buffers as containing gradients, because DeepSpeed ignores unmarked buffers."""
+        """Mark the float32 buffers as containing gradients, because DeepSpeed on one rank ignores unmarked buffers."""
         for buffer in self.buffers if self.is_on else ():
             buffer.mark()
 

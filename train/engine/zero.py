@@ -334,42 +334,6 @@ class GradientBuffer:
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 
-def scatter_gradients(engine: Any) -> None:
-    """Make DeepSpeed's BF16_Optimizer reduce-scatter the float32 gradients instead of all-reducing them.
-
-    Each rank then has the mean gradient of only its own part of a parameter group, which is all that AdamW reads. This
-    halves the traffic, and each rank computes the norm of its own part and clips only this part. Muon orthogonalizes
-    whole matrices, so the gradients of its parameter groups are still all-reduced. Call this on a new engine.
-    """
-    optimizer, ranks = engine.optimizer, dist.get_world_size()
-    if ranks == 1 or not hasattr(optimizer, "bf16_groups"):
-        return
-    flats = optimizer.fp32_groups_gradients_flat
-    parts = [flat.chunk(ranks)[dist.get_rank()] for flat in flats]
-    clipped = [
-        flat if layout else part
-        for flat, part, layout in zip(flats, parts, optimizer._muon_exchange_layouts, strict=True)
-    ]
-
-    def reduce(**_: Any) -> None:
-        for flat, kept in zip(flats, clipped, strict=True):
-            sent = flat.to(engine.communication_data_type)
-            if kept is flat:
-                dist.all_reduce(sent)
-                received = sent
-            else:
-                received = sent.chunk(ranks)[dist.get_rank()]
-                dist.reduce_scatter_tensor(received, sent)
-            kept.copy_(received).div_(ranks)
-
-    def gradients(for_clipping: bool = False) -> Any:
-        return clipped if for_clipping else (parts, {})
-
-    engine.buffered_allreduce_fallback, optimizer.get_grads_for_norm = reduce, gradients
-    # DeepSpeed adds the squared norms of the ranks in this group
-    optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: optimizer.dp_process_group)
-
-
 def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
     """Return the float32 gradient buffers, keyed by the `id` of their parameter, or {} if the optimizer has none."""
     optimizer = engine.optimizer
@@ -381,6 +345,42 @@ def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
         for i, group in enumerate(optimizer.bf16_groups)
         for j, parameter in enumerate(group)
     }
+
+
+def scatter_gradients(engine: Any) -> None:
+    """Make DeepSpeed's BF16_Optimizer reduce-scatter the float32 gradients instead of all-reducing them.
+
+    Each rank then has the mean gradient of only its own part of a parameter group, which is all that AdamW reads. This
+    halves the traffic, and each rank computes the norm of its own part and clips only this part. Muon orthogonalizes
+    whole matrices, so the gradients of its parameter groups are still all-reduced. Call this on a new engine.
+    """
+    optimizer, ranks = engine.optimizer, dist.get_world_size()
+    if ranks == 1 or not hasattr(optimizer, "bf16_groups"):
+        return
+    buffers = optimizer.fp32_groups_gradients_flat
+    parts = [buffer.chunk(ranks)[dist.get_rank()] for buffer in buffers]
+    # the reduced gradients that the optimizer of this rank reads, for each parameter group
+    reduced = [
+        buffer if layout else part
+        for buffer, part, layout in zip(buffers, parts, optimizer._muon_exchange_layouts, strict=True)
+    ]
+
+    def reduce_gradients(**_: Any) -> None:
+        for buffer, own in zip(buffers, reduced, strict=True):
+            sent = received = buffer.to(engine.communication_data_type)
+            if own is buffer:
+                dist.all_reduce(sent)
+            else:
+                received = sent.chunk(ranks)[dist.get_rank()]
+                dist.reduce_scatter_tensor(received, sent)
+            own.copy_(received).div_(ranks)
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        return reduced if for_clipping else (parts, {})
+
+    engine.buffered_allreduce_fallback, optimizer.get_grads_for_norm = reduce_gradients, get_grads_for_norm
+    # DeepSpeed adds the squared norms of the ranks in this group
+    optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: optimizer.dp_process_group)
 
 
 # ---------------------------------------------------------------- saving
