@@ -26,7 +26,7 @@ from train.config.schedule import phase_precisions, phase_shares
 
 # DeepSpeed's default values for reduce_bucket_size and stage3_max_live_parameters, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
-ZERO_3_BUCKET = 50_000_000  # reduce_bucket_size in ds_config_zero3.json, in elements
+ZERO_3_BUCKET = 200_000_000  # reduce_bucket_size in ds_config_zero3.json, in elements
 PLANNED = {"fp8", "bf16"}  # values of precision.compute for which memory and speed can be predicted
 
 
