@@ -106,6 +106,17 @@ def test_fp8_tolerance_follows_rounding_error(recipe: str, reference: Reference,
         fp8_error(rope_theta=5000.0)
 
 
+def test_bf16_tolerance_follows_rounding_error(ids: Tensor) -> None:
+    """Eight layers with large weights amplify rounding about as much as mistral_7b does: by more than 4e-2."""
+    deep = dict(initializer_range=0.2, num_hidden_layers=8)
+    config, bf16 = small_config(**deep), Precision(PrecisionConfig(compute="bf16"))
+    reference = Reference.compute(build.build_model(config, "hf", bf16, seed=1), ids[:, :-1], ids[:, 1:])
+    assert check(build.build_model(config, "te_layer", bf16, seed=1), "bf16", reference, ids) > 5e-2
+    other = small_config(rope_theta=5000.0, **deep)
+    with pytest.raises(DifferentModel):
+        check(build.build_model(other, "te_layer", bf16, seed=1), "bf16", reference, ids)
+
+
 def test_loss_reference_uses_the_same_samples() -> None:
     reference = Reference({}, torch.empty(0), [10.0, 12.0])
     assert loss_error(10.002, "bf16", reference, 1) == pytest.approx(2e-4)
