@@ -121,6 +121,7 @@ def head_bytes(s: Setting) -> float:
 def _buckets(s: Setting) -> float:
     """Return the size of DeepSpeed's communication buffers during a micro-batch, in bytes."""
     if s.zero_stage == 3:
+        # On one rank, DeepSpeed uses the stored weights without copying them.
         gathered = min(s.parameters, MOST_LIVE_PARAMETERS) if s.ranks > 1 else 0
         return 2 * (gathered + s.reduce_bucket)
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
