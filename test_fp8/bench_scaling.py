@@ -12,8 +12,9 @@ GPU at the same time. The column "of each alone" is the speed of several GPUs di
 GPUs in single-GPU training. The column "of the slowest" replaces each speed by the lowest one. Every second round runs
 in reverse order. train/plan.py predicts the same figures.
 
---row adds a case, which is defined by keys of the training configuration. If a case fails
-on several GPUs, no case is measured on this number of GPUs. The exit status is 1 if a case could not be measured."""
+--row adds a case, which is defined by keys of the training configuration. If a case fails on several GPUs, no case is
+measured on this number of GPUs. The exit status is 1 if a case could not be measured.
+"""
 
 from __future__ import annotations
 
