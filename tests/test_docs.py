@@ -195,6 +195,7 @@ def test_readme_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/hare_1.1b_shipped_step.json"))
     page = text_of(ROOT / "README.md")
     rows = {r["row"]: r for r in report["results"]}
+    del rows["te_layer_fp8_delayed_mlp"]  # in docs/hardware.md
     for name, r in rows.items():
         speed = r["tokens_per_second"]
         line = next(
@@ -204,15 +205,17 @@ def test_readme_speeds_equal_results() -> None:
         assert f"{r['allocated_gib']:.0f}" in line, name
 
 
-def test_times_to_a_loss_equal_results() -> None:
-    report = json.loads(text_of(ROOT / "test_fp8/results/time_to_loss_106m.json"))
-    baseline, targets = [], [factor * report["results"][0]["eval_loss"] for factor in (1, 1.01)]
+@pytest.mark.parametrize("name", ["time_to_loss_106m", "time_to_loss_hare_1.1b"])
+def test_times_to_a_loss_equal_results(name: str) -> None:
+    report = json.loads(text_of(ROOT / f"test_fp8/results/{name}.json"))
+    target, baseline = report["results"][0]["eval_loss"], 0.0
     for result in report["results"]:
         points = [*zip(result["curves"]["eval_seconds"], result["curves"]["eval_loss"], strict=True)]
-        seconds = [seconds_to_loss(points, loss) for loss in targets]
-        baseline = baseline or seconds
-        figures = [seconds[0] / 60, *(b / s for b, s in zip(baseline, seconds, strict=True))]
-        row = r"^\|.*\b{:.1f}\b.*\b{:.2f}\b.*\b{:.2f}\b".format(*figures)
+        if seconds := seconds_to_loss(points, target):
+            baseline = baseline or seconds
+            row = rf"^\|.*\b{seconds / 60:.1f}\b.*\b{baseline / seconds:.2f}\b"
+        else:
+            row = r"not reached"
         for page in ("README.md", "docs/validation.md"):
             assert re.search(row, text_of(ROOT / page), re.M), (page, row)
 

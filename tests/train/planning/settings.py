@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 
 
 def measured() -> list[Measured]:
-    """Steps of this project's variants with the shipped defaults on one GPU and on two, and of a 7B on four."""
+    """Steps of this project's variants with the shipped defaults on one to four GPUs."""
     found = []
     for path in sorted(RESULTS.glob("*_shipped_step.json")):
         report = json.loads(path.read_text())
@@ -49,17 +49,15 @@ def measured() -> list[Measured]:
                 speed = row["tokens_per_second"]
                 gpu = next(gpu for name, gpu in GPUS.items() if name.upper() in report["machine"]["gpu"])
                 found.append(Measured(f"{path.stem} {row['row']}", s, gpu, speed, peak))
-    for name in ("mistral_7b_mlp_step", "mistral_7b_recompute_step"):
-        report = json.loads((RESULTS / f"{name}.json").read_text())
-        (row,) = report["results"]
-        s = _configured(report, row["configuration"], report["ranks"], micro_batch=row["micro_batch"])
-        found.append(Measured(name, s, GPUS["h200"], row["tokens_per_second"], row["allocated_gib"]))
-    for path in sorted(RESULTS.glob("hare_1.1b_scaling*.json")):
+    report = json.loads((RESULTS / "mistral_7b_mlp_step.json").read_text())
+    (row,) = report["results"]
+    s = _configured(report, row["configuration"], report["ranks"], micro_batch=row["micro_batch"])
+    found.append(Measured("mistral_7b on 4", s, GPUS["h200"], row["tokens_per_second"], row["allocated_gib"]))
+    for path in sorted(RESULTS.glob("*_scaling*.json")):
         report = json.loads(path.read_text())
         for row in report["results"]:
-            s = _configured(
-                report | {"accumulation": row["accumulation"]}, row["configuration"], row["ranks"]
-            )
+            report["accumulation"] = row["accumulation"]
+            s = _configured(report, row["configuration"], row["ranks"])
             name = f"{row['row']} on {row['ranks']}"
             found.append(Measured(name, s, GPUS["h200"], row["tokens_per_second"], row["peak_gib"]))
     return found
