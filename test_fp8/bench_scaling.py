@@ -145,7 +145,7 @@ def make_programs(
 def measure_round(programs: Sequence[Program], names: Iterable[str]) -> list[dict[str, Result]]:
     """Run several processes of bench_model.py at the same time, and return the results of each by case name.
 
-    names: the names of all cases, whose results are the reason if a process fails.
+    names: the names of all cases. If a process fails, the result of each case contains only the reason.
     """
     results = []
     for program, status in zip(programs, run_together(programs), strict=True):

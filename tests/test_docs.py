@@ -9,6 +9,7 @@ import shlex
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,7 +196,10 @@ def test_readme_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/hare_1.1b_shipped_step.json"))
     page = text_of(ROOT / "README.md")
     rows = {r["row"]: r for r in report["results"]}
-    del rows["te_layer_fp8_delayed_mlp"]  # in docs/hardware.md
+    base, mlp = rows["te_layer_fp8_delayed"], rows.pop("te_layer_fp8_delayed_mlp")
+    memory = mlp["allocated_gib"] - base["allocated_gib"]
+    slowdown = 100 * (mlp["tokens_per_second"] / base["tokens_per_second"] - 1)
+    assert f"| {memory:.1f} GiB | {slowdown:.1f} % " in text_of(ROOT / "docs/hardware.md")
     for name, r in rows.items():
         speed = r["tokens_per_second"]
         line = next(
@@ -205,19 +209,33 @@ def test_readme_speeds_equal_results() -> None:
         assert f"{r['allocated_gib']:.0f}" in line, name
 
 
+def times_to_loss(report: dict[str, Any], factor: float) -> list[float | None]:
+    """Return the seconds of each case to `factor` times the final loss of the first one, or None."""
+    target = factor * report["results"][0]["eval_loss"]
+    curves = [r["curves"] for r in report["results"]]
+    return [seconds_to_loss([*zip(c["eval_seconds"], c["eval_loss"], strict=True)], target) for c in curves]
+
+
 @pytest.mark.parametrize("name", ["time_to_loss_106m", "time_to_loss_hare_1.1b"])
 def test_times_to_a_loss_equal_results(name: str) -> None:
     report = json.loads(text_of(ROOT / f"test_fp8/results/{name}.json"))
-    target, baseline = report["results"][0]["eval_loss"], 0.0
-    for result in report["results"]:
-        points = [*zip(result["curves"]["eval_seconds"], result["curves"]["eval_loss"], strict=True)]
-        if seconds := seconds_to_loss(points, target):
-            baseline = baseline or seconds
-            row = rf"^\|.*\b{seconds / 60:.1f}\b.*\b{baseline / seconds:.2f}\b"
-        else:
-            row = r"not reached"
-        for page in ("README.md", "docs/validation.md"):
-            assert re.search(row, text_of(ROOT / page), re.M), (page, row)
+    times = times_to_loss(report, 1)
+    for result, seconds in zip(report["results"], times, strict=True):
+        figures = "not reached"
+        if seconds and times[0]:
+            figures = rf"\b{seconds / 60:.1f}\b.*\b{times[0] / seconds:.2f}\b"
+        loss = rf"\b{result['eval_loss']:.4f}\b"
+        assert re.search(rf"^\|.*{figures}", text_of(ROOT / "README.md"), re.M), figures
+        assert re.search(rf"^\|.*{loss}.*{figures}", text_of(ROOT / "docs/validation.md"), re.M), figures
+
+
+def test_times_to_a_higher_loss_equal_results() -> None:
+    report = json.loads(text_of(ROOT / "test_fp8/results/time_to_loss_106m.json"))
+    times = times_to_loss(report, 1.01)
+    for result, seconds in zip(report["results"], times, strict=True):
+        assert seconds and times[0]
+        row = rf"^\|.*\b{result['eval_loss']:.4f}\b.*\b{times[0] / seconds:.2f}\b\**( \||$)"
+        assert re.search(row, text_of(ROOT / "docs/validation.md"), re.M), row
 
 
 def test_fastest_configuration_is_the_measured_one() -> None:
