@@ -47,20 +47,23 @@ def measured() -> list[Measured]:
                 s = _configured(report, row["configuration"], micro_batch=row["micro_batch"])
                 peak = row["allocated_gib"] - max(0.0, row["before_gib"] - WORKSPACES_GIB)
                 speed = row["tokens_per_second"]
-                gpu = next(gpu for name, gpu in GPUS.items() if name.upper() in report["machine"]["gpu"])
-                found.append(Measured(f"{path.stem} {row['row']}", s, gpu, speed, peak))
+                found.append(Measured(f"{path.stem} {row['row']}", s, _gpu(report), speed, peak))
     report = json.loads((RESULTS / "mistral_7b_mlp_step.json").read_text())
     (row,) = report["results"]
     s = _configured(report, row["configuration"], report["ranks"], micro_batch=row["micro_batch"])
-    found.append(Measured("mistral_7b on 4", s, GPUS["h200"], row["tokens_per_second"], row["allocated_gib"]))
+    found.append(Measured("mistral_7b on 4", s, _gpu(report), row["tokens_per_second"], row["allocated_gib"]))
     for path in sorted(RESULTS.glob("*_scaling*.json")):
         report = json.loads(path.read_text())
         for row in report["results"]:
             report["accumulation"] = row["accumulation"]
             s = _configured(report, row["configuration"], row["ranks"])
             name = f"{row['row']} on {row['ranks']}"
-            found.append(Measured(name, s, GPUS["h200"], row["tokens_per_second"], row["peak_gib"]))
+            found.append(Measured(name, s, _gpu(report), row["tokens_per_second"], row["peak_gib"]))
     return found
+
+
+def _gpu(report: dict[str, Any]) -> Gpu:
+    return next(gpu for name, gpu in GPUS.items() if name.upper() in report["machine"]["gpu"])
 
 
 def _configured(report: dict[str, Any], keys: dict[str, Any], ranks: int = 1, **fields: Any) -> Setting:
