@@ -24,7 +24,7 @@ from train.data.stream import Batch, open_stream
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
 
 Gradients = list[dict[str, Tensor]]
-"""The contribution of each micro-batch to the gradient, as float32 tensors by parameter name."""
+"""The contribution of each micro-batch to the gradient, by parameter name, in the dtype of the parameters."""
 
 
 def gradients(
@@ -61,14 +61,16 @@ def gradients(
             out = model(ids, labels=labels).loss
             (out / len(on_device)).backward()  # scaled as in gradient accumulation, which calibration assumes
             loss += out.item() / len(on_device)
-            found.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
+            found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return loss, found
 
 
 def compare(name: str, own: Gradients, exact: Gradients) -> Result:
     """Compare the gradients in one precision with the float32 gradients, and return the entry for the report."""
     of_batch = [relative_error(g, r) for g, r in zip(own, exact, strict=True)]
-    g, r = ({key: sum(batch[key] for batch in batches) for key in batches[0]} for batches in (own, exact))
+    g, r = (
+        {key: sum(batch[key].float() for batch in batches) for key in batches[0]} for batches in (own, exact)
+    )
     by_matrix = {key: relative_error({key: g[key]}, {key: r[key]}) for key in r if r[key].dim() == 2}
     worst = max(by_matrix, key=by_matrix.__getitem__)
     squares = sum(float((t.double() ** 2).sum()) for t in r.values())
