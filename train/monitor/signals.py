@@ -99,7 +99,7 @@ def _record(number: int, frame: FrameType | None) -> None:
             os._exit(INTERRUPTED)
         return
     if not received and (name != "SIGINT" or launchers.rank() == 0):  # every rank receives a Ctrl-C
-        text = f"rank {launchers.rank()}: {name}: the run finishes the current step and saves"
+        text = f"rank {launchers.rank()}: {name}: the run stops after the current step"
         # print raises if the signal arrives during another print; os.write raises on a full disk
         with contextlib.suppress(OSError):
             os.write(2, f"{text} (press Ctrl-C again to stop immediately)\n".encode())
