@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -213,7 +214,17 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         results,
         {"model": Path(options.config).name, **{key: getattr(options, key) for key in CONDITION_KEYS}},
         failures=[f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r],
+        panels=panels(results),
     )
+
+
+def panels(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Return the speed of each case, in tokens/s of all GPUs, for the plot. It has one panel per number of GPUs."""
+    speeds: dict[str, dict[str, Any]] = {}
+    for r in results:
+        if "reason" not in r:
+            speeds.setdefault(f"tokens/s, GPUs: {r['ranks']}", {})[r["row"]] = r["tokens_per_second"]
+    return speeds
 
 
 BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)

@@ -2,7 +2,7 @@
 
 A report is a JSON file with the keys "command", "date", "commit", "machine", "versions" and "results", and further keys
 of the benchmark. It contains the hardware and the software versions, but no host name, user name or path.
-bench_model.py and compare_convergence.py also write a plot to a PNG file with the same name.
+bench_scaling.py and compare_convergence.py also write a plot to a PNG file with the same name.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> N
                         axis.fill_between(x, *bounds, color=color, alpha=0.2, linewidth=0)
                 else:
                     axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.0f}", fontsize=8)
+                    axis.margins(x=0.1)  # space for the label of the longest bar
             if isinstance(value, tuple):
                 axis.legend(fontsize=8)
             axis.set_title(name, fontsize=10)

@@ -169,6 +169,7 @@ def test_scaling_report(tmp_path: Path) -> None:
     one, two = report_of(SCALING, tmp_path, *SMALL_SCALING, "--gpus", "1", "2")["results"]
     assert (one["step_tokens"], two["step_tokens"]) == (32, 64)
     assert two["share_of_alone"] == pytest.approx(two["tokens_per_second"] / (2 * one["tokens_per_second"]))
+    assert (tmp_path / "results" / "report.png").stat().st_size > 0
 
 
 SMALL_GRADIENTS = ["--batches", "2", "--micro_batch", "1", "--seq_length", "32"]
