@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +39,25 @@ from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
 
+
+def enum_member(enum: type[Enum], name: str) -> Enum:
+    """Return a member of an enum.
+
+    Early releases of Python 3.11, such as 3.11.2 of Debian 12, pickle a member as a call of getattr. Because getattr is
+    not safe to load, this function replaces it.
+    """
+    return enum[name]
+
+
 # Types in DeepSpeed's files that torch.load does not allow by default (DeepSpeed #8500). They are safe to load, because
 # their constructors run no other code.
-SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+SHARD_TYPES = [
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    (enum_member, "builtins.getattr"),
+]
 
 # ---------------------------------------------------------------- parameters and optimizer tensors
 

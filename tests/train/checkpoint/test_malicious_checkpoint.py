@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from tests.train.runs import ROOT, run
 from train.checkpoint.files import CheckpointError, describe_file, read_manifest, write_manifest
@@ -49,6 +50,25 @@ def test_pickle_payload_is_not_executed(
     with pytest.raises(CheckpointError):
         load_shard(file)
     assert not mark.exists()
+
+
+class Attribute:
+    """Pickled as a call of getattr, like a member of an enum in Python 3.11.2."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ZeroStageEnum, self.name)
+
+
+def test_getattr_loads_only_enum_members(tmp_path: Path) -> None:
+    file = tmp_path / "model_states.pt"
+    torch.save({"stage": Attribute("weights")}, file)
+    assert load_shard(file)["stage"] is ZeroStageEnum.weights
+    torch.save({"stage": Attribute("mro")}, file)
+    with pytest.raises(CheckpointError):
+        load_shard(file)
 
 
 def test_checkpoints_are_loaded_in_one_place() -> None:
