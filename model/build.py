@@ -12,7 +12,15 @@ from model.fp8 import te_backend
 from model.fp8.modules import apply_precision
 from model.fp8.precision import Precision, PrecisionError, first_key
 from model.hf_folder import check_init_from, read_hf_folder
-from model.variants import VARIANTS, GradientCheckpointing, SpeedConfig, compiles, variant_problems
+from model.initialization import init_weights
+from model.variants import (
+    VARIANTS,
+    GradientCheckpointing,
+    Initialization,
+    SpeedConfig,
+    compiles,
+    variant_problems,
+)
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
@@ -44,6 +52,7 @@ def build_model(
     precision: Precision,
     *,
     seed: int = 0,
+    initialization: Initialization = "scaled",
     init_from: str | None = None,
     gradient_checkpointing: GradientCheckpointing = False,
     speed: SpeedConfig | None = None,
@@ -55,6 +64,7 @@ def build_model(
     Args:
         variant: a key of VARIANTS.
         seed: seed for random initial weights.
+        initialization: how random initial weights are drawn (model.initialization).
         init_from: a Hugging Face folder with the initial weights. None initializes the weights randomly.
         compile: whether torch.compile compiles the layers of hf and torchao. None compiles only torchao on a GPU.
         document_mask: whether attention is restricted to the `documents` passed to each forward (te_linear and
@@ -91,7 +101,7 @@ def build_model(
             model.compile_layers()
     apply_precision(model, precision)
     if weights is None:
-        conversion.init_weights(model, seed)
+        init_weights(model, seed, initialization)
     else:
         conversion.load_hf_state_dict(model, weights)
     return model

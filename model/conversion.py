@@ -14,7 +14,6 @@ this mapping. Exporting splits parameters into Hugging Face tensors, and loading
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -99,24 +98,3 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
         rows = [rows for _, rows in parts[name]]
         for (part, _), target in zip(parts[name], parameter.split(rows), strict=True):
             target.copy_(weights[part])
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Initialize a model's weights from scratch.
-
-    Matrices and embeddings are drawn from normal(0, initializer_range), and norm weights are set to 1.
-
-    Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On the same type of
-    device, a seed therefore produces the same model in every variant and, up to rounding, in every precision.
-    """
-    for name, parameter in model.named_parameters():
-        parts = hf_parts(name, parameter.shape, model.config)
-        for (part, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
-            if target.dim() == 1:
-                target.fill_(1.0)
-                continue
-            key = int.from_bytes(hashlib.sha256(f"{seed}/{part}".encode()).digest()[:7], "little")
-            generator = torch.Generator(device=target.device).manual_seed(key)
-            noise = torch.randn(target.shape, generator=generator, device=target.device, dtype=torch.float32)
-            target.copy_(noise * model.config.initializer_range)

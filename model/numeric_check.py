@@ -26,10 +26,11 @@ from transformers import MistralConfig
 
 from model.build import build_model
 from model.config import head_dim, rope_frequencies, softmax_scale, window_size
-from model.conversion import init_weights, to_hf, to_hf_state_dict
+from model.conversion import to_hf, to_hf_state_dict
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import fp8_multiple
+from model.initialization import init_weights
 from model.startup_check import StartupCheckError
 from model.variants import GradientCheckpointing, SpeedConfig
 
@@ -169,7 +170,7 @@ class _Probe:
             ).train()
             for number, is_first in enumerate(passes):
                 if number == min(1, len(passes) - 1):
-                    init_weights(model, self.seed)
+                    init_weights(model, self.seed, "normal")
                 model.zero_grad(set_to_none=True)
                 loss = model(self.ids, labels=self.labels, is_first_microbatch=is_first).loss
                 (loss * self.loss_scale).backward()

@@ -46,6 +46,9 @@ VARIANTS = {
     )
 }
 
+# How the weights of a new model are drawn (model/initialization.py).
+Initialization = Literal["scaled", "normal"]
+
 # Values of gradient_checkpointing: keep all activations, all but those of SwiGLU, or only the inputs of the layers.
 GradientCheckpointing = bool | Literal["mlp"]
 

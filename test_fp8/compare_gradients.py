@@ -13,6 +13,8 @@ The table has the following columns, where g is the gradient in FP8 or bf16, and
     of sum    |g - r| / |r| for the gradients summed over all micro-batches; in this sum, random errors average out
     along     (g . r) / (r . r) for the summed gradients; the gradient is too small if this value is below 1
     worst     the largest "of sum" of a single weight matrix
+    to bf16   |g - b| / |b| over the matrices of the decoder layers for the first micro-batch, where b is the gradient
+              in bf16; a new run logs the same figure
 
 Trained weights give more realistic results than random weights. To use them, pass the Hugging Face folder of a run as
 --init_from. Without a GPU, the CPU reference implementation computes FP8 and bf16. float32 always uses this
@@ -44,6 +46,12 @@ OPTIONS = [
         type=model_config,
     ),
     option(
+        "--initialization",
+        "scaled",
+        "How the random weights are drawn (model.initialization).",
+        choices=["scaled", "normal"],
+    ),
+    option(
         "--data",
         None,
         "Folder with prepared data to use as inputs. Default: random tokens.",
@@ -64,6 +72,7 @@ COLUMNS: report.Columns = {
     "along": ("along", ".4f"),
     "worst": ("worst", ".4f"),
     "in": ("worst_matrix", "<"),
+    "to bf16": ("decoder_error_to_bf16", ".4f"),
 }
 
 

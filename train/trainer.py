@@ -43,12 +43,13 @@ from model.config import (
     numeric_settings,
 )
 from model.errors import UserError
-from model.fp8.calibration import calibrate
+from model.fp8.calibration import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gradients, relative_error
 from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.machine import describe, headline
 from model.fp8.modules import check_precision, fp8_modules, uses_transformer_engine
 from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision, resolve_head_gradients
+from model.fp8.recipes import PrecisionConfig
 from model.numeric_check import choose_kernels
 from model.startup_check import (
     attention_in_use,
@@ -395,18 +396,25 @@ def build_model_and_precision(
     choose_attention(
         args.model.attention_backend, args.model.variant, precision, config, args.data.document_mask
     )
-    model = build_model(
-        config,
+    return build_configured_model(args, precision, None if checkpoint else args.model.init_from), precision
+
+
+def build_configured_model(
+    args: TrainingArguments, precision: Precision, init_from: str | None = None
+) -> nn.Module:
+    """Build the configured model in `precision`, with the weights of the folder `init_from` or random weights."""
+    return build_model(
+        load_config(args.model.config),
         args.model.variant,
         precision,
         seed=args.seed,
-        init_from=None if checkpoint else args.model.init_from,
+        initialization=args.model.initialization,
+        init_from=init_from,
         gradient_checkpointing=args.gradient_checkpointing,
         compile=args.model.compile,
         speed=args.speed,
         document_mask=args.data.document_mask,
     )
-    return model, precision
 
 
 @dataclass(frozen=True)
@@ -516,32 +524,19 @@ def build_engine_and_resume(
     args: TrainingArguments,
     model: nn.Module,
     precision: Precision,
-    stream: SampleStream,
     state: RunState,
     checkpoint: Path | None,
 ) -> tuple[Any, MicroStep]:
     """Build the DeepSpeed engine and load the checkpoint into it.
 
-    In a new run, or if the checkpoint has no FP8 state for this precision, the FP8 scales are calibrated on the first
-    micro-batch.
-
     Args:
         args: The arguments of one phase.
     """
-    saved = None if checkpoint is None else read_state(checkpoint)
-    if saved is None or not fits_fp8_state(saved, precision):
-        if checkpoint is not None and precision.has_state:  # the calibrated scales depend on the weights
-            model.load_state_dict(read_weights(checkpoint))
-        size = args.per_device_train_batch_size
-        step_samples = size * (args.gradient_accumulation_steps or 1) * dist.get_world_size()
-        first = next_position(state.consumed_samples, step_samples, state.skipped_samples)
-        first += dist.get_rank() * size
-        ids, labels, documents = stream.batch(first, size).to(precision.device)
-        log_lines(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
     engine = build_engine(model, args, build_ds_config(args))
-    if checkpoint is not None and saved is not None:
+    if checkpoint is not None:
         with distributed.suppress_prints():
-            load_checkpoint(engine, checkpoint, precision, is_partitioned_differently(saved, state))
+            is_partitioned = is_partitioned_differently(read_state(checkpoint), state)
+            load_checkpoint(engine, checkpoint, precision, is_partitioned)
     micro_step = MicroStep(engine, precision, args)
     log_lines(
         "; ".join(micro_step.notes),
@@ -549,6 +544,73 @@ def build_engine_and_resume(
         f"{state.consumed_tokens:,} tokens",
     )
     return engine, micro_step
+
+
+def calibrate_scales(
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    stream: SampleStream,
+    state: RunState,
+    checkpoint: Path | None,
+) -> float | None:
+    """Calibrate the FP8 scales on the next micro-batch, unless the checkpoint has FP8 state for this precision.
+
+    For new random weights, also log how much the FP8 gradients differ from those in bf16.
+
+    Args:
+        args: The arguments of one phase.
+
+    Returns:
+        The relative error of the first FP8 gradients on rank 0. None on other ranks, or if it was not measured.
+    """
+    if not precision.fp8 or precision.torchao:
+        return None
+    if checkpoint is not None:
+        if fits_fp8_state(read_state(checkpoint), precision):
+            return None
+        if precision.has_state:  # the scales depend on the weights
+            model.load_state_dict(read_weights(checkpoint))
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
+    samples = size * accumulation * dist.get_world_size()
+    first = next_position(state.consumed_samples, samples, state.skipped_samples) + dist.get_rank() * size
+    ids, labels, documents = stream.batch(first, size).to(precision.device)
+    exact: Gradients = {}
+    if checkpoint is None and args.model.init_from is None and dist.get_rank() == 0:
+        exact = bf16_gradients(args, ids, labels, accumulation, documents)
+    gradients = calibrate(model, precision, ids, labels, accumulation, documents)
+    if precision.has_state and gradients:
+        passes = precision.config.calibration_passes
+        logger.info(f"delayed scaling: scales from {passes} passes over the first micro-batch")
+    if not (exact and gradients):
+        return None
+    error = relative_error(gradients, exact)
+    found = f"FP8 changes the first gradients of the decoder layers by {error:.1%}, compared with bf16"
+    if error <= MAX_GRADIENT_ERROR:
+        logger.info(found)
+    else:
+        remedy = (
+            "Start in bf16 (precision.schedule)"
+            if args.model.initialization == "scaled"
+            else 'Set model.initialization to "scaled"'
+        )
+        logger.warning(
+            f"{found}. Above {MAX_GRADIENT_ERROR:.0%}, the model may train worse than in bf16. {remedy}"
+        )
+    return error
+
+
+def bf16_gradients(args: TrainingArguments, *micro_batch: Any) -> Gradients:
+    """Return `decoder_gradients` of new weights in bf16, in CPU memory. Recomputation limits the GPU memory."""
+    section = PrecisionConfig(compute="bf16", backend=args.precision.backend)
+    in_bf16 = replace(args, precision=section, gradient_checkpointing=True)
+    model = build_configured_model(in_bf16, Precision(in_bf16.precision))
+    gradients = {name: g.cpu() for name, g in decoder_gradients(model, *micro_batch).items()}
+    del model
+    free_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return gradients
 
 
 # ---------------------------------------------------------------- what is logged
@@ -655,6 +717,7 @@ def describe_start(trainer: Trainer) -> dict[str, Any]:
         "fp8": trainer.report.fp8,
         "attention": trainer.report.attention_by_rank,
         "startup_checks": trainer.report.lines,
+        "initial_gradient_error": trainer.gradient_error,
         "plan": predict(args, state),
         "escalations": state.escalations,  # the list grows during training
     }
@@ -708,8 +771,11 @@ class Trainer:
         check_later_phases(args, self.model, self.precision.device, state.fallbacks)
         self.report = run_startup_check(args, self.model, self.precision, numeric_lines)
         watchdog.phase("building the engine", read)
-        self.engine, self.micro_step = build_engine_and_resume(
+        self.gradient_error = calibrate_scales(
             phase_args, self.model, self.precision, data.train, state, checkpoint
+        )
+        self.engine, self.micro_step = build_engine_and_resume(
+            phase_args, self.model, self.precision, state, checkpoint
         )
         state.precision = phase_args.to_dict()["precision"]
         self.accumulation = args.gradient_accumulation_steps or 1

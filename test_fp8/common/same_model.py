@@ -26,10 +26,10 @@ MAX_STEPS = 20
 # errors cancel.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
 # Allowed error of the logits, |a - b| / |b| in the Frobenius norm, divided by `Reference.fp8_error`, because rounding
-# errors depend on the model. Two unrelated models have an error of 1.4. With random weights, fp8_error is 0.103, 0.274,
-# 0.381 and 0.627 for hare_0.4b, 1.1b, 2.0b and mistral_7b. Divided by it, the measured errors are 0.08 to 0.11 in bf16
-# and 0.97 to 1.01 in FP8 with delayed scaling.
-LOGITS_TOLERANCE = {"bf16": 0.125, "fp8": 1.25}
+# errors depend on the model. Two unrelated models have an error of 1.4. With random weights (initialization "scaled"),
+# fp8_error is 0.033 to 0.035 for 2 to 8 layers. Divided by it, the measured errors are 0.15 to 0.24 in bf16, 0.99 to
+# 1.04 in FP8 with delayed scaling, and 1.2 to 1.3 in bf16 with half of the rope_theta.
+LOGITS_TOLERANCE = {"bf16": 0.3, "fp8": 1.25}
 
 
 class DifferentModel(UserError):

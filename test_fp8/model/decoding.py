@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
 
 
 def random_weights(config: Any, precision: str) -> Weights:
-    """Return random model weights that are initialized as in training, in the given precision."""
+    """Return random weights with the standard deviation initializer_range, in the given precision."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     tensors: dict[str, Any] = {}
     for name, shape in weight_shapes(config).items():

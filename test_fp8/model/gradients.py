@@ -12,7 +12,7 @@ from torch import Tensor
 from model.autotune.timing import release_memory
 from model.build import build_model
 from model.config import load_config
-from model.fp8.calibration import calibrate
+from model.fp8.calibration import calibrate, relative_error
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import verify_fp8
@@ -28,13 +28,13 @@ Gradients = list[dict[str, Tensor]]
 
 
 def gradients(
-    how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
+    how: Mapping[str, Any], config: Any, options: argparse.Namespace, batches: Sequence[Batch]
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers at a given precision.
 
     how: the settings of the "precision" section of the training configuration, and optionally gradient_checkpointing.
     config: the model configuration.
-    init_from: folder with trained weights, or None for random weights.
+    options: options of compare_gradients.py, which select the weights.
 
     Raises StartupCheckError if a GEMM did not run in FP8 as configured.
     """
@@ -45,7 +45,8 @@ def gradients(
         "te_layer",
         precision,
         seed=SEED,
-        init_from=init_from,
+        initialization=options.initialization,
+        init_from=options.init_from,
         gradient_checkpointing=how.get("gradient_checkpointing", False),
     )
     with torch.no_grad():
@@ -65,8 +66,11 @@ def gradients(
     return loss, found
 
 
-def compare(name: str, own: Gradients, exact: Gradients) -> Result:
-    """Compare the gradients in one precision with the float32 gradients, and return the entry for the report."""
+def compare(name: str, own: Gradients, exact: Gradients, bf16: Mapping[str, Tensor] | None) -> Result:
+    """Compare the gradients in one precision with the float32 gradients, and return the entry for the report.
+
+    bf16: bf16 gradients of the matrices in the decoder layers for the first micro-batch, if known.
+    """
     of_batch = [relative_error(g, r) for g, r in zip(own, exact, strict=True)]
     g, r = (
         {key: sum(batch[key].float() for batch in batches) for key in batches[0]} for batches in (own, exact)
@@ -81,15 +85,8 @@ def compare(name: str, own: Gradients, exact: Gradients) -> Result:
         "along": sum(float((g[k].double() * r[k].double()).sum()) for k in r) / squares,
         "worst": by_matrix[worst],
         "worst_matrix": worst,
+        "decoder_error_to_bf16": bf16 and relative_error(own[0], bf16),
     }
-
-
-def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
-    """Return the relative error |g - r| / |r| of the gradients `g` compared with gradients `r`, over all tensors."""
-    norms = [
-        torch.stack([t.double().norm() for t in ts]).norm() for ts in ([g[k] - r[k] for k in r], r.values())
-    ]
-    return float(norms[0]) / float(norms[1])
 
 
 def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
@@ -110,11 +107,13 @@ def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
 def measure(options: argparse.Namespace) -> Outcome:
     config = load_config(options.init_from or options.config)
     batches = read_batches(options, config)
-    exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
-    results = []
-    for name in options.rows:
-        loss, own = gradients(PRECISIONS[name], config, options.init_from, batches)
-        results.append({**compare(name, own, exact), "loss_difference": loss - exact_loss})
+    exact_loss, exact = gradients(FLOAT32, config, options, batches)
+    results, bf16 = [], None
+    for name in sorted(options.rows, key=lambda row: row != "bf16"):
+        loss, own = gradients(PRECISIONS[name], config, options, batches)
+        if name == "bf16":
+            bf16 = {key: g for key, g in own[0].items() if ".layers." in key and g.dim() == 2}
+        results.append({**compare(name, own, exact, bf16), "loss_difference": loss - exact_loss})
         print(f"{name}: error {results[-1]['error_of_batch']:.4f}", flush=True)
         del own
         release_memory()

@@ -63,6 +63,7 @@ RUN_JSON = {
         "fp8",
         "attention",
         "startup_checks",
+        "initial_gradient_error",
         "plan",
         "escalations",
         "phases",
@@ -138,7 +139,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 83, "411dd7820daf25c1f10eb106721800fbb8b684ba8aa0e23aa7f987208a2ab584"
+CONFIGURATION_KEYS = 84, "5c654545ca8f38e897f46d67681c8a29cff90197ec47e448a86219cf7022aac1"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from train import trainer
 from train.checkpoint.files import RunState
@@ -70,11 +71,9 @@ def test_calibration_uses_the_first_batch_of_the_rank(
     asked: list[tuple] = []
     row = SimpleNamespace(to=lambda device: (row, row, None))
     stream: Any = SimpleNamespace(batch=lambda *its: asked.append(its) or row)
-    monkeypatch.setattr(trainer, "calibrate", lambda *its: asked.append(its[-2:]) or [])
-    monkeypatch.setattr(trainer, "build_engine", lambda *_: "engine")
-    monkeypatch.setattr(trainer, "MicroStep", lambda *_: SimpleNamespace(notes=[]))
-    model, precision = SimpleNamespace(), SimpleNamespace(device="cpu")
-    trainer.build_engine_and_resume(arguments(), model, precision, stream, state_of(), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer, "calibrate", lambda *its: asked.append(its[-2:]) or {})
+    precision: Any = SimpleNamespace(device="cpu", fp8=True, torchao=False, has_state=True)
+    trainer.calibrate_scales(arguments(), nn.Identity(), precision, stream, state_of(), None)
     assert asked == [(26, 2), (3, None)]
 
 

@@ -43,8 +43,14 @@ def model_of(
     variant: str, fallbacks: dict[str, str], device: str = "cpu", checkpointing: bool = False, **keys: object
 ) -> tuple[nn.Module, Precision]:
     precision = precision_on(device, fallbacks, **keys)
-    config = small_config(head_dim=64)
-    model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing)
+    model = build_model(
+        small_config(head_dim=64),
+        variant,
+        precision,
+        seed=3,
+        initialization="normal",  # gradients large enough for scales that are not calibrated
+        gradient_checkpointing=checkpointing,
+    )
     return model.train(), precision
 
 

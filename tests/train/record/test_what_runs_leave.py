@@ -48,6 +48,7 @@ def test_run_json_keeps_every_start(settings: dict, tmp_path: Path) -> None:
     assert (first["ended"]["step"], second["ended"]["tokens"]) == (3, 6 * 256)
     assert second["fp8"].startswith("6/7 delayed") and second["hosts"] == {socket.gethostname(): [0]}
     assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in second["startup_checks"]
+    assert 0.01 < first["initial_gradient_error"] < 0.1 and second["initial_gradient_error"] is None
     assert list(second["attention"].values()) == [[0]] and second["versions"]["torch"] == torch.__version__
     assert (output_dir / "train.log").read_text().count("========") == 2
     assert "ZeroDivisionError: division by zero" in first["ended"]["why"]

@@ -1,0 +1,59 @@
+"""Draw the weights of a new model.
+
+"normal" draws every matrix, embeddings included, from normal(0, initializer_range), as transformers does. The embedding
+is then much smaller than the outputs of the layers. The residual stream hardly depends on the token, and rounding
+errors grow with depth and width. With "scaled", the embedding dominates the residual stream at first, at every size of
+a model. The model learns faster, and FP8 gradients are as accurate as with trained weights (docs/validation.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from transformers import MistralConfig
+
+from model.conversion import hf_parts
+from model.variants import Initialization
+
+
+def standard_deviation(
+    name: str, columns: int, config: MistralConfig, initialization: Initialization
+) -> float:
+    """Return the standard deviation for the initial weights of a matrix.
+
+    "scaled" follows torchtitan's Llama 3, where the embedding has 1 and output projections shrink with depth, and draws
+    the other matrices of the decoder layers as LeCun et al. 1998 do, so that it fits every width.
+
+    Args:
+        name: Hugging Face name of the matrix.
+        columns: input width of the matrix.
+    """
+    module = name.split(".")[-2]
+    if initialization == "scaled":
+        if module == "embed_tokens":  # a tied embedding is also lm_head, whose logits must not be large
+            return columns**-0.5 if config.tie_word_embeddings else 1.0
+        if ".layers." in name:
+            is_output = module in ("o_proj", "down_proj")
+            return (columns * (2 * config.num_hidden_layers if is_output else 1)) ** -0.5
+    return config.initializer_range
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int, initialization: Initialization = "scaled") -> None:
+    """Initialize a model's weights from scratch. Norm weights are set to 1.
+
+    Each Hugging Face tensor has its own float32 random stream, seeded with (seed, tensor name). On the same type of
+    device, a seed therefore produces the same model in every variant and, up to rounding, in every precision.
+    """
+    for name, parameter in model.named_parameters():
+        parts = hf_parts(name, parameter.shape, model.config)
+        for (part, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
+            if target.dim() == 1:
+                target.fill_(1.0)
+                continue
+            key = int.from_bytes(hashlib.sha256(f"{seed}/{part}".encode()).digest()[:7], "little")
+            generator = torch.Generator(device=target.device).manual_seed(key)
+            noise = torch.randn(target.shape, generator=generator, device=target.device, dtype=torch.float32)
+            target.copy_(noise * standard_deviation(part, target.shape[1], model.config, initialization))
