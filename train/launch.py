@@ -58,7 +58,7 @@ from train.checkpoint.files import committed, identity
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
 from train.files import describe_error, is_transient, remove_dead_buffers
-from train.launchers import first_hostname, step_port
+from train.launchers import check_only_node, first_hostname, step_port
 from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
@@ -322,6 +322,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         )
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes ({options.nnodes})")
+    if options.nnodes == 1:
+        check_only_node()
     return options
 
 

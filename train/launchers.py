@@ -65,8 +65,8 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
     ),
 )
-# A variable with at least this value shows that there are several processes. Without RANK, each of them would train a
-# separate model.
+# A variable with at least this value shows that there are several processes or nodes. Without RANK, each of them would
+# train a separate model.
 OTHER_LAUNCHERS = {
     "WORLD_SIZE": 2,
     "LOCAL_RANK": 1,
@@ -75,7 +75,12 @@ OTHER_LAUNCHERS = {
     "PMI_RANK": 1,
     "PMI_SIZE": 2,
     "PMIX_RANK": 1,
+    "PET_NNODES": 2,
+    "PET_NODE_RANK": 1,
 }
+# The same for the nodes of a job. In pods of Kubeflow and Vertex AI, RANK and WORLD_SIZE describe the node. Kubeflow
+# also sets PET_* for torchrun. PET_NNODES may be a range, such as 1:2.
+NODE_VARIABLES = {"WORLD_SIZE": 2, "RANK": 1, "PET_NNODES": 2, "PET_NODE_RANK": 1}
 
 
 def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -91,7 +96,12 @@ def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -
         return
     launcher = next((known for known in LAUNCHERS if environment.get(known.sign)), None)
     if launcher is None:
-        _check_no_launcher(environment)
+        _check_absent(
+            OTHER_LAUNCHERS,
+            environment,
+            f"several processes were started, but RANK is not set. {LAUNCH_HINT} To train with one process",
+            "task_not_described",
+        )
         return
     found = _torch_variables(launcher, environment)
     for name, value in found.items():
@@ -113,6 +123,22 @@ def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -
             if launcher.name == "srun"
             else PORT
         )
+
+
+def check_only_node(environment: Mapping[str, str] = os.environ) -> None:
+    """Check that no environment variable describes this node as one of several.
+
+    Raises:
+        LauncherError: A variable does. Each node would train a separate model.
+    """
+    _check_absent(
+        NODE_VARIABLES,
+        environment,
+        "this command was started on several nodes, which would train separate models. Set NNODES, NODE_RANK and "
+        "MASTER_ADDR for run_training.sh (in most pods: NNODES=$WORLD_SIZE NODE_RANK=$RANK), or pass --nnodes, "
+        "--node_rank, --master_addr and --master_port to train/launch.py. To train on this node only",
+        "node_not_described",
+    )
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -168,15 +194,14 @@ def _check_torch_variables(environment: Mapping[str, str]) -> None:
         )
 
 
-def _check_no_launcher(environment: Mapping[str, str]) -> None:
-    for name, least in OTHER_LAUNCHERS.items():
-        if _number(environment.get(name, ""), 0) >= least:
-            raise LauncherError(
-                f"{name}={environment[name]} indicates that several processes were started, but RANK is not "
-                f"set. {LAUNCH_HINT} To train with one process, unset {name}",
-                code="task_not_described",
-                key=name,
-            )
+def _check_absent(smallest: Mapping[str, int], environment: Mapping[str, str], text: str, code: str) -> None:
+    """Check that no variable is as large as its number in `smallest`, which would show several processes or nodes."""
+    numbers = {name: _number(environment.get(name, "").rpartition(":")[2], 0) for name in smallest}
+    if found := [name for name, least in smallest.items() if numbers[name] >= least]:
+        values = ", ".join(f"{name}={environment[name]}" for name in found)
+        raise LauncherError(
+            f"according to {values}, {text}, unset {', '.join(found)}", code=code, key=found[0]
+        )
 
 
 def _torch_variables(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:

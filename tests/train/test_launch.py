@@ -6,6 +6,7 @@ entry of the plan says. tests/scripts has the same from run_training.sh on, test
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from tests.conftest import refused
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, plan_of, progress
 from train import launch
 from train.launch import LaunchError, exit_status, grace_period_s, should_restart
+from train.launchers import LauncherError
 from train.monitor.signals import SIGNALS
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes
@@ -32,7 +34,7 @@ SLURM = {"SLURM_JOB_ID": "41234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "no
 SETTINGS = (
     "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES SLURM_PROCID "
     "SLURM_JOB_NODELIST SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT CONTAINER_IMAGE CONTAINER_MOUNTS "
-    "CONTAINER_PYTHON REQUEUE DEMO_PROMPT OMP_NUM_THREADS"
+    "CONTAINER_PYTHON REQUEUE DEMO_PROMPT OMP_NUM_THREADS RANK WORLD_SIZE PET_NNODES PET_NODE_RANK"
 ).split()
 
 pytestmark = pytest.mark.process
@@ -163,6 +165,27 @@ def test_invalid_settings_raise(
     with refused(LaunchError, key=key) if key else pytest.raises((SystemExit, ValueError)):
         launch.Supervisor([str(machine.config)], machine.children)
     assert not machine.starts()
+
+
+@pytest.mark.parametrize(
+    ("pod", "key"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first"}, "WORLD_SIZE"),
+        ({"PET_NNODES": "1:2"}, "PET_NNODES"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NODE_RANK": "0"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}, None),
+    ],
+)
+def test_pods_do_not_train_separately(
+    monkeypatch: pytest.MonkeyPatch, pod: dict[str, str], key: str | None
+) -> None:
+    monkeypatch.setattr(launch, "cuda_devices", list)
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    options = launch.rank_options(math.inf, by_srun=False)
+    with refused(LauncherError, code="node_not_described", key=key) if key else contextlib.nullcontext():
+        launch.parse_arguments([*options, "train.py"])
 
 
 @pytest.mark.parametrize("nodes", ["1", "4"])

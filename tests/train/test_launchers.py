@@ -103,6 +103,7 @@ BY_LAUNCHER = "launcher_described_in_part"
         ({"SLURM_STEP_NUM_TASKS": "2"}, TASK, "SLURM_STEP_NUM_TASKS"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, BY_LAUNCHER, "OMPI_COMM_WORLD_RANK"),
         ({"PMIX_RANK": "1"}, TASK, "PMIX_RANK"),
+        ({"PET_NNODES": "1:2"}, TASK, "PET_NNODES"),
         ({**SRUN, "WORLD_SIZE": "16"}, OTHER, "WORLD_SIZE"),
         ({**SRUN, "LOCAL_RANK": "0"}, OTHER, "LOCAL_RANK"),
         # of one task, which would train alone
