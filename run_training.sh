@@ -27,13 +27,18 @@
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
 #
+# Pods of Kubeflow and Vertex AI already have MASTER_ADDR: pass NNODES=$WORLD_SIZE NODE_RANK=$RANK.
+#
 # Ctrl-C finishes the current step, saves a checkpoint and exits with status 75. A second Ctrl-C, or Ctrl-C outside
 # training, exits immediately with status 130. SIGTERM, SIGUSR1 and SIGHUP also save a checkpoint and exit with status
 # 75. A Slurm job is then requeued and resumes. In the example, --signal=B:USR1@300 makes Slurm send SIGUSR1 300
 # seconds before the time limit.
 #
-# If a process crashes, the training restarts from the last checkpoint, at most MAX_RESTARTS times. A restart without
-# progress is repeated only once, after 30 seconds.
+# If a process crashes, the training restarts from the last checkpoint, at most MAX_RESTARTS times until it saves the next
+# checkpoint. A restart without progress is repeated only once, after 30 seconds.
+#
+# CONFIG is read once. Restarts, and requeues of the same Slurm job, use this configuration even if CONFIG is edited. To
+# apply a change, stop the training and run the command again.
 #
 # Exit status:
 #   0    The training is complete.
@@ -45,9 +50,10 @@
 # Environment variables:
 #   NPROC             number of processes per node; default: number of GPUs, or 2 without a GPU
 #   MASTER_PORT       port of the process with rank 0
-#   MAX_RESTARTS      maximum number of restarts after a crash; default: 3
+#   MAX_RESTARTS      maximum number of restarts between two checkpoints; default: 3
 #   REQUEUE           set to 0 to not requeue the Slurm job
-#   DEMO_PROMPT       prompt for the text that is generated after the training
+#   DEMO              set to 0 to not generate text after the training
+#   DEMO_PROMPT       prompt for this text
 # scripts/setup_env.sh lists more variables. For a Slurm job with Pyxis:
 #   CONTAINER_IMAGE   image for srun --container-image; only the ranks run in the container
 #   CONTAINER_MOUNTS  mounts FROM:TO,... in addition to the repository and the working folder

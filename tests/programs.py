@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 SOCKET = "TESTS_PROGRAMS_SOCKET"  # of the environment: "<path>:<pid of the owner>"
-RealPopen, RealExecv = subprocess.Popen, os.execv
+RealPopen = subprocess.Popen
 SIGNATURE = inspect.signature(RealPopen._execute_child)  # type: ignore[attr-defined]
 
 # What programs import, early or late. A module that is missing here is imported by each program for itself.
@@ -239,13 +239,6 @@ class NestedPopen(RealPopen):
         self._close_pipe_fds(*(given[name] for name in names))  # type: ignore[attr-defined]
 
 
-def _execv(path: str, args: list[str]) -> NoReturn:
-    """os.execv in a forked program: it goes on as another one, if that is a program that can be."""
-    if _program({"args": args, "shell": False}) is None:
-        RealExecv(path, args)
-    _become(args, os.getcwd(), dict(os.environ), [])
-
-
 def _become(
     args: list[str],
     cwd: str,
@@ -344,7 +337,7 @@ def serve(path: str, owner: int) -> None:
     os.rename(path + ".new", path)
     sys.path[0] = str(ROOT)
     gc.disable()  # a quarter of the time of the imports
-    subprocess.Popen, os.execv = NestedPopen, _execv  # type: ignore[misc,assignment]
+    subprocess.Popen = NestedPopen  # type: ignore[misc]
     for name in IMPORTS:
         try:
             importlib.import_module(name)

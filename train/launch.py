@@ -15,7 +15,8 @@ another signal, terminates the ranks immediately.
 Before the launcher starts train/train.py, it checks the configuration and this node (train/preflight).
 
 --supervise prepares the built-in corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
-after a stop request, and generates sample text at the end. Its options are environment variables, which are documented
+after a stop request, and generates sample text at the end. It reads CONFIG once, so that an edit changes neither a
+restart nor a requeued job. Its options are environment variables, which are documented
 at the top of run_training.sh. In a Slurm job with several nodes or a container, srun starts one launcher per node.
 
 Exit status: 0 if all ranks returned 0; STOPPED (75) if they stopped on request; INTERRUPTED (130) after Ctrl-C; 2 if
@@ -27,17 +28,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -56,8 +60,9 @@ from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
 from train.config.arguments import TrainingArguments
-from train.config.load import load_arguments
-from train.files import describe_error, is_transient, remove_dead_buffers
+from train.config.ds_config import load_deepspeed
+from train.config.load import CONFIGURATION, load_arguments, read_configuration
+from train.files import describe_error, is_transient, remove_dead_buffers, write_durably
 from train.launchers import check_only_node, first_hostname, step_port
 from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
@@ -69,6 +74,8 @@ from train.record.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 TRAIN = ROOT / "train/train.py"
 CRASHED = 1
+# The supervisor sets this environment variable for the attempts after the first one.
+RESTARTED = "FP8_RESTARTED"
 
 POLL_S = 0.2
 # Time for the other ranks to print their errors after one rank fails. Rank 0 prints first, the others 2 s later.
@@ -98,8 +105,16 @@ def main(argv: list[str]) -> int:
             return Supervisor(argv[1:], Children()).run()
         return run_ranks(parse_arguments(argv), Children())
     except (UserError, ValueError, OSError) as error:
-        logger.error(describe_error(error))
-        return CRASHED if is_transient(error) else DO_NOT_RESTART
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """Log an error and return the exit status.
+
+    Before a restart, the same checks have passed, so the cause may be temporary, such as an unavailable file system.
+    """
+    logger.error(describe_error(error))
+    return CRASHED if is_transient(error) or os.environ.get(RESTARTED) else DO_NOT_RESTART
 
 
 # ---------------------------------------------------------------- decisions: pure functions
@@ -395,11 +410,30 @@ class Supervisor:
         self.children = children
         is_tiny = not argv or argv[0].startswith("--")
         self.argv = [str(TINY), *argv] if is_tiny else [*argv]
-        self.arguments = load_arguments(self.argv)
-        self.folder = RunFolder(self.arguments.output_dir)
         self.slurm_job = setting("SLURM_JOB_ID")
+        # records how this Slurm job started; a job may run several command lines
+        self.record = Path(f"slurm-{self.slurm_job}-{zlib.crc32(json.dumps(self.argv).encode()):08x}.json")
+        first = None
+        if setting("SLURM_RESTART_COUNT", "0") != "0" and self.record.is_file():
+            logger.info(f"using the configuration with which this Slurm job first started ({self.record})")
+            self.raw, self.source, first = json.loads(self.record.read_text())
+        else:
+            self.raw, self.source = read_configuration(self.argv)
+        self.arguments = load_arguments(self.argv, (self.raw, self.source))
+        self.raw["deepspeed"] = load_deepspeed(self.arguments.deepspeed)
+        self.folder = RunFolder(self.arguments.output_dir)
+        # Identity of the newest checkpoint when this job first started. A requeued Slurm job runs the same command line
+        # again. It must resume only from checkpoints that it has saved itself. Older checkpoints may still exist if the
+        # first start ended before it could move them away.
+        self.first = read_progress(self.folder).identity if first is None else first
         self.max_restarts = int(setting("MAX_RESTARTS", "3"))
         self.srun = srun_command()
+        if self.srun and not shutil.which("srun"):
+            raise LaunchError(
+                "this Slurm job needs srun to start its ranks, but srun is not on PATH. Add Slurm's commands to PATH, "
+                "or start the command on each node with NNODES, NODE_RANK and MASTER_ADDR",
+                key="PATH",
+            )
         self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
         self.options = parse_arguments([*self.rank_options, str(TRAIN)])
 
@@ -410,16 +444,21 @@ class Supervisor:
         """
         set_environment(self.options.nproc)
         nodes = f" on each of {self.options.nnodes} nodes" if self.options.nnodes > 1 else ""
-        logger.info(f"starting {self.options.nproc} ranks{nodes}")
-        status = self.prepare() or (self.attempt(self.argv) if self.arguments.dry_run else self.train())
+        logger.info(f"starting {self.options.nproc} rank{'s' * (self.options.nproc > 1)}{nodes}")
+        status = self.prepare() or (self.start_ranks() if self.arguments.dry_run else self.train())
         is_first_node = self.options.node_rank == 0
         # after Ctrl-C the user decides when to start again
         may_requeue = self.slurm_job and setting("REQUEUE", "1") != "0" and not self.children.interrupted
         if status == STOPPED and may_requeue and is_first_node:
             logger.info(f"training: requeueing Slurm job {self.slurm_job}")
             subprocess.call(["bash", "-c", f"scontrol requeue {self.slurm_job}"])
+        if status != STOPPED and is_first_node:
+            with contextlib.suppress(OSError):
+                self.record.unlink(missing_ok=True)
         has_sample = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
-        is_wanted = not (status or self.arguments.dry_run or self.children.stop_requested)
+        is_wanted = not (
+            status or self.arguments.dry_run or self.children.stop_requested or setting("DEMO") == "0"
+        )
         if is_wanted and has_sample and is_first_node:
             self.run_demo()
         return status
@@ -449,23 +488,20 @@ class Supervisor:
 
     def train(self) -> int:
         """Train until the run is complete, is stopped or has no restarts left. Return the exit status."""
-        first, restarts, is_retry = self.identity_at_first_start(), 0, False
+        if self.slurm_job and self.options.node_rank == 0:
+            write_durably(self.record, json.dumps((self.raw, self.source, self.first), indent=1) + "\n")
+        restarts, is_retry, now = 0, False, Progress("", 0)
         while True:
-            before = read_progress(self.folder)
-            # After this job has saved a checkpoint, a restart resumes from it, even if the command line requests a new
-            # run or another checkpoint.
-            resume = [] if before.identity in ("", first) else ["--resume_from_checkpoint", "auto"]
-            self.folder.stopped.unlink(missing_ok=True)
-            status = self.attempt([*self.argv, *resume])
-            if self.folder.stopped.is_file():  # srun merges the exit statuses of all nodes into one
-                status = STOPPED
-            now = read_progress(self.folder)
+            status, before, now = self.attempt(now)
+            if now.identity not in ("", before.identity):
+                restarts = 0
             made_progress = now.identity != before.identity or now.step > before.step
             if restarts >= self.max_restarts or not should_restart(
                 status, self.children.stop_requested, made_progress, is_retry
             ):
                 return status
             restarts, is_retry = restarts + 1, not made_progress
+            os.environ[RESTARTED] = "1"
             pause = f" after a pause of {PAUSE_S:g} s, because there was no progress" * is_retry
             logger.warning(
                 f"training failed with exit status {status}; starting restart {restarts} of "
@@ -473,44 +509,66 @@ class Supervisor:
             )
             self.children.pause(PAUSE_S * is_retry)
 
-    def identity_at_first_start(self) -> str:
-        """Return the identity of the checkpoint that was the newest when this job first started, or "".
+    def attempt(self, last: Progress) -> tuple[int, Progress, Progress]:
+        """Train once.
 
-        A requeued Slurm job runs the same command line again. It must resume only from checkpoints that it has saved
-        itself. Older checkpoints may still exist if the first start ended before it could move them away.
+        Args:
+            last: Progress after the last attempt.
+
+        Returns:
+            The exit status, and the progress of the run before and after the attempt.
         """
-        now, note = read_progress(self.folder).identity, self.folder.slurm_job
-        if not self.slurm_job:
-            return now
-        # the file also has a line for a job that was refused because another run held the lock
-        jobs = dict(line.split(" ", 1) for line in note.read_text().splitlines()) if note.is_file() else {}
-        if setting("SLURM_RESTART_COUNT", "0") != "0" and self.slurm_job in jobs:
-            return jobs[self.slurm_job]
-        note.parent.mkdir(parents=True, exist_ok=True)
-        jobs[self.slurm_job] = now
-        if self.options.node_rank == 0:
-            note.write_text("".join(f"{job} {first}\n" for job, first in jobs.items()))
-        return now
+        status, before, now = 0, last, last
+        try:
+            found = read_progress(self.folder)
+            if last.identity and not found.identity:
+                raise LaunchError(
+                    f"the checkpoints of this run are no longer in {self.folder.checkpoints}. Restore them, or start "
+                    "the run again",
+                    key="output_dir",
+                )
+            before = now = found
+            # After this job has saved a checkpoint, a restart resumes from it, even if the command line requests a new
+            # run or another checkpoint.
+            resume = {} if before.identity in ("", self.first) else {"resume_from_checkpoint": "auto"}
+            self.folder.stopped.unlink(missing_ok=True)
+            status = self.start_ranks(**resume)
+            if self.folder.stopped.is_file():  # srun merges the exit statuses of all nodes into one
+                status = STOPPED
+            now = read_progress(self.folder)
+        except (UserError, ValueError, OSError) as error:
+            status = status or report(error)
+        return status, before, now
 
-    def attempt(self, argv: list[str]) -> int:
-        """Run all ranks of this job once and return their exit status."""
+    def start_ranks(self, **changes: str) -> int:
+        """Run all ranks of this job once and return their exit status.
+
+        Args:
+            changes: Keys to change in the configuration with which this job started, and their values.
+        """
         if self.children.stop_requested:  # the request came while no rank was running
             return INTERRUPTED if self.children.interrupted else STOPPED
+        os.environ[CONFIGURATION] = json.dumps((self.raw | changes, self.source))
+        words = (word for key, value in changes.items() for word in (f"--{key}", value))
+        self.options.arguments = [*self.argv, *words]
         if not self.srun:
-            self.options.arguments = argv
             return run_ranks(self.options, self.children)
         python = setting("CONTAINER_PYTHON", "python3") if setting("CONTAINER_IMAGE") else sys.executable
-        launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options, str(TRAIN), *argv]
-        return self.children.run_program([*self.srun, *launcher], are_training=True)
+        launcher = [python, str(ROOT / "train/launch.py"), *self.rank_options, str(TRAIN)]
+        return self.children.run_program([*self.srun, *launcher, *self.options.arguments], are_training=True)
 
     def run_demo(self) -> None:
-        """Replace this process with the inference demo, which then handles signals and sets the exit status."""
+        """Generate sample text. A failure does not change the exit status, because the training is complete."""
         compute = self.arguments.precision.compute
         how = "--max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1 --ignore_eos --precision".split()
         asked = ["--model", str(self.folder.path), "--prompt", setting("DEMO_PROMPT", "def __init__(self, ")]
         demo = python("fp8_inference_demo/fp8_inference.py", *asked)
         logger.info(f"\ndemo: {shlex.join(['python', os.path.relpath(demo[1]), *asked])}")
-        os.execv(demo[0], [*demo, *how, compute if compute in ("fp32", "fp8") else "bf16"])
+        status = self.children.run_program([*demo, *how, compute if compute in ("fp32", "fp8") else "bf16"])
+        if status and not self.children.stop_requested:
+            logger.warning(
+                f"the training is complete, but the demo failed with exit status {status}. Set DEMO=0 to turn it off"
+            )
 
 
 class Progress(NamedTuple):
@@ -610,7 +668,12 @@ def set_environment(processes: int) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # by default, each process starts one thread per core, which is many times slower
     threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    os.environ.update(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
+    os.environ.update(
+        OMP_NUM_THREADS=threads,
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONUNBUFFERED="1",
+        SLURM_EXPORT_ENV="ALL",  # sbatch --export=NONE sets NONE, and srun would not pass the variables on
+    )
 
 
 def python(script: str, *options: str) -> list[str]:

@@ -51,6 +51,11 @@ class Job:
         else:
             executable(folder / "bin/python", f'exec "{sys.executable}" "$@"')
 
+    def edit_config(self) -> None:
+        """Edit the configuration file for another experiment."""
+        edits = {"output_dir": str(self.folder / "other"), "max_steps": 5, "learning_rate": 1e-6}
+        self.config.write_text(json.dumps(json.loads(self.config.read_text()) | edits))
+
     def requeued(self) -> int:
         path = self.folder / "requeues.txt"
         return len(path.read_text().splitlines()) if path.exists() else 0
@@ -104,6 +109,8 @@ def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
 def test_repeated_preemption_and_requeue(settings: dict, tmp_path: Path, preemptions: int) -> None:
     """A run that is preempted repeatedly has the weights of an uninterrupted run, and uses each sample once.
 
+    An edit of its configuration file has no effect.
+
     Two ranks train in FP8 with ZeRO 1. The signals arrive at random moments between the launch and the second step, and
     again a little later. A script replaces scontrol.
     """
@@ -114,6 +121,7 @@ def test_repeated_preemption_and_requeue(settings: dict, tmp_path: Path, preempt
 
     def preempt(process: subprocess.Popen, log: Path) -> None:
         wait_for(process, log, LAUNCHED.format(2))
+        job.edit_config()
         if wanted := chance.randint(0, 2):
             wait_for(process, log, A_STEP, wanted)
         else:  # it begins to import, builds the model, loads the checkpoint
@@ -152,7 +160,7 @@ def pid_of_rank(config: Path, rank: int) -> int:
 def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path: Path) -> None:
     """If one of four ranks is killed, run_training.sh restarts the run from the last checkpoint.
 
-    The final weights equal those of an uninterrupted run.
+    The final weights equal those of an uninterrupted run, although the configuration file was edited.
     """
     settings |= {"max_steps": 30, "gradient_accumulation_steps": 1, "save_steps": 5}
     settings |= {"per_device_train_batch_size": 1}
@@ -161,6 +169,7 @@ def test_killed_rank_restarts_from_the_last_checkpoint(settings: dict, tmp_path:
 
     def kill(process: subprocess.Popen, log: Path) -> None:
         wait_for(process, log, A_STEP, 8)
+        job.edit_config()
         os.kill(pid_of_rank(job.config, 2), signal.SIGKILL)
         wait_for(process, log, "restart 1 of 3")
 

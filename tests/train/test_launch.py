@@ -28,13 +28,23 @@ from train.launchers import LauncherError
 from train.monitor.signals import SIGNALS
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes
+REAL_PYTHON = sys.executable
+# what the ranks of an attempt read, given the command line of srun
+READ = """
+import sys
+from train.config.load import load_arguments, load_deepspeed
+words = sys.argv[1:]
+args = load_arguments(words[[word.endswith("train.py") for word in words].index(True) + 1:])
+print(args.max_steps, load_deepspeed(args.deepspeed)["zero_optimization"]["stage"])
+"""
 NEVER = ("--resume_from_checkpoint", "never")
 AUTO = ("--resume_from_checkpoint", "auto")
 SLURM = {"SLURM_JOB_ID": "41234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[03-04]"}
 SETTINGS = (
     "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES SLURM_PROCID "
     "SLURM_JOB_NODELIST SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT CONTAINER_IMAGE CONTAINER_MOUNTS "
-    "CONTAINER_PYTHON REQUEUE DEMO_PROMPT OMP_NUM_THREADS RANK WORLD_SIZE PET_NNODES PET_NODE_RANK"
+    "CONTAINER_PYTHON REQUEUE DEMO DEMO_PROMPT OMP_NUM_THREADS RANK WORLD_SIZE PET_NNODES PET_NODE_RANK "
+    "FP8_CONFIGURATION FP8_RESTARTED"
 ).split()
 
 pytestmark = pytest.mark.process
@@ -254,7 +264,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     monkeypatch.setattr(launch, "PAUSE_S", 0.1)
     monkeypatch.setattr(launch, "POLL_S", 0.01)
     monkeypatch.setattr(launch, "cuda_devices", list)
-    monkeypatch.setattr(os, "execv", lambda _, command: pytest.fail(f"this would go on as {command}"))
     config, sources = tmp_path / "config.json", {"x": str(tmp_path / "x")}
     config.write_text(
         json.dumps({"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 10})
@@ -283,6 +292,47 @@ def test_one_restart_without_progress(machine: Machine) -> None:
     assert machine.run(MAX_RESTARTS="4") == 0 and len(machine.starts()) == 4
     machine.plan(*["exit 1"] * 4, fails, fails, "exit 0")
     assert machine.run() == 9 and len(machine.starts()) == 6, "not a third time"
+
+
+def test_new_checkpoints_refill_the_restarts(machine: Machine) -> None:
+    machine.plan(*[f"{checkpoint(step)}; exit 134" for step in range(1, 6)], "exit 0")
+    assert machine.run(MAX_RESTARTS="1") == 0 and len(machine.starts()) == 6
+
+
+def test_edited_file_does_not_change_a_job(machine: Machine) -> None:
+    """Neither its restarts nor its requeues. Another job uses the edit."""
+    (machine.folder / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    values = json.loads(machine.config.read_text()) | {"deepspeed": str(machine.folder / "zero.json")}
+    machine.config.write_text(json.dumps(values))
+    edit = "sed -i s/10/20/ config.json; sed -i s/1/3/ zero.json"
+    read = f"cd {ROOT}; {REAL_PYTHON} -c '{READ}' \"$@\" >> {machine.folder}/read.txt; cd -"
+    machine.plan(
+        f"{read}; {checkpoint(4)}; {edit}; exit 1", f"{read}; {STOPPED}", f"{read}; exit 0", f"{read}; exit 0"
+    )
+    assert [machine.run(SLURM_RESTART_COUNT=restart) for restart in "01"] == [75, 0]
+    assert machine.run(SLURM_JOB_ID="5") == 0
+    assert machine.written("read.txt") == ["10 1"] * 3 + ["20 3"]
+    assert not list(machine.folder.glob("slurm-*.json"))
+
+
+def test_check_that_fails_at_a_restart_is_repeated(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, data: Path, small_model: Path
+) -> None:
+    """For example, because a file system is unavailable for a while. At the first start, it ends the job."""
+    monkeypatch.setattr(launch, "PAUSE_S", 2.0)
+    (machine.folder / "data").symlink_to(data)
+    values = {
+        "model": {"config": str(small_model)},
+        "data": {"sources": {"x": "data"}},
+        "max_seq_length": 128,
+    }
+    machine.config.write_text(json.dumps(json.loads(machine.config.read_text()) | values))
+    here = {"SLURM_JOB_ID": "", "NPROC": "1"}
+    lost = f"{progress(3)}; mv data away; (sleep 1; mv away data) > /dev/null 2>&1 & exit 1"
+    executable(machine.folder / "python", plan_of(machine.folder, [lost, "exit 0"]))
+    assert machine.run(**here) == 0 and len(machine.starts()) == 2
+    (machine.folder / "data").unlink()
+    assert machine.run(**here) == 2 and len(machine.starts()) == 2
 
 
 @pytest.mark.parametrize(("most", "starts"), [("2", 3), ("0", 1)])
@@ -377,14 +427,15 @@ def test_stop_request_ends_a_pause(machine: Machine, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_demo_needs_a_checkpoint(machine: Machine, options: list[str], compute: str | None) -> None:
-    demo: list[str] = []
-    with mock.patch.object(os, "execv", lambda path, command: demo.extend(command)):
-        assert machine.run(*options, DEMO_PROMPT="a b") == 0
-        machine.plan("", f"trap 'got=1' USR1; kill -TERM $PPID; {AWAIT}; exit 0")
-        assert machine.run(*options) == 0, "who asked it to stop in its export wants no demo"
-    assert len(machine.starts()) == 2 and demo.count("--prompt") == (compute is not None)
+    executable(machine.folder / "python", f'printf "%s\\n" "$@" >> "{machine.folder}/programs.txt"; exit 2')
+    assert machine.run(*options, DEMO_PROMPT="a b") == 0, "a demo that fails does not change the status"
+    machine.plan("", f"trap 'got=1' USR1; kill -TERM $PPID; {AWAIT}; exit 0")
+    assert machine.run(*options) == 0, "who asked it to stop in its export wants no demo"
+    assert machine.run(*options, DEMO="0") == 0
+    demo = machine.written("programs.txt")
+    assert len(machine.starts()) == 3 and demo.count("--prompt") == (compute is not None)
     if compute is not None:
-        assert demo[:4] == [sys.executable, f"{ROOT}/fp8_inference_demo/fp8_inference.py", "--model", "run"]
+        assert demo[:3] == [f"{ROOT}/fp8_inference_demo/fp8_inference.py", "--model", "run"]
         assert demo[demo.index("--precision") + 1] == compute and demo[demo.index("--prompt") + 1] == "a b"
 
 

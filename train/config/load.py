@@ -1,6 +1,7 @@
 """Load the training arguments from a JSON file and the command line.
 
-- `load_arguments` reads the file, applies the command-line options, checks the values and locates the data folders.
+- `read_configuration` reads the file and applies the command-line options.
+- `load_arguments` also checks the values and locates the data folders.
 - `build_arguments` checks a JSON object: first the type and limits of each key, then combinations of keys.
 - `resolve_arguments` sets the keys that are determined by other keys and the number of ranks.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -66,22 +68,53 @@ Exit status:
   75   The run was asked to stop and saved a checkpoint. The same command resumes it.
   130  The run was stopped by Ctrl-C, without a checkpoint.
 """
+# The supervisor passes the configuration with which a run started to its ranks in this environment variable.
+CONFIGURATION = "FP8_CONFIGURATION"
 # Names of two error types in pydantic
 MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"
 
 Place = tuple[str | int, ...]  # path to a value in the configuration: key names and list indices
 
 
-def load_arguments(argv: list[str]) -> TrainingArguments:
-    """Load the training arguments from a command line.
+def load_arguments(
+    argv: list[str], configuration: tuple[dict[str, Any], str] | None = None
+) -> TrainingArguments:
+    """Load the training arguments from a command line, and locate the model and data folders on this node.
 
-    The command line has the form `CONFIG [--key value | --key=value | --section.key value]...`. `--help` and `--schema`
-    print text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is ignored.
+    Args:
+        argv: The command line, as for `read_configuration`.
+        configuration: The result of `read_configuration`, if it was called earlier. By default, the content of the
+            environment variable CONFIGURATION is used if it is set.
 
     Raises:
         ConfigurationError: The file or the command line is invalid.
         JsonError: The file is not valid JSON.
         HubError: The model cannot be downloaded.
+    """
+    given = os.environ.get(CONFIGURATION)
+    arguments = build_arguments(
+        *(configuration or (json.loads(given) if given else read_configuration(argv)))
+    )
+    model = arguments.model
+    model.config = local_folder(model.config, weights=False)
+    model.init_from = model.init_from and local_folder(model.init_from)
+    for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
+        for name, folder in folders.items():
+            folders[name] = data_folder(folder)
+    return arguments
+
+
+def read_configuration(argv: list[str]) -> tuple[dict[str, Any], str]:
+    """Read the JSON file and the options of a command line, without checking the values.
+
+    The command line has the form `CONFIG [--key value | --key=value | --section.key value]...`. `--help` and `--schema`
+    print text and exit. The option `--local_rank`, which DeepSpeed's launcher adds, is ignored.
+
+    Returns:
+        The JSON object, and its name for error messages.
+
+    Raises:
+        ConfigurationError, JsonError: The file or the command line is invalid.
     """
     for option, printed in (("--help", help_text), ("-h", help_text), ("--schema", schema_text)):
         if option in argv:
@@ -94,14 +127,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
         override(raw, key, text)
     if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
-    arguments = build_arguments(raw, f"{path} with the command line" if overrides else str(path))
-    model = arguments.model
-    model.config = local_folder(model.config, weights=False)
-    model.init_from = model.init_from and local_folder(model.init_from)
-    for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
-        for name, folder in folders.items():
-            folders[name] = data_folder(folder)
-    return arguments
+    return raw, f"{path} with the command line" if overrides else str(path)
 
 
 # ---------------------------------------------------------------- the command line
@@ -158,7 +184,7 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
     if len(configs) != 1:
         raise ConfigurationError(
             f"expected one configuration file, got {len(configs)} ({', '.join(configs) or 'none'}); pass "
-            "exactly one CONFIG (see --help)",
+            "exactly one CONFIG, and enclose JSON values in single quotes: --key '{...}' (see --help)",
             code="config_count",
         )
     return configs[0], overrides
@@ -220,8 +246,8 @@ def _parse_value(path: str, text: str, node: Node) -> Any:
     except json.JSONDecodeError as error:
         if text.lstrip().startswith(("{", "[")) and kinds & {"object", "array", None}:
             raise ConfigurationError(
-                f"--{path} {text} is not valid JSON ({error.msg} at character {error.pos + 1})"
-                f"{example(path, node)}",
+                f"--{path} {text} is not valid JSON ({error.msg} at character {error.pos + 1}); enclose JSON in single "
+                f"quotes{example(path, node)}",
                 code="invalid_json",
                 key=path,
             ) from error

@@ -41,8 +41,6 @@ class RunFolder:
         self.hf = path / "hf"  # trained model in Hugging Face format
         self.stopped = path / "stopped.json"  # exists from a requested stop until the run is resumed
         self.lock = path / "run.lock"  # exists while the run is in progress (train/monitor/lock.py)
-        # one line for each Slurm job: its id, and the newest checkpoint when the job first started
-        self.slurm_job = path / "slurm_job"
 
     def exported(self) -> tuple[str, str]:
         """Return the name and the manifest hash of the checkpoint exported to hf/, or ("", "") without an export."""
