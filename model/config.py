@@ -131,7 +131,8 @@ def read_json_file(path: Path) -> Any:
     except JsonError:
         raise
     except (OSError, ValueError) as error:
-        message = f"{path}: cannot be read as JSON: {error}"
+        reason = "only JSON is supported, not YAML" if path.suffix in (".yaml", ".yml") else error
+        message = f"{path}: cannot be read as JSON: {reason}"
         raise JsonError(message, code="not_json", key=str(path)) from error
 
 

@@ -47,6 +47,14 @@ from train.record.log import configure_logging
 
 logger = logging.getLogger(__name__)
 CRASHED = 1  # exit status; train/monitor/signals.py defines the others
+# Parts of the messages with which gloo, NCCL and torch's store report that another rank has exited.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "ncclRemoteError",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -105,7 +113,8 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
     )
     status = CRASHED if is_transient else signals.DO_NOT_RESTART
     memory = None if is_expected or arguments is None else memory_ran_out(error, arguments)
-    shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory)
+    is_lost = not is_expected and any(part in str(error) for part in LOST_CONNECTION)
+    shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory or is_lost)
     logger.debug("the run failed", exc_info=True)  # the log file has the traceback
     rank = launchers.rank()
     if rank:
@@ -115,6 +124,8 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
     text = (
         f"{describe_error(error)}\n(set FP8_TRACEBACK=1 for a traceback)"
         if is_expected
+        else "the connection to another rank was lost, so this rank exits. The other rank's error is the cause"
+        if is_lost
         else memory or str(error)
     )
     where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""

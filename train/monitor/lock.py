@@ -147,9 +147,10 @@ class Lock:
                 raise self._lock_error(found)
 
     def _lock_error(self, holder: dict[str, Any]) -> LockError:
+        job = f" (Slurm job {holder['job']})" if holder.get("job") else ""
         return LockError(
-            f"{self.path.parent} is in use by another run: process {holder.get('pid')} on {holder.get('host')} (Slurm "
-            f"job {holder.get('job')}), since {holder.get('started')}. Wait until that run ends, stop it, or choose "
+            f"{self.path.parent} is in use by another run: process {holder.get('pid')} on {holder.get('host')}{job}, "
+            f"since {holder.get('started')}. Wait until that run ends, stop it, or choose "
             f"another output_dir. If this folder is a copy of that run's folder, delete {self.path}",
             key=str(self.path),
         )
