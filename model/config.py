@@ -1,7 +1,7 @@
 """Read and check configurations of Mistral and Llama models, and derive parameter counts, FLOPs and memory.
 
 `load_config` imports transformers, which takes seconds. `load_sizes` imports transformers only for configurations with
-unusual keys.
+RoPE scaling or missing keys.
 """
 
 from __future__ import annotations
@@ -48,30 +48,41 @@ TRAINED_LENGTH = "trained_sequence_length"
 # key have no effect.
 WINDOW = "sliding_window"
 # Keys that change the network, with the only value that is supported. null is the same as this value.
-FIXED = {
+FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "rope_interleaved": False,
+    "pruned_heads": {},
+    **dict.fromkeys(
+        "add_cross_attention attention_bias is_encoder_decoder mlp_bias qk_layernorm qk_norm rope_interleaved "
+        "use_bidirectional_attention use_qk_norm".split(),
+        False,
+    ),
+    **dict.fromkeys(
+        "embedding_multiplier logit_scale logits_scaling partial_rotary_factor pretraining_tp "
+        "residual_multiplier".split(),
+        1,
+    ),
+    **dict.fromkeys(
+        "attention_multiplier attn_logit_softcapping clip_qkv final_logit_softcapping layer_types no_rope_layers "
+        "num_experts num_experts_per_tok num_local_experts query_pre_attn_scalar".split()
+    ),
 }
-# Keys of a config.json that transformers accepts in addition to its fields (older names, options of transformers), and
-# keys of other tools and models that resemble a field's name and have no effect here.
-LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
-ORDINARY_KEYS = frozenset(
-    "attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder is_llama_config "
-    "mask_token_id model_name name_or_path num_labels partial_rotary_factor quantization_config sep_token_id "
-    "task_specific_params tie_encoder_decoder tokenizer_class torchscript transformers.js_config unk_token_id "
-    f"use_return_dict {TRAINED_LENGTH}".split()
-) | set(FIXED)
-# Common keys of config.json files, in addition to ARCHITECTURE and POSITIVE, that do not change the sizes.
-USUAL_KEYS = frozenset(
-    "architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
-    "is_encoder_decoder is_llama_config label2id model_type output_attentions output_hidden_states pad_token_id "
-    "problem_type return_dict transformers.js_config transformers_version use_cache _name_or_path "
+# Other keys of config.json files that do not change the network. Some of them are keys of other tools, or of older
+# versions of transformers, which also wrote the options of text generation.
+OTHER_KEYS = frozenset(
+    "architectures attn_implementation auto_map bos_token_id chat_template checkpointing chunk_size_feed_forward "
+    "cls_token_id decoder_start_token_id dtype eos_token_id finetuning_task id2label is_decoder is_llama_config "
+    "label2id mask_token_id model_name model_type name_or_path num_labels output_attentions output_hidden_states "
+    "pad_token_id prefix problem_type quantization_config return_dict sep_token_id task_specific_params "
+    "tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config "
+    "transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict "
+    "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
+    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
+    "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values "
+    "repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p "
     f"{TRAINED_LENGTH}".split()
-) | set(FIXED)
+)
+FIELDS = sorted({*ARCHITECTURE, *POSITIVE, *FIXED, "initializer_range", "rope_scaling", "rope_theta"})
 YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # Keys of rope_parameters (older name: rope_scaling) that each rope_type reads in addition to rope_type and rope_theta.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -175,12 +186,11 @@ def load_config(name_or_path: str) -> MistralConfig:
 
     Raises:
         ModelConfigError: If the file does not exist or is not valid JSON, the model type is not mistral or llama, a
-            key looks misspelled (transformers would ignore it and use the default), or a value has the wrong type or
-            is out of range.
+            key is unknown (transformers would ignore it) or contradicts another key, or a value has the wrong type, is
+            out of range or is not supported.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
-    _check_keys(path, values)
     try:
         config = make_config(values)
     except Exception as error:  # transformers raises its own exceptions for wrong types
@@ -211,9 +221,8 @@ def _config_class(values: dict[str, Any]) -> Any:
 def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
-    If the file contains every key of ARCHITECTURE (head_dim is optional) and otherwise only keys of USUAL_KEYS, this
-    function returns a namespace with the keys of the file as attributes. For all other files, it returns the result of
-    `load_config`.
+    If the file contains every key of ARCHITECTURE (head_dim is optional), without RoPE scaling, this function returns a
+    namespace with the keys of the file as attributes. For all other files, it returns the result of `load_config`.
 
     Raises ModelConfigError for the same reasons as `load_config`.
     """
@@ -229,7 +238,7 @@ def load_sizes(name_or_path: str) -> Any:
     whole &= not values.get("rope_scaling")
     rope = values.get("rope_parameters")
     whole &= "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
-    if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
+    if not whole:
         return load_config(name_or_path)
     config: Any = SimpleNamespace(**{"head_dim": None, WINDOW: None, **values})
     check_config(config, f"{path}: ")
@@ -247,7 +256,8 @@ def numeric_settings(config: MistralConfig) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Any]:
     """Read a config.json file.
 
-    Raises ModelConfigError if the file is not valid JSON, the model type is not supported, or a size is too small.
+    Raises ModelConfigError if the file is not valid JSON, the model type is not supported, a key is unknown or
+    contradicts another key, or a size is too small.
     """
     try:
         values = read_json_file(path)
@@ -267,7 +277,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             key: f"{key} is {values[key]}; set it to {least} or more{', or to null' if key == WINDOW else ''}"
             for key, least in {**dict.fromkeys(POSITIVE, 1), WINDOW: 2}.items()
             if isinstance(values.get(key), int) and values[key] < least
-        },
+        }
+        | _key_problems(values),
     )
     return values
 
@@ -283,30 +294,44 @@ def _refuse(start: str, problems: dict[str, str]) -> None:
         raise ModelConfigError(start + "; ".join(problems.values()), key=next(iter(problems)))
 
 
-def _check_keys(path: Path, values: dict[str, Any]) -> None:
-    """Raise ModelConfigError for misspelled keys and for unsupported keys of rope_parameters.
+def _key_problems(values: dict[str, Any]) -> dict[str, str]:
+    """Return an error message for each key of a config.json that is not known or contradicts another key.
 
     transformers would silently ignore these keys.
     """
-    fields = sorted(
-        {key for key in _config_class(values)().to_dict() if not key.startswith("_")} | LEGACY_KEYS
-    )
     problems = {}
     for key in values:
-        if key in fields or key in ORDINARY_KEYS or key.startswith("_"):
-            continue
-        if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
-            problems[key] = f"{key}: unknown key (did you mean {close[0]}?)"
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = values.get(name)
-        if not isinstance(rope, dict) or (kind := _rope_type(rope)) not in ROPE_TYPES:
+        if key not in FIELDS and key not in OTHER_KEYS and not key.startswith("_"):
+            close = difflib.get_close_matches(key, FIELDS, 1, MISSPELT)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            problems[key] = (
+                f"{key}: unknown key{hint}. Remove it if it does not change the model; otherwise, this model is not "
+                "supported"
+            )
+    ropes = {
+        key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)
+    }
+    theta = values.get("rope_theta")
+    for name, rope in ropes.items():
+        if theta is not None and (other := rope.get("rope_theta", theta)) != theta:
+            problems["rope_theta"] = (
+                f"rope_theta is {theta}, but {name} contains rope_theta {other}; remove one of them, or set both to "
+                "the same value"
+            )
+        if (kind := _rope_type(rope)) not in ROPE_TYPES:
             continue
         if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS - {*ROPE_TYPES[kind]})):
             read = ", ".join(("rope_type", "rope_theta", *ROPE_TYPES[kind]))
             problems[name] = (
                 f"{name} contains {unknown}, but rope_type {kind} reads only {read}; remove {unknown}"
             )
-    _refuse(f"model.config: {path}: ", problems)
+    both = [_rope_scaling(rope) for rope in ropes.values() if rope]
+    if both[1:] and both[0] != both[1]:
+        problems["rope_scaling"] = (
+            f"rope_scaling {both[1]} differs from rope_parameters {both[0]}; remove one of them, or set both to the "
+            "same values"
+        )
+    return problems
 
 
 def check_config(config: MistralConfig, where: str = "") -> None:
@@ -316,7 +341,7 @@ def check_config(config: MistralConfig, where: str = "") -> None:
         where: prefix of the error message.
     """
     problems = {
-        key: f"{key} is {value!r}, but only {only!r} is supported"
+        key: f"{key} is {json.dumps(value)}, but only {json.dumps(only)} is supported"
         for key, only in FIXED.items()
         if (value := getattr(config, key, only)) not in (only, None)
     }
@@ -366,8 +391,7 @@ def rope_parameters(config: MistralConfig) -> dict[str, Any]:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
-    given = {key: value for key, value in rope.items() if key != "type" and value is not None}
-    return {**given, "rope_theta": theta, "rope_type": _rope_type(rope)}
+    return {**_rope_scaling(rope), "rope_theta": theta}
 
 
 def rope_frequencies(config: MistralConfig, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
@@ -385,6 +409,14 @@ def rope_frequencies(config: MistralConfig, device: torch.device | None = None) 
     D = head_dim(config)
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
     return 1.0 / float(rope["rope_theta"]) ** exponents, 1.0
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return rope_type and the RoPE scaling keys of `rope`, without rope_theta."""
+    given = {
+        key: value for key, value in rope.items() if key not in ("type", "rope_theta") and value is not None
+    }
+    return given | {"rope_type": _rope_type(rope)}
 
 
 def _rope_type(rope: dict[str, Any]) -> str:

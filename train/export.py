@@ -145,9 +145,24 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
     model.tie_weights()
     model.config.dtype = dtype
     if form == "hf-fp8":
-        return [*_write_fp8(path, out, state, model, weights), *lines]
-    model.save_pretrained(out)
+        lines = [*_write_fp8(path, out, state, model, weights), *lines]
+    else:
+        model.save_pretrained(out)
+    _add_older_rope_keys(out / "config.json")
     return lines
+
+
+def _add_older_rope_keys(file: Path) -> None:
+    """Add rope_theta and rope_scaling to a config.json, with the values of rope_parameters.
+
+    transformers 4 and converters to GGUF read only these keys. Without them, they use rope_theta 10000 and no scaling.
+    """
+    values = json.loads(file.read_text(encoding="utf-8"))
+    scaling = dict(values["rope_parameters"])
+    values["rope_theta"] = scaling.pop("rope_theta")
+    if scaling["rope_type"] != "default":
+        values["rope_scaling"] = scaling
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:

@@ -23,6 +23,7 @@ from model.config import (
     load_config,
     load_sizes,
     num_parameters,
+    numeric_settings,
     rope_parameters,
     state_parts_gib,
 )
@@ -199,6 +200,18 @@ def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path)
         ({"rope_theta": None}, "rope_theta"),
         ({"rope_theta": "1e4"}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e6}, "rope_theta"),
+        ({"rope_scaling": LLAMA3_ROPE | {"rope_theta": 5e5}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3_ROPE}, "rope_scaling"),
+        ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": LLAMA3_ROPE | {"factor": 8.0}}, "rope_scaling"),
+        ({"a_key_of_nobody": 1}, "a_key_of_nobody"),
+        ({"query_norm_eps": 1e-5, "model_type": "llama"}, "query_norm_eps"),
+        ({"use_qk_norm": True, "model_type": "llama"}, "use_qk_norm"),
+        ({"no_rope_layers": [1, 1, 1, 0], "model_type": "llama"}, "no_rope_layers"),
+        ({"logits_scaling": 8.0}, "logits_scaling"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2"}, "model_type"),
         ({"model_type": ...}, "model_type"),
     ],
@@ -219,8 +232,6 @@ def test_invalid_configuration_names_the_key(changes: dict, key: str, tmp_path: 
     [
         *({key: ...} for key in ("sliding_window", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "vocab_size")),
         {"num_key_value_heads": ..., "num_attention_heads": 8},
-        {"quantization_config": {"quant_method": "fp8"}},
-        {"num_hidden_layers": 1, "a_key_of_nobody": 1},
         {"rope_scaling": {"rope_type": "default"}},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -230,11 +241,27 @@ def test_missing_keys_use_transformers_defaults(changes: dict, tmp_path: Path) -
     write_config(tmp_path / "config.json", **changes)
     sizes, whole = load_sizes(str(tmp_path)), load_config(str(tmp_path))
     assert not isinstance(sizes, SimpleNamespace) and sizes.to_dict() == whole.to_dict()
-    assert "quantization_config" not in whole.to_dict()  # of the weights beside it
     if "sliding_window" in changes:
         assert sizes.sliding_window == 4096
     if "num_key_value_heads" in changes:
         assert sizes.num_key_value_heads == 8
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3_ROPE])
+def test_keys_that_change_nothing_are_accepted(scaling: dict | None, tmp_path: Path) -> None:
+    """And RoPE in the keys of transformers 4 and 5 with the same values, as exports have it."""
+    rope = {"rope_theta": 5e5, **({"rope_type": "default"} if scaling is None else scaling)}
+    plain = write_config(tmp_path / "plain.json", rope_parameters=rope, rope_theta=...)
+    changes = {"use_qk_norm": False, "num_experts": None, "logit_scale": 1.0, "unsloth_version": "2025.1"}
+    changes |= {"quantization_config": {"quant_method": "fp8"}, "temperature": 0.7, "_mine": 1}
+    more = write_config(
+        tmp_path / "more.json", rope_parameters=rope, rope_theta=5e5, rope_scaling=scaling, **changes
+    )
+    for load in (load_config, load_sizes):
+        ours, theirs = load(str(more)), load(str(plain))
+        assert rope_parameters(ours) == rope_parameters(theirs) == {"rope_type": "default", **rope}
+        assert numeric_settings(ours) == numeric_settings(theirs)
+    assert "quantization_config" not in load_config(str(more)).to_dict()  # of the weights beside it
 
 
 def test_command_line_number_limits() -> None:

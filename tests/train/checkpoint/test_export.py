@@ -205,6 +205,9 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     assert type(theirs).__name__ == "LlamaForCausalLM" and "- llama" in (hf / "README.md").read_text()
     assert rope_parameters(theirs.config) == rope_parameters(load_config(str(tmp_path)))
+    written = json.loads((hf / "config.json").read_text())  # transformers 4 and converters to GGUF read these keys
+    assert written["rope_theta"] == values["rope_theta"] == 500000.0
+    assert written.get("rope_scaling") == values["rope_scaling"]
     ids = random_ids(theirs.config, 1, 96)
     precision = Precision(PrecisionConfig(compute="fp32", backend="reference"))
     ours = build_model(load_config(str(hf)), "te_layer", precision, init_from=str(hf))
