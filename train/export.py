@@ -34,16 +34,22 @@ from safetensors import SafetensorError
 
 from model.config import TRAINED_LENGTH, make_config, rope_parameters
 from model.keys import given_path
-from train.checkpoint.files import CheckpointError, RunState, find_checkpoint, identity, rank_file, read_state
+from train.checkpoint.files import (
+    CheckpointError,
+    RunState,
+    find_checkpoint,
+    identity,
+    rank_file,
+    read_state,
+    trained_tokenizer,
+)
 from train.command import command
 from train.data.encoder import (
     TOKENIZER_FILES,
     TextEncoder,
     chat_template_problem,
-    find_tokenizer,
     load_exported,
 )
-from train.data.format import DataError
 from train.files import unused_backup_path
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, export_folder_problem
@@ -179,17 +185,12 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
             EOS tokens.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
-    if encoder.sha256() in _trained_with(state):
+    if encoder.sha256() in state.tokenizers:
         for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
             configured = getattr(config, key)
             if own not in (configured if isinstance(configured, list) else [configured]):
                 setattr(config, key, own)
     return [problem] if (problem := chat_template_problem(encoder.folder)) else []
-
-
-def _trained_with(state: RunState) -> set[str]:
-    """Return the SHA-256 hashes of the tokenizers that were used to prepare the training data."""
-    return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
@@ -285,23 +286,6 @@ def select_checkpoint(given: Path) -> Path:
         code="no_checkpoint",
         key=str(given),
     )
-
-
-def trained_tokenizer(path: Path, state: RunState) -> Path:
-    """Return the tokenizer folder of the training data, or the run's hf/ folder if the data is not available.
-
-    Raises:
-        DataError: The tokenizer is not the one used in training.
-    """
-    folder = find_tokenizer(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
-    if TextEncoder(folder).sha256() not in _trained_with(state):
-        raise DataError(
-            f"the tokenizer in {folder} differs from the tokenizer used in training, because the data was "
-            "prepared again. Pass the original tokenizer with --tokenizer DIR",
-            code="other_tokenizer",
-            key=str(folder),
-        )
-    return folder
 
 
 if __name__ == "__main__":

@@ -59,7 +59,14 @@ from model.startup_check import (
     verify_attention,
 )
 from model.variants import VARIANTS
-from train.checkpoint.files import RunState, checkpoint_name, identity, is_in_folder, read_state
+from train.checkpoint.files import (
+    RunState,
+    checkpoint_name,
+    identity,
+    is_in_folder,
+    read_state,
+    trained_tokenizer,
+)
 from train.checkpoint.load import (
     choose_checkpoint,
     fits_fp8_state,
@@ -85,7 +92,6 @@ from train.config.schedule import (
     phase_end_problems,
     phase_precisions,
 )
-from train.data.encoder import find_tokenizer
 from train.data.order import next_position
 from train.data.source import check_fit
 from train.data.stream import MicroBatches, SampleStream, compute_unigram_loss, open_held_out, open_stream
@@ -251,7 +257,7 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
             f"training is complete; exporting {checkpoint}. If the export fails, run the same "
             f"command{resume_option(args)} to repeat only the export"
         )
-        log_lines(*export(checkpoint, folder.hf, find_tokenizer(args.data.sources)))
+        log_lines(*export(checkpoint, folder.hf, trained_tokenizer(checkpoint, read_state(checkpoint))))
         run, root = str(folder.path), Path(__file__).resolve().parent.parent
         generate, evaluate = (
             os.path.relpath(root / script)

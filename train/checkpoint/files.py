@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
+from train.data.encoder import TextEncoder, find_tokenizer
+from train.data.format import DataError
 from train.files import sha256_file, sync_folder, write_durably
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,11 @@ class RunState:
     def fallbacks(self) -> dict[str, str]:
         """Return {module name: recipe} for the modules that fell back to a safer precision recipe."""
         return {change["module"]: change["to"] for change in self.escalations}
+
+    @property
+    def tokenizers(self) -> set[str]:
+        """Return the SHA-256 hashes of the tokenizers that were used to prepare the training data."""
+        return {source["tokenizer_sha256"] for source in self.data_fingerprint.get("sources", {}).values()}
 
 
 def checkpoint_name(step: int) -> str:
@@ -433,3 +440,21 @@ def read_state(path: Path) -> RunState:
             code="damaged",
             key=str(path / RUN_STATE),
         ) from error
+
+
+def trained_tokenizer(path: Path, state: RunState) -> Path:
+    """Return the folder with the tokenizer of a checkpoint: in its training data, or in the run's hf/ folder.
+
+    Raises:
+        DataError: if there is no tokenizer, or it is not the one used in training.
+    """
+    folder = find_tokenizer(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
+    if TextEncoder(folder).sha256() not in state.tokenizers:
+        raise DataError(
+            f"the tokenizer in {folder} differs from the tokenizer used in training, because the data was prepared "
+            "again. Restore the original data, or export the checkpoint with the original tokenizer: "
+            f"python train/export.py {path} OUT --tokenizer DIR",
+            code="other_tokenizer",
+            key=str(folder),
+        )
+    return folder

@@ -304,7 +304,7 @@ def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Pa
         if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
             return folder
     raise DataError(
-        f"no tokenizer was found in {' or '.join(map(str, folders))}; pass the folder of the tokenizer as --tokenizer",
+        f"no tokenizer was found in {' or '.join(map(str, folders))}; restore it, or pass its folder as --tokenizer",
         code="no_tokenizer",
         key=str(folders[0]),
     )

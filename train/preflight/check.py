@@ -15,13 +15,20 @@ from model.errors import UserError
 from model.fp8.hardware import Capability, architecture, fp8_gpu_problem
 from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
-from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state
+from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state, trained_tokenizer
 from train.checkpoint.resume import allowed_changes, checkpoint_to_resume, is_new_run
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
 from train.config.schedule import phase_precisions
-from train.data.source import check_fit, check_no_leak, check_same_tokenizer, open_sources
+from train.data.source import (
+    TokenSource,
+    check_fit,
+    check_model_tokenizer,
+    check_no_leak,
+    check_same_tokenizer,
+    open_sources,
+)
 from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
@@ -106,8 +113,10 @@ def check(
     attempt(check_installed, args.report_to)
     if sizes is not None and is_new_run(args):
         attempt(check_weights, args, sizes)
+    if train and args.model.init_from and is_new_run(args):
+        attempt(check_model_tokenizer, train[0], args.model.init_from, "model.init_from")
     if resolved and ds_config:
-        attempt(check_resume, resolved, ds_config, world_size)
+        attempt(check_resume, resolved, ds_config, world_size, train and train[0])
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices), capability)
@@ -123,22 +132,31 @@ def check(
     return [warning for warning in warnings if warning]
 
 
-def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
+def check_resume(
+    args: TrainingArguments, ds_config: dict[str, Any], world_size: int, source: TokenSource | None
+) -> None:
     """Check that the run may resume from its checkpoint with the resolved arguments.
 
-    Data and model are compared later, when the run loads the checkpoint. Damaged checkpoints are ignored, because the
-    run skips them.
+    Model and data, except the tokenizer, are compared later, when the run loads the checkpoint. Damaged checkpoints are
+    ignored, because the run skips them.
+
+    Args:
+        source: A source of the training data, or None if the data could not be opened.
 
     Raises:
         CheckpointError, ConfigurationError: See `checkpoint_to_resume` and `allowed_changes`.
+        DataError: The data was prepared with another tokenizer than the run's earlier data.
     """
     path = checkpoint_to_resume(args)
-    # With precision.auto, the precision is not known before the measurement.
-    if path is None or args.precision.auto:
+    if path is None:
         return
     try:
         saved = read_state(path)
     except CheckpointError:
+        return
+    if source and source.manifest.tokenizer_sha256 not in saved.tokenizers:
+        check_model_tokenizer(source, trained_tokenizer(path, saved), "data.sources")
+    if args.precision.auto:  # the precision is not known before the measurement
         return
     stage = ds_config["zero_optimization"]["stage"]
     now = RunState(

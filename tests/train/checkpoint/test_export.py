@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +24,16 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import numbers, random_ids, refused
 from tests.published import small_llama
 from tests.train.runs import run
-from train import export
+from train import export, trainer
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
     CheckpointError,
+    RunState,
     checkpoint_name,
     committed,
     describe_file,
+    trained_tokenizer,
     write_manifest,
 )
 from train.data.encoder import TextEncoder, find_tokenizer
@@ -205,7 +206,9 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     assert type(theirs).__name__ == "LlamaForCausalLM" and "- llama" in (hf / "README.md").read_text()
     assert rope_parameters(theirs.config) == rope_parameters(load_config(str(tmp_path)))
-    written = json.loads((hf / "config.json").read_text())  # transformers 4 and converters to GGUF read these keys
+    written = json.loads(
+        (hf / "config.json").read_text()
+    )  # transformers 4 and converters to GGUF read these keys
     assert written["rope_theta"] == values["rope_theta"] == 500000.0
     assert written.get("rope_scaling") == values["rope_scaling"]
     ids = random_ids(theirs.config, 1, 96)
@@ -233,11 +236,27 @@ def test_different_tokenizer_raises(tmp_path: Path, data: Path) -> None:
     """That of the training's data may have been made anew since."""
     source, folder = {"tokenizer_sha256": "1234"}, data / "tokenizer"
     configured = {"data": {"sources": {"text": str(data)}}}
-    state: Any = SimpleNamespace(data_fingerprint={"sources": {"text": source}}, train_config=configured)
+    state = RunState(0, 0, 0, 1, 0, configured, {}, data_fingerprint={"sources": {"text": source}})
     with refused(DataError, code="other_tokenizer", key=str(folder)):
-        export.trained_tokenizer(tmp_path, state)
+        trained_tokenizer(tmp_path, state)
     source["tokenizer_sha256"] = TextEncoder(folder).sha256()
-    assert export.trained_tokenizer(tmp_path, state) == folder
+    assert trained_tokenizer(tmp_path, state) == folder
+
+
+def test_data_that_change_during_a_run_do_not_change_its_export(
+    settings: dict, data: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data may be prepared again with another tokenizer while the run trains."""
+    own, at_the_end = shutil.copytree(data, tmp_path / "data"), trainer.export_last
+
+    def prepared_again(*arguments: Any) -> None:
+        shutil.copytree(tokenizer_dir, own / "tokenizer", dirs_exist_ok=True)
+        at_the_end(*arguments)
+
+    monkeypatch.setattr(trainer, "export_last", prepared_again)
+    with refused(DataError, code="other_tokenizer", key=str(own / "tokenizer")):
+        run(settings, data={"sources": {"text": str(own)}}, max_steps=1, warmup_steps=0)
+    assert not Path(settings["output_dir"], "hf").exists()
 
 
 def test_inconsistent_tokenizer_raises(trained: Path, data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.conftest import refused
 from tests.train.mistakes import World, keys
 from train.config.ds_config import load_deepspeed
 from train.config.load import build_arguments, resolve_arguments
+from train.data.format import read_manifest
 from train.planning.memory import checkpoint_bytes
 from train.preflight import check, machine, sizes
 from train.preflight.machine import Device
@@ -270,3 +272,42 @@ def test_evaluation_sets_are_checked(world: World) -> None:
 def test_out_of_memory_errors_are_recognized(error: Exception, line: str) -> None:
     assert machine.out_of_memory(error).startswith(line) and bool(machine.out_of_memory(error)) == bool(line)
     assert "\n" not in machine.out_of_memory(error)
+
+
+@pytest.fixture
+def same_ids(tmp_path: Path, data: Path, prepare: Callable[..., int], corpus: Path) -> Path:
+    """Data with the tokenizer of `data`, but from its tokenizer.json instead of its tokenizer.model."""
+    tokenizer, folder = shutil.copytree(data / "tokenizer", tmp_path / "json"), tmp_path / "same"
+    (tokenizer / "tokenizer.model").unlink()
+    assert prepare(folder, corpus, tokenizer=tokenizer, eval_fraction=0.2) == 0
+    assert read_manifest(folder).tokenizer_sha256 != read_manifest(data).tokenizer_sha256
+    return folder
+
+
+def test_initial_weights_need_their_tokenizer(
+    world: World, trained: Path, shards: Path, same_ids: Path, logged: list[str]
+) -> None:
+    """`shards` have another tokenizer. Without the model's tokenizer nobody can say."""
+    model = shutil.copytree(trained / "hf", world.folder / "hf")
+    keys(model__init_from=str(model))(world)
+    for folder in (world.others, same_ids):
+        keys(data__sources={"text": str(folder)})(world)
+        assert checked(world) == [] and logged == []
+    keys(data__sources={"text": str(shards)})(world)
+    with problem("model.init_from", code="another_tokenizer"):
+        checked(world)
+    for file in model.glob("tokenizer.*"):
+        file.unlink()
+    assert checked(world) == [] and len(logged) == 1 and str(model) in logged[0]
+
+
+def test_resume_needs_data_of_the_same_tokenizer(
+    world: World, own_trained: Path, shards: Path, same_ids: Path
+) -> None:
+    keys(output_dir=str(own_trained), allow_changes_on_resume=True)(world)
+    for folder in (world.others, same_ids):
+        keys(data__sources={"text": str(folder)})(world)
+        assert checked(world) == []
+    keys(data__sources={"text": str(shards)})(world)
+    with problem("data.sources", code="another_tokenizer"):
+        checked(world)
