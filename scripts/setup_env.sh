@@ -259,7 +259,8 @@ build_communication() {
   export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
   if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
   say "set-up: building DeepSpeed's CPU communication op; this happens only once and takes about a minute"
-  mkdir -p "$TORCH_EXTENSIONS_DIR"
+  { mkdir -p "$TORCH_EXTENSIONS_DIR" && [[ -w "$TORCH_EXTENSIONS_DIR" ]]; } ||
+    die "$TORCH_EXTENSIONS_DIR cannot be written; set TORCH_EXTENSIONS_DIR to a folder of your own"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
   rm -f "$log"
   PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.distributed import init_distributed; init_distributed()' 2>&1 |

@@ -15,6 +15,7 @@ lists the software that can load this format.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import shlex
@@ -51,9 +52,12 @@ from train.data.encoder import (
     load_exported,
 )
 from train.files import unused_backup_path
-from train.record.model_card import write_card
+from train.monitor.lock import has_ended, read_holder, this_process
+from train.record.model_card import COMPRESSED_HINT, write_card
 from train.record.run_folder import EXPORTED_FROM, export_folder_problem
 
+# File in the temporary folder of an export that identifies the process which writes it.
+EXPORTER = "exporter.json"
 # Files to remove from an earlier export, because the new export may use other file names. A chat template is kept.
 OWN_FILES = (
     "config.json",
@@ -91,20 +95,23 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     state = read_state(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f".{glob.escape(out.name)}-*"):  # by a killed export
-        shutil.rmtree(left, ignore_errors=True)
+    for mark in out.parent.glob(f".{glob.escape(out.name)}-*/{EXPORTER}"):
+        if has_ended(read_holder(mark)):  # a killed export
+            shutil.rmtree(mark.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / out.name
+        (Path(folder) / EXPORTER).write_text(json.dumps(this_process()))
         try:
             lines = _write_model(path, new, form, tokenizer, state)
         except SafetensorError as error:  # safetensors reports a full disk this way
             raise OSError(f"{out} could not be written: {error}") from error
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
-                shutil.copy2(tokenizer / name, new / name)
+                shutil.copyfile(tokenizer / name, new / name)
         write_card(new, out, path, state.train_config, state.step, state.consumed_tokens)
-        for file in new.iterdir():  # safetensors makes its files readable only by the owner
-            shutil.copymode(new / "config.json", file)
+        with contextlib.suppress(OSError):  # some file systems refuse chmod, for example CIFS
+            for file in new.iterdir():  # safetensors makes its files readable only by the owner
+                shutil.copymode(new / "config.json", file)
         (new / EXPORTED_FROM).write_text(
             json.dumps({"checkpoint": path.name, "manifest_sha256": identity(path)}) + "\n"
         )
@@ -222,11 +229,12 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     else:
         quantized = serving.quantize_by_row(weights, serving.untrained_fp8(model, precision))
     kept = [name for name in serving.linear_names(model) if f"{name}.weight" not in quantized]
+    blocks = bool(trained and trained.blocks)
     if model.config.dtype == torch.float32:  # FP8 servers compute in 16 bits
         model.config.dtype = torch.bfloat16
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     model.config.architectures = [type(model).__name__]
-    model.config.quantization_config = hf_fp8.quantization_config(bool(trained and trained.blocks), kept)
+    model.config.quantization_config = hf_fp8.quantization_config(blocks, kept)
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
     save_torch_state_dict(hf_fp8.to_stored_tensors(weights | quantized), out)
@@ -235,6 +243,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     return [
         f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes: {how}",
         f"not FP8 but {model.config.dtype}: {', '.join(kept)}, the embedding and the norms",
+        *([] if blocks else [COMPRESSED_HINT]),
     ]
 
 

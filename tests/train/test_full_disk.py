@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from safetensors import SafetensorError
 from test_fp8.common.options import Options
 from train import evaluate, export, plan
 from train.checkpoint.files import RunState
-from train.files import is_persistent
+from train.files import CACHES, describe_error, is_persistent, write_durably
 
 
 def fail(error: Exception | None = None) -> Any:
@@ -33,6 +35,44 @@ def full(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_is_persistent(number: int) -> None:
     assert is_persistent(OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize(("number", "is_ignored"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_file_system_without_fsync_of_folders(
+    number: int, is_ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS and shared folders of virtual machines answer EINVAL; a real error is still one."""
+    fsync = os.fsync
+
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    with contextlib.nullcontext() if is_ignored else pytest.raises(OSError):
+        write_durably(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("path", "variable"),
+    [
+        ("/home/a/.cache/torch_extensions/py311_cpu/deepspeed_shm_comm/lock.flock", "TORCH_EXTENSIONS_DIR"),
+        ("/home/a/.triton/cache/1", "TRITON_CACHE_DIR"),
+        ("/shared/kernels/1", "TRITON_CACHE_DIR"),
+        ("/tmp/torchinductor_a/b", "TORCHINDUCTOR_CACHE_DIR"),
+        ("/home/a/.cache/huggingface/hub/b", "HF_HOME"),
+        ("/data/prepared/c", ""),
+    ],
+)
+def test_cache_of_another_user_names_the_variable(
+    path: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/kernels")
+    text = describe_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
+    assert {name for name in CACHES if name in text} == {variable} - {""}
 
 
 def test_full_disk_during_plan(full: Path) -> None:

@@ -68,12 +68,10 @@ class Lock:
         self.owner: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "host": socket.gethostname(),
-            "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "machine": machine(),
-            "process_started": process_started(os.getpid()),
             "beats": 0,
+            **this_process(),
         }
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
@@ -100,7 +98,7 @@ class Lock:
         self._released.set()
         self._thread.join()
         with contextlib.suppress(OSError):  # the next run finds that this process has ended
-            if self.read().get("token") == self.owner["token"]:
+            if read_holder(self.path).get("token") == self.owner["token"]:
                 self.path.unlink()
 
     def check_unlocked(self) -> None:
@@ -109,18 +107,11 @@ class Lock:
         Raises:
             LockError: A process on this host holds the lock.
         """
-        self._check_holder(self.read())
+        self._check_holder(read_holder(self.path))
 
     def _check_holder(self, holder: dict[str, Any]) -> None:
-        if is_local(holder) and process_started(holder["pid"]) == holder["process_started"]:
+        if is_local(holder) and not has_ended(holder):
             raise self._lock_error(holder)
-
-    def read(self) -> dict[str, Any]:
-        """Return the owner recorded in the lock file, or {} if the file is missing, damaged or being written."""
-        try:
-            return dict(json.loads(self.path.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError):
-            return {}
 
     def _write(self, mode: str = "") -> None:
         """Write the owner to the lock file as a fixed-length record, in a single write call.
@@ -136,13 +127,13 @@ class Lock:
         Raises:
             LockError: The run is still in progress.
         """
-        holder = self.read()
+        holder = read_holder(self.path)
         self._check_holder(holder)
         left_s = 0.0 if is_local(holder) else LEASE_S
         while left_s > 0 and self.path.exists():
             time.sleep(CHECK_INTERVAL_S)
             left_s -= CHECK_INTERVAL_S
-            found = self.read()
+            found = read_holder(self.path)
             if found and found != holder:
                 raise self._lock_error(found)
 
@@ -158,7 +149,7 @@ class Lock:
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT_INTERVAL_S):
             with contextlib.suppress(OSError):  # the file system may be full or temporarily unavailable
-                holder = self.read()
+                holder = read_holder(self.path)
                 if holder and holder.get("token") != self.owner["token"]:
                     logger.error(
                         f"{self._lock_error(holder)}. The other run has taken over the lock, so this run stops"
@@ -166,6 +157,24 @@ class Lock:
                     os._exit(DO_NOT_RESTART)
                 self.owner["beats"] += 1
                 self._write()
+
+
+def this_process() -> dict[str, Any]:
+    """Return what `has_ended` needs to recognize this process in another process."""
+    return {"pid": os.getpid(), "machine": machine(), "process_started": process_started(os.getpid())}
+
+
+def read_holder(path: Path) -> dict[str, Any]:
+    """Return the process recorded in the file `path`, or {} if the file is missing, damaged or being written."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return {}
+
+
+def has_ended(holder: dict[str, Any]) -> bool:
+    """Return whether the process of a lock holder certainly has ended. Only processes of this host are known."""
+    return is_local(holder) and process_started(holder["pid"]) != holder["process_started"]
 
 
 def is_local(holder: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ def write_card(
     """
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
-        shutil.copy2(old, out / "README.md")
+        shutil.copyfile(old, out / "README.md")
         return
     model_config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     precision, start_weights = config["precision"], config["model"].get("init_from") or ""

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import numbers, random_ids, refused
 from tests.published import small_llama
-from tests.train.runs import run
+from tests.train.runs import ROOT, run
 from train import export, trainer
 from train.checkpoint.files import (
     MANIFEST,
@@ -146,6 +148,46 @@ def test_incomplete_export_is_removed(
         export.export(tmp_path, tmp_path / "out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/exported_from.json").read_text() == "before"
+
+
+@pytest.mark.process
+def test_export_removes_only_what_a_dead_export_left(trained: Path, data: Path, tmp_path: Path) -> None:
+    """A folder of the user's with a similar name stays, and that of an export that is running."""
+    users, where = tmp_path / ".out-cache", (trained / STEP_6, tmp_path / "out", data / "tokenizer")
+    users.mkdir()
+    program = (
+        "import sys, time, pathlib\n"
+        "from train import export\n"
+        "export._write_model = lambda *_: (print('writing', flush=True), time.sleep(600))\n"
+        "export.export(*map(pathlib.Path, sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *map(str, where)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        try:
+            assert other.stdout and other.stdout.readline() == "writing\n"
+            theirs = {*tmp_path.iterdir()} - {users}
+            export.export(*where)
+            assert len(theirs) == 1 and {*tmp_path.iterdir()} == {users, tmp_path / "out"} | theirs
+        finally:
+            other.kill()
+    export.export(*where)
+    assert {*tmp_path.iterdir()} == {users, tmp_path / "out"}
+
+
+def test_export_to_a_file_system_that_refuses_chmod(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Any, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "chmod", refuses)
+    out = tmp_path / "out"
+    for _ in range(2):
+        export.export(trained / STEP_6, out, data / "tokenizer")
+        assert {path.name for path in out.iterdir()} == {path.name for path in (trained / "hf").iterdir()}
+        (out / "README.md").write_text("of the user")
+    for path in (data / "tokenizer").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
 
 
 def test_foreign_folder_is_not_replaced(tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.monitor import lock
-from train.monitor.lock import CHECK_INTERVAL_S, HEARTBEAT_INTERVAL_S, LEASE_S, Lock, LockError, hold_lock
+from train.monitor.lock import (
+    CHECK_INTERVAL_S,
+    HEARTBEAT_INTERVAL_S,
+    LEASE_S,
+    Lock,
+    LockError,
+    hold_lock,
+    read_holder,
+)
 from train.record.run_folder import RunFolder
 
 DEAD = {"pid": 2**30}  # above what Linux gives
@@ -167,7 +175,7 @@ def test_lost_lock_ends_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     holder.acquire()
 
     def beats() -> int:
-        return holder.read().get("beats", 0)
+        return read_holder(holder.path).get("beats", 0)
 
     until(lambda: beats() > 2)
     path.unlink()  # by hand
