@@ -228,19 +228,22 @@ def load_sizes(name_or_path: str) -> Any:
     """
     path = config_file(name_or_path)
     values = _read_file(path)
-    no_window = None if values["model_type"] == "llama" else ""
-    whole = all(type(values.get(key)) is int for key in POSITIVE if key != "head_dim")
-    whole &= type(values.get("head_dim", 0)) is int and type(values.get("tie_word_embeddings")) is bool
-    whole &= type(values.get("rms_norm_eps")) is float and type(values.get(WINDOW, no_window)) in (
-        int,
-        NoneType,
-    )
-    whole &= not values.get("rope_scaling")
+    kinds: dict[str, tuple[type, ...]] = {
+        **dict.fromkeys(POSITIVE, (int,)),
+        "head_dim": (int, NoneType),
+        "rms_norm_eps": (float,),
+        "tie_word_embeddings": (bool,),
+        WINDOW: (int, NoneType),
+    }
+    values = dict.fromkeys(["head_dim", *[WINDOW] * (values["model_type"] == "llama")]) | values
     rope = values.get("rope_parameters")
-    whole &= "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
-    if not whole:
+    has_theta = (
+        "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
+    )
+    is_whole = all(type(values.get(key, ...)) in kind for key, kind in kinds.items())
+    if values.get("rope_scaling") or not (has_theta and is_whole):
         return load_config(name_or_path)
-    config: Any = SimpleNamespace(**{"head_dim": None, WINDOW: None, **values})
+    config: Any = SimpleNamespace(**values)
     check_config(config, f"{path}: ")
     return config
 
@@ -303,10 +306,10 @@ def _key_problems(values: dict[str, Any]) -> dict[str, str]:
     for key in values:
         if key not in FIELDS and key not in OTHER_KEYS and not key.startswith("_"):
             close = difflib.get_close_matches(key, FIELDS, 1, MISSPELT)
-            hint = f" (did you mean {close[0]}?)" if close else ""
             problems[key] = (
-                f"{key}: unknown key{hint}. Remove it if it does not change the model; otherwise, this model is not "
-                "supported"
+                f"{key}: unknown key (did you mean {close[0]}?)"
+                if close
+                else f"{key}: unknown key. If it does not change the model, remove it. Otherwise, use another model"
             )
     ropes = {
         key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)

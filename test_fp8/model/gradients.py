@@ -18,7 +18,8 @@ from model.fp8.recipes import PrecisionConfig
 from model.startup_check import verify_fp8
 from test_fp8.common.report import Outcome, Result
 from test_fp8.model.cases import PRECISIONS, SEED
-from train.data.source import check_fit, check_model_tokenizer
+from train.data.encoder import check_model_tokenizer
+from train.data.source import check_fit
 from train.data.stream import Batch, open_stream
 
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
@@ -102,7 +103,7 @@ def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
     stream = open_stream({"data": options.data}, None, options.seq_length, seed=SEED)
     check_fit(stream.sources, config.vocab_size, config.max_position_embeddings)
     if options.init_from:
-        check_model_tokenizer(stream.sources[0], options.init_from, "--data")
+        check_model_tokenizer(options.data, options.init_from, "--data")
     return [stream.batch(index * size, size) for index in range(options.batches)]
 
 

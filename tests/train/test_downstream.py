@@ -33,7 +33,6 @@ from test_fp8.check_exports import BENCHMARK as EXPORTS
 from tests.conftest import random_ids
 from tests.test_fp8.running import install_stand_in, report_of
 from tests.train.runs import run
-from train.data.encoder import find_tokenizer
 from train.export import export
 
 pytestmark = [pytest.mark.downstream, pytest.mark.interpreter]
@@ -74,7 +73,7 @@ def folders(
 ) -> dict[str, Path]:
     """Of a model trained with delayed scaling hf and rows, of one with block scaling blocks: exported folders."""
     root = tmp_path_factory.mktemp("downstream")
-    tokenizer = shutil.copytree(find_tokenizer({"text": str(data)}), root / "tokenizer")
+    tokenizer = shutil.copytree(data / "tokenizer", root / "tokenizer")
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
     out = {name: root / name for name in ("hf", "rows", "blocks")}
     for recipe, heads in ("delayed", 2), ("block", 4):

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from train.data.encoder import TextEncoder, find_tokenizer
-from train.data.format import DataError
-from train.files import sha256_file, sync_folder, write_durably
+from train.data.encoder import TOKENIZER_FILES
+from train.data.format import TOKENIZER_FOLDER, DataError
+from train.files import data_folder, sha256_file, sync_folder, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -446,15 +446,18 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
     """Return the folder with the tokenizer of a checkpoint: in its training data, or in the run's hf/ folder.
 
     Raises:
-        DataError: if there is no tokenizer, or it is not the one used in training.
+        DataError: if none of the folders contains the tokenizer used in training.
     """
-    folder = find_tokenizer(state.train_config["data"]["sources"], path.absolute().parent.parent / "hf")
-    if TextEncoder(folder).sha256() not in state.tokenizers:
-        raise DataError(
-            f"the tokenizer in {folder} differs from the tokenizer used in training, because the data was prepared "
-            "again. Restore the original data, or export the checkpoint with the original tokenizer: "
-            f"python train/export.py {path} OUT --tokenizer DIR",
-            code="other_tokenizer",
-            key=str(folder),
-        )
-    return folder
+    sources = state.train_config["data"]["sources"].values()
+    folders = [Path(data_folder(source)) / TOKENIZER_FOLDER for source in sources]
+    folders.append(path.absolute().parent.parent / "hf")
+    for folder in folders:
+        files = [file for name in TOKENIZER_FILES[:2] if (file := folder / name).is_file()]
+        if files and sha256_file(files[0]) in state.tokenizers:
+            return folder
+    raise DataError(
+        f"the tokenizer used in training is not in {' or '.join(map(str, folders))}. The data may have been removed or "
+        "prepared again. Restore it. An export or an evaluation can also use the original tokenizer with --tokenizer",
+        code="no_tokenizer",
+        key=str(folders[0]),
+    )

@@ -2,14 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.format import TOKENIZER_FOLDER, DataError
-from train.files import data_folder, sha256_file
+from train.data.format import TOKENIZER_FOLDER, DataError, read_manifest
+from train.files import sha256_file
+
+logger = logging.getLogger(__name__)
 
 # Tokenizer files. The first file in this list that exists in a folder defines the ids.
 TOKENIZER_FILES = (
@@ -27,6 +30,7 @@ AGREE = (
     "In a copy of the folder, remove the wrong one of tokenizer.model and tokenizer.json, or correct "
     "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
 )
+COMPARED_TOKENS = 2**16  # tokens of prepared data that are decoded to compare two tokenizers
 SPACE = "\u2581"  # sentencepiece's symbol for a space
 
 
@@ -267,6 +271,42 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
             )
 
 
+def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> None:
+    """Check that the token ids of prepared data mean the same for a model.
+
+    The tokenizers may be stored in different files. Their ids are compared by decoding a piece of the data with both.
+    If there is no tokenizer in `folder`, a warning is logged.
+
+    Args:
+        data: folder with prepared data.
+        folder: folder with the model's tokenizer.
+        key: what to report as the key of the error.
+
+    Raises:
+        DataError: if the ids differ, or the data or a tokenizer cannot be read.
+    """
+    manifest = read_manifest(data)
+    files = [file for name in TOKENIZER_FILES[:2] if (file := Path(folder) / name).is_file()]
+    if not files:
+        logger.warning(
+            f"{folder} contains no tokenizer.model or tokenizer.json, so this command cannot check that {data} was "
+            "prepared with the model's tokenizer"
+        )
+    if not files or manifest.tokenizer_sha256 in map(sha256_file, files):
+        return
+    own, other = TextEncoder(Path(data) / TOKENIZER_FOLDER), TextEncoder(folder)
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    tokens = np.fromfile(Path(data) / manifest.shards[0].name, dtype, COMPARED_TOKENS)
+    ids = tokens[~np.isin(tokens, (own.bos_id, own.eos_id))].tolist()
+    if max(ids, default=0) >= other.vocab_size or own.decode(ids).strip() != other.decode(ids).strip():
+        raise DataError(
+            f"{data} was not prepared with the model's tokenizer: its token ids have another meaning in {folder}. "
+            f"Prepare the data with --tokenizer {folder}",
+            code="another_tokenizer",
+            key=key,
+        )
+
+
 def has_chat_template(folder: Path) -> bool:
     """Return whether the tokenizer in `folder` has a chat template, in chat_template.jinja or tokenizer_config.json."""
     return (folder / "chat_template.jinja").is_file() or "chat_template" in _tokenizer_config(folder)
@@ -286,25 +326,3 @@ def chat_template_problem(folder: Path) -> str:
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def find_tokenizer(sources: Mapping[str, str], export: Path | None = None) -> Path:
-    """Return the folder that contains the tokenizer of a training run.
-
-    Args:
-        sources: {name: folder} of the training data, whose tokenizer is preferred.
-        export: folder of the exported model, or None.
-
-    Raises:
-        DataError: if none of the folders contains a tokenizer.
-    """
-    folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
-    folders += [export] if export else []
-    for folder in folders:
-        if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
-            return folder
-    raise DataError(
-        f"no tokenizer was found in {' or '.join(map(str, folders))}; restore it, or pass its folder as --tokenizer",
-        code="no_tokenizer",
-        key=str(folders[0]),
-    )

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import logging
 import math
 import os
 from bisect import bisect_right
@@ -12,19 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.encoder import TOKENIZER_FILES, TextEncoder
-from train.data.format import (
-    COPY_ADVICE,
-    TOKENIZER_FOLDER,
-    DataError,
-    check_sizes,
-    check_tokenizer,
-    open_index,
-    read_manifest,
-)
-from train.files import sha256_file
-
-logger = logging.getLogger(__name__)
+from train.data.format import COPY_ADVICE, DataError, check_sizes, check_tokenizer, open_index, read_manifest
 
 # Token frequencies are counted in about COUNTED_TOKENS tokens, in pieces spread evenly over the split.
 COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
@@ -238,39 +225,6 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
             f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
             f"({one.folder} and {other.folder}); prepare both with the same tokenizer",
             code="different_tokenizers",
-        )
-
-
-def check_model_tokenizer(source: TokenSource, folder: str | Path, key: str) -> None:
-    """Check that token ids mean the same in a data source and for a model that is trained further.
-
-    The tokenizers may be stored in different files. Their ids are compared by decoding a piece of the data with both.
-    If there is no tokenizer in `folder`, a warning is logged.
-
-    Args:
-        folder: folder with the model's tokenizer.
-        key: configuration key for the error.
-
-    Raises:
-        DataError: if the ids differ, or a tokenizer is not readable.
-    """
-    files = [file for name in TOKENIZER_FILES[:2] if (file := Path(folder) / name).is_file()]
-    if not files:
-        logger.warning(
-            f"{folder} contains no tokenizer.model or tokenizer.json, so the run cannot check that {source.folder} was "
-            "prepared with the model's tokenizer"
-        )
-    if not files or source.manifest.tokenizer_sha256 in map(sha256_file, files):
-        return
-    own, other = TextEncoder(source.folder / TOKENIZER_FOLDER), TextEncoder(folder)
-    tokens = source._span(0, min(PIECE_TOKENS, source.num_tokens))
-    ids = tokens[~np.isin(tokens, (own.bos_id, own.eos_id))].tolist()
-    if max(ids, default=0) >= other.vocab_size or own.decode(ids).strip() != other.decode(ids).strip():
-        raise DataError(
-            f"{source.folder} was not prepared with the model's tokenizer: its token ids have another meaning in "
-            f"{folder}. Prepare the data with --tokenizer {folder}",
-            code="another_tokenizer",
-            key=key,
         )
 
 

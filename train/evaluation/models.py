@@ -19,10 +19,11 @@ from train.checkpoint.files import (
     find_checkpoint,
     rank_file,
     read_state,
+    trained_tokenizer,
 )
-from train.data.encoder import TOKENIZER_FILES, TextEncoder, find_tokenizer
+from train.data.encoder import TextEncoder, check_model_tokenizer
 from train.data.format import read_manifest
-from train.files import data_folder, sha256_file
+from train.files import data_folder
 from train.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -108,22 +109,12 @@ class Plan:
             tokenizer: Folder of the model's tokenizer, or None to find the tokenizer.
 
         Raises:
-            DataError, EvaluationError: If the data cannot be read, or were prepared with a different tokenizer.
+            DataError: If the data cannot be read, or were prepared with a different tokenizer.
         """
-        known = self.tokenizers(tokenizer)
+        trained_with = self.state.tokenizers if self.state and tokenizer is None else ()
         for folder in folders:
-            if known and read_manifest(folder).tokenizer_sha256 not in known:
-                raise EvaluationError(
-                    f"{folder} was not prepared with the model's tokenizer. Prepare the data with the model's "
-                    f"tokenizer, or pass --tokenizer {Path(folder) / 'tokenizer'} if both tokenizers give the same ids",
-                    code="another_tokenizer",
-                    key=str(folder),
-                )
-            if not known:
-                logger.info(
-                    f"note: {self.path} has no tokenizer, so this command cannot check that {folder} was prepared "
-                    "with the model's tokenizer"
-                )
+            if read_manifest(folder).tokenizer_sha256 not in trained_with:
+                check_model_tokenizer(folder, self.tokenizer_folder(tokenizer), str(folder))
 
     def tokenizer_folder(self, given: Path | None) -> Path:
         """Return the folder that contains the model's tokenizer.
@@ -133,26 +124,13 @@ class Plan:
                 exported model.
 
         Raises:
-            DataError: If there is no tokenizer.
+            DataError: If there is no tokenizer, or it is not the one used in training.
         """
         if given is not None:
             return given
         if self.state is None:
             return self.path
-        return find_tokenizer(self.sources(), self.path.absolute().parent.parent / "hf")
-
-    def tokenizers(self, given: Path | None) -> set[str]:
-        """Return the SHA-256 hashes of the model's tokenizer files, or an empty set if there is no tokenizer.
-
-        Data that were prepared with this tokenizer have one of these hashes in their manifest.
-
-        Args:
-            given: Folder passed as --tokenizer, or None.
-        """
-        if self.state is not None and given is None:
-            return {s["tokenizer_sha256"] for s in self.state.data_fingerprint["sources"].values()}
-        files = [self.tokenizer_folder(given) / name for name in TOKENIZER_FILES[:2]]
-        return {sha256_file(file) for file in files if file.is_file()}
+        return trained_tokenizer(self.path, self.state)
 
     def encoder(self, given: Path | None) -> TextEncoder:
         """Load the model's tokenizer.
@@ -161,17 +139,9 @@ class Plan:
             given: Folder passed as --tokenizer, or None.
 
         Raises:
-            EvaluationError: If the tokenizer in the data folder was replaced after training.
+            DataError: If there is no tokenizer, or it is not the one used in training.
         """
-        encoder = TextEncoder(self.tokenizer_folder(given))
-        if given is None and encoder.sha256() not in self.tokenizers(None):
-            raise EvaluationError(
-                f"{encoder.folder} is not the tokenizer that the model was trained with, because the data was "
-                "prepared again with another tokenizer. Pass the folder of the original tokenizer as --tokenizer",
-                code="another_tokenizer",
-                key=str(encoder.folder),
-            )
-        return encoder
+        return TextEncoder(self.tokenizer_folder(given))
 
     def build(self) -> tuple[nn.Module, Precision]:
         """Build the model in evaluation mode and load its weights.

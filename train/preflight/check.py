@@ -21,14 +21,8 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import resolve_arguments
 from train.config.schedule import phase_precisions
-from train.data.source import (
-    TokenSource,
-    check_fit,
-    check_model_tokenizer,
-    check_no_leak,
-    check_same_tokenizer,
-    open_sources,
-)
+from train.data.encoder import check_model_tokenizer
+from train.data.source import TokenSource, check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
@@ -114,7 +108,7 @@ def check(
     if sizes is not None and is_new_run(args):
         attempt(check_weights, args, sizes)
     if train and args.model.init_from and is_new_run(args):
-        attempt(check_model_tokenizer, train[0], args.model.init_from, "model.init_from")
+        attempt(check_model_tokenizer, train[0].folder, args.model.init_from, "model.init_from")
     if resolved and ds_config:
         attempt(check_resume, resolved, ds_config, world_size, train and train[0])
     problems += contradictions(resolved or args)
@@ -155,7 +149,7 @@ def check_resume(
     except CheckpointError:
         return
     if source and source.manifest.tokenizer_sha256 not in saved.tokenizers:
-        check_model_tokenizer(source, trained_tokenizer(path, saved), "data.sources")
+        check_model_tokenizer(source.folder, trained_tokenizer(path, saved), "data.sources")
     if args.precision.auto:  # the precision is not known before the measurement
         return
     stage = ds_config["zero_optimization"]["stage"]

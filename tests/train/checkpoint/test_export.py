@@ -38,9 +38,9 @@ from train.checkpoint.files import (
     trained_tokenizer,
     write_manifest,
 )
-from train.data.encoder import TextEncoder, find_tokenizer
 from train.data.format import DataError
 from train.evaluation.models import plan_model
+from train.files import sha256_file
 
 STEP_6 = "checkpoints/step-00000006"
 
@@ -232,7 +232,7 @@ def test_export_records_the_trained_length(trained: Path) -> None:
 
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_llama_is_trained_exported_decoded_and_trained_on(
-    settings: dict, tmp_path: Path, logged: list[str], scaled: bool
+    settings: dict, data: Path, tmp_path: Path, logged: list[str], scaled: bool
 ) -> None:
     """Longer positions than trained ones are logged unless RoPE scaling extends them."""
     values = small_llama("Llama-3.2-1B")
@@ -268,21 +268,26 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
         settings, model=model, precision={"compute": "bf16"}, output_dir=str(tmp_path / "again"), max_steps=2
     )
     out = tmp_path / "fp8"
-    export.export(
-        committed(again / "checkpoints")[-1], out, find_tokenizer(settings["data"]["sources"]), "hf-fp8"
-    )
+    export.export(committed(again / "checkpoints")[-1], out, data / "tokenizer", "hf-fp8")
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_different_tokenizer_raises(tmp_path: Path, data: Path) -> None:
-    """That of the training's data may have been made anew since."""
-    source, folder = {"tokenizer_sha256": "1234"}, data / "tokenizer"
-    configured = {"data": {"sources": {"text": str(data)}}}
-    state = RunState(0, 0, 0, 1, 0, configured, {}, data_fingerprint={"sources": {"text": source}})
-    with refused(DataError, code="other_tokenizer", key=str(folder)):
-        trained_tokenizer(tmp_path, state)
-    source["tokenizer_sha256"] = TextEncoder(folder).sha256()
-    assert trained_tokenizer(tmp_path, state) == folder
+def test_trained_tokenizer_is_found_by_its_hash(tmp_path: Path, data: Path, shards: Path) -> None:
+    """The data may have been made anew or removed since; then the export may have the tokenizer."""
+    path = tmp_path / "run/checkpoints/step-00000001"
+    hf = shutil.copytree(data / "tokenizer", tmp_path / "run/hf")
+    source = {"tokenizer_sha256": sha256_file(data / "tokenizer/tokenizer.model")}
+    state = RunState(0, 0, 0, 1, 0, {}, {}, data_fingerprint={"sources": {"text": source}})
+
+    def found(*folders: Path) -> Path:
+        state.train_config["data"] = {"sources": {str(i): str(folder) for i, folder in enumerate(folders)}}
+        return trained_tokenizer(path, state)
+
+    assert found(data) == found(shards, data) == data / "tokenizer"
+    assert found(shards) == found(tmp_path / "gone") == hf
+    source["tokenizer_sha256"] = "1234"
+    with refused(DataError, code="no_tokenizer", key=str(data / "tokenizer")):
+        found(data)
 
 
 def test_data_that_change_during_a_run_do_not_change_its_export(
@@ -296,7 +301,7 @@ def test_data_that_change_during_a_run_do_not_change_its_export(
         at_the_end(*arguments)
 
     monkeypatch.setattr(trainer, "export_last", prepared_again)
-    with refused(DataError, code="other_tokenizer", key=str(own / "tokenizer")):
+    with refused(DataError, code="no_tokenizer", key=str(own / "tokenizer")):
         run(settings, data={"sources": {"text": str(own)}}, max_steps=1, warmup_steps=0)
     assert not Path(settings["output_dir"], "hf").exists()
 

@@ -18,11 +18,10 @@ from model.hf_folder import check_init_from, read_hf_folder
 from tests.conftest import numbers, random_ids, refused
 from tests.train.runs import run
 from train import export
-from train.data.encoder import find_tokenizer
 
 
 def export_fp8(settings: dict, checkpoint: Path, out: Path) -> list[str]:
-    return export.export(checkpoint, out, find_tokenizer(settings["data"]["sources"]), "hf-fp8")
+    return export.export(checkpoint, out, Path(settings["data"]["sources"]["text"]) / "tokenizer", "hf-fp8")
 
 
 def weights_of(folder: Path) -> dict[str, Any]:

@@ -10,10 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from tests.conftest import refused
 from tests.fixtures import corpus_texts
-from train.data.encoder import TextEncoder, find_tokenizer
-from train.data.format import DataError
+from train.data.encoder import TextEncoder
 
 
 @pytest.mark.parametrize("without", ["", "tokenizer.model"])
@@ -37,17 +35,3 @@ def test_vocabulary_size_with_unused_ids(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     encoder = TextEncoder(tmp_path)
     assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8
-
-
-def test_find_tokenizer(tmp_path: Path) -> None:
-    mine, export = tmp_path / "mine", tmp_path / "run/hf"
-    sources = {"gone": str(tmp_path / "gone"), "mine": str(mine)}
-    for folder in (mine / "tokenizer", export):
-        folder.mkdir(parents=True)
-    for given in (export, None):
-        with refused(DataError, code="no_tokenizer", key=str(tmp_path / "gone/tokenizer")):
-            find_tokenizer(sources, given)
-    (export / "tokenizer.json").touch()
-    assert find_tokenizer(sources, export) == export
-    (mine / "tokenizer/tokenizer.model").touch()
-    assert find_tokenizer(sources, export) == mine / "tokenizer"

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from model.fp8.gemms import Gemms
 from tests.conftest import numbers
 from tests.conftest import refused as raises_error
+from train.checkpoint.files import RunState, read_state
 from train.data.format import read_manifest
-from train.evaluation import scores
-from train.evaluation.models import EvaluationError, Plan, plan_model
+from train.evaluation import models, scores
+from train.evaluation.models import EvaluationError, plan_model
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{empty}"], "{empty}"),
         (["{data}"], "{data}"),
         (["{file}"], "{file}"),
-        (["{run}", "{shards}"], "--tokenizer {shards}"),
+        (["{run}", "{shards}"], "{shards}"),
         (["{hf}"], "{hf}"),
         (["{run}", "{empty}"], "{empty}"),
         (["{run}", "{half}"], "{half} has no manifest.json"),
@@ -150,7 +151,7 @@ def test_folder_without_tokenizer_raises(
     for file in own_hf.glob("tokenizer*"):
         file.unlink()
     evaluated(own_hf, data, "--max_seq_length", 64, "--max_samples", 1)
-    assert f"note: {own_hf} " in capsys.readouterr().err
+    assert f"warning: {own_hf} " in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("some text")
     assert str(own_hf) in refused(own_hf, tmp_path / "text.txt")
 
@@ -163,14 +164,19 @@ def test_changed_training_data_raise(
     refused: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their tokenizer is not the model's; or they are gone, and the export has it."""
+    """Their tokenizer is not the model's, or they are gone. The export has it."""
     text = tmp_path / "text.txt"
     text.write_text("some text")
-    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(shards)})
-    assert str(shards / "tokenizer") in refused(trained, text)
-    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
-    assert evaluated(trained, text)["all"]["bytes"] == len("some text")
-    assert str(tmp_path / "gone") in refused(trained)
+
+    def changed(path: Path) -> RunState:
+        state = read_state(path)
+        state.train_config["data"]["sources"] = {"text": str(folder)}
+        return state
+
+    monkeypatch.setattr(models, "read_state", changed)
+    for folder in (shards, tmp_path / "gone"):
+        assert evaluated(trained, text)["all"]["bytes"] == len("some text")
+        assert str(folder) in refused(trained)
 
 
 def test_damaged_weights_raise(
