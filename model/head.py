@@ -6,7 +6,7 @@ per 128 entries preserves them. The forward pass stays in bf16, because FP8 woul
 decoder layers together (docs/validation.md).
 
 If labels are passed, the head also computes the loss. The gradient kernel of the loss then writes FP8 directly, so the
-bf16 gradient of the logits is never stored. The backward pass handles HEAD_ROWS tokens at a time, so the FP8 gradient
+bf16 gradient of the logits is never stored. The backward pass handles `rows` tokens at a time, so the FP8 gradient
 of all logits is never stored either. Shape suffixes: M tokens, H hidden size, V vocabulary size.
 """
 
@@ -34,6 +34,7 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
 
     class Head(te.Linear):  # type: ignore[misc,name-defined]
         fp8_gradients = True
+        rows = HEAD_ROWS  # number of tokens that a part of the backward pass handles
 
         def forward(
             self,
@@ -88,11 +89,11 @@ class _Head(torch.autograd.Function):
             return *_gradients(ctx, gradient, hidden_MH, weight_VH, into), None, None, None
         logits_MV, labels_M, stats_M2, counted = of_loss
         total: Any = into
-        if not fused and len(hidden_MH) > HEAD_ROWS:
+        if not fused and len(hidden_MH) > ctx.module.rows:
             total = torch.zeros_like(weight_VH, dtype=torch.float32)
         parts: list[torch.Tensor] = []
         for hidden, logits, labels, stats in zip(
-            *(t.split(HEAD_ROWS) for t in (hidden_MH, logits_MV, labels_M, stats_M2)), strict=True
+            *(t.split(ctx.module.rows) for t in (hidden_MH, logits_MV, labels_M, stats_M2)), strict=True
         ):
             statistics = labels, stats, counted
             of_logits = ctx.te.fp8_cross_entropy.gradient(logits, statistics, gradient)

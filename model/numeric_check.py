@@ -23,13 +23,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import MistralConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.build import build_model
-from model.config import head_dim, rope_frequencies, softmax_scale, window_size
+from model.config import head_dim, rope_parameters
 from model.conversion import to_hf, to_hf_state_dict
+from model.documents import Documents
 from model.fp8 import te_backend
+from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import fp8_multiple
+from model.fp8.recipes import HEAD_ROWS, fp8_multiple
 from model.initialization import init_weights
 from model.startup_check import StartupCheckError
 from model.variants import GradientCheckpointing, SpeedConfig
@@ -39,7 +42,7 @@ from model.variants import GradientCheckpointing, SpeedConfig
 # slightly wrong.
 LIMITS = {"fp8": (0.35, 0.06), "bf16": (0.03, 0.008), "fp16": (5e-3, 1.5e-3), "fp32": (5e-3, 1e-3)}
 # Optional kernels (keys of the section "speed"). When a kernel is disabled, torch or Transformer Engine replaces it.
-KERNELS = ("fused_rope", "fused_swiglu", "fused_embedding", "fused_cross_entropy")
+KERNELS = ("fused_rope", "fused_swiglu", "fused_embedding", "fused_cross_entropy", "main_grad")
 # Relative error |a - b| / |b| and scale error a.b / b.b - 1, keyed by Hugging Face name. a is the measured value and b
 # the float32 reference.
 Errors = dict[str, tuple[float, float]]
@@ -147,6 +150,11 @@ class _Probe:
         ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, ids % 16)
         labels = ids[:, 1:].masked_fill(torch.rand(B, T, generator=generator) < 0.125, IGNORED)
         self.ids, self.labels = ids[:, :-1].to(precision.device), labels.to(precision.device)
+        # with a document mask, each row contains two documents of different lengths
+        positions_T = torch.arange(T) % (5 * T // 8 if document_mask else T)
+        documents = Documents.from_positions(positions_T.expand(B, T)).to(precision.device)
+        self.documents, self.positions = documents if document_mask else None, documents.positions[0]
+        self.run_tokens = batch_size * seq_length
         self.truth: dict[str, torch.Tensor] = {}
 
     def errors(self, speed: SpeedConfig) -> Errors:
@@ -154,46 +162,63 @@ class _Probe:
 
         An FP8 model runs four passes. The first pass uses different weights, so the second pass must replace their FP8
         copies. The last two passes reuse the FP8 copies from the second pass. With delayed scaling, the passes also set
-        the scales.
+        the scales. The last two passes are compared, the last one with speed.main_grad, if it is on.
         """
-        passes = [True, True, False, False] if self.precision.fp8 else [None]
+        passes = [True, True, False, False] if self.precision.fp8 else [None, None]
+        errors: Errors = {}
         devices = [self.precision.device] if self.precision.device.type == "cuda" else []
         with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(self.precision.te):
             model = build_model(
                 self.config,
                 self.variant,
                 self.precision,
-                seed=self.seed + 1,
+                seed=self.seed + self.precision.fp8,
+                initialization="normal",  # its gradients depend on every operation
                 speed=speed,
                 document_mask=self.document_mask,
                 gradient_checkpointing=self.gradient_checkpointing,
             ).train()
-            for number, is_first in enumerate(passes):
-                if number == min(1, len(passes) - 1):
+            # lm_head computes its gradients in about as many parts as in the run
+            model.lm_head.rows = max(32, HEAD_ROWS * self.ids.numel() // self.run_tokens // 32 * 32)
+            for number, is_first in enumerate(passes, 1):
+                if number == 2:
                     init_weights(model, self.seed, "normal")
+                adds = speed.main_grad and number == len(passes) and self.precision.dtype == torch.bfloat16
+                if adds:
+                    use_main_grads(model, self.precision)
                 model.zero_grad(set_to_none=True)
-                loss = model(self.ids, labels=self.labels, is_first_microbatch=is_first).loss
+                loss = model(
+                    self.ids, labels=self.labels, is_first_microbatch=is_first, documents=self.documents
+                ).loss
                 (loss * self.loss_scale).backward()
-        if not self.truth:
-            self.truth = _reference(
-                self.config, to_hf_state_dict(model), self.ids, self.labels, self.loss_scale
-            )
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        ours = {"loss": loss.detach(), **to_hf(gradients, self.config)}
-        pairs = {name: (ours[name].float(), truth) for name, truth in self.truth.items()}
-        return {
-            name: (float((a - b).norm() / b.norm()), float((a * b).sum() / (b * b).sum()) - 1)
-            for name, (a, b) in pairs.items()
-        }
+                if number < len(passes) - 1:
+                    continue
+                self.truth = self.truth or _reference(
+                    self.config,
+                    to_hf_state_dict(model),
+                    self.ids,
+                    self.labels,
+                    self.positions,
+                    self.loss_scale,
+                )
+                ours = {"loss": loss.detach(), **to_hf(full_gradients(model), self.config)}
+                pairs = {name: (ours[name].float(), truth) for name, truth in self.truth.items()}
+                errors |= {
+                    name + ", main_grad" * adds: (
+                        float((a - b).norm() / b.norm()),
+                        float((a * b).sum() / (b * b).sum()) - 1,
+                    )
+                    for name, (a, b) in pairs.items()
+                }
+        return errors
 
     def accepts(self, errors: Errors) -> bool:
         # NaN <= limit is False, so NaN is not accepted
-        pairs = (
-            (abs(value), limit)
+        return all(
+            abs(value) <= limit
             for pair in errors.values()
             for value, limit in zip(pair, self.limits, strict=True)
         )
-        return all(value <= limit for value, limit in pairs)
 
     def describe(self, errors: Errors) -> str:
         """Return a log line with the largest relative error and the largest scale error.
@@ -215,19 +240,23 @@ def _reference(
     weights: Mapping[str, torch.Tensor],
     ids_BT: torch.Tensor,
     labels_BT: torch.Tensor,
+    positions_T: torch.Tensor,
     loss_scale: float,
 ) -> dict[str, torch.Tensor]:
     """Compute the loss and the gradients of a one-layer model in float32 with plain torch operations.
 
+    Scaled RoPE is computed as in transformers, which detects errors in `rope_frequencies` and `softmax_scale`.
+
     Args:
         weights: weights keyed by Hugging Face name.
+        positions_T: position of each token in its document, the same in all rows. Attention is restricted to documents.
         loss_scale: factor by which the gradients are multiplied.
 
     Returns:
         float32 gradients keyed by Hugging Face name, and the loss with the key "loss".
     """
     w = {name: tensor.detach().float().requires_grad_() for name, tensor in weights.items()}
-    layer, D, T = "model.layers.0.", head_dim(config), ids_BT.shape[1]
+    layer, D = "model.layers.0.", head_dim(config)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * w[name]
@@ -235,29 +264,28 @@ def _reference(
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, w[f"{layer}{name}.weight"])
 
-    positions = torch.arange(T, device=ids_BT.device)
-    angles = positions[:, None] * rope_frequencies(config, ids_BT.device)[0]
-    cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))
+    x = F.embedding(ids_BT, w["model.embed_tokens.weight"])
+    rope = rope_parameters(config)
+    frequencies, factor = (
+        (rope["rope_theta"] ** (-torch.arange(0, D, 2, device=x.device) / D), 1.0)
+        if rope["rope_type"] == "default"
+        else ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, x.device)
+    )
+    angles = (positions_T[:, None] * frequencies).repeat(1, 2)
+    cos, sin = factor * angles.cos(), factor * angles.sin()
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    age = positions[:, None] - positions
-    mask = (age >= 0) & (age <= window_size(config)[0]) if config.sliding_window else None
-    x = F.embedding(ids_BT, w["model.embed_tokens.weight"])
+    index = torch.arange(len(positions_T), device=x.device)
+    age, start = index[:, None] - index, index - positions_T
+    mask = (age >= 0) & (age < (config.sliding_window or len(index))) & (start[:, None] == start)
     h = norm(x, f"{layer}input_layernorm.weight")
     q, k, v = (linear(h, f"self_attn.{n}_proj").unflatten(-1, (-1, D)).transpose(1, 2) for n in "qkv")
     repeats = config.num_attention_heads // config.num_key_value_heads
     q, k = rotate(q), rotate(k).repeat_interleave(repeats, 1)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v.repeat_interleave(repeats, 1),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=softmax_scale(config),
-    )
+    out = F.scaled_dot_product_attention(q, k, v.repeat_interleave(repeats, 1), attn_mask=mask)
     x = x + linear(out.transpose(1, 2).flatten(2), "self_attn.o_proj")
     h = norm(x, f"{layer}post_attention_layernorm.weight")
     x = x + linear(F.silu(linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")

@@ -23,7 +23,7 @@ from model.build import build_model, choose_attention
 from model.config import GIB
 from model.documents import random_documents
 from model.fp8 import te_backend
-from model.fp8.modules import gemm_modules, matrices
+from model.fp8.modules import use_main_grads
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import Compute, PrecisionConfig
 from model.graphs import use_cuda_graphs
@@ -98,10 +98,7 @@ class Task:
             document_mask=self.document_mask,
         ).train()
         if self.main_grad:
-            for module in gemm_modules(model, precision).values():
-                for weight in matrices(module):
-                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-                module.fuse_wgrad_accumulation = True
+            use_main_grads(model, precision)
         return model
 
 

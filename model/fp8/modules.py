@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
@@ -113,6 +114,23 @@ def matrices(module: nn.Module) -> list[nn.Parameter]:
     """
     names = ("weight", "fc1_weight", "fc2_weight")
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
+
+
+def use_main_grads(model: nn.Module, precision: Precision) -> None:
+    """Make weight-gradient GEMMs add to a new float32 buffer `main_grad` of each weight matrix instead of `grad`."""
+    for module in gemm_modules(model, precision).values():
+        for weight in matrices(module):
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradient of each parameter by name: the sum of its `grad` and `main_grad`, where it has them."""
+    return {
+        name: sum(found[1:], found[0])
+        for name, p in model.named_parameters()
+        if (found := [g for g in (p.grad, getattr(p, "main_grad", None)) if g is not None])
+    }
 
 
 def bf16_pattern(name: str, patterns: list[str]) -> str | None:

@@ -42,7 +42,7 @@ DEFAULT_ROWS = (
 CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
 
 _DELAYED = {"recipe": "delayed", "fp8_format": "e4m3"}
-# The cases of compare_gradients.py, with keys of the section "precision" and gradient_checkpointing.
+# The cases of compare_gradients.py, with keys of the section "precision", gradient_checkpointing and main_grad.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
@@ -50,6 +50,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "delayed_e4m3_bf16_head": {**_DELAYED, "fp8_head_gradients": False},
     "delayed_e4m3_fp8_head": {**_DELAYED, "bf16_modules": []},
     "delayed_e4m3_mlp": {**_DELAYED, "gradient_checkpointing": "mlp"},
+    "delayed_e4m3_main_grad": {**_DELAYED, "main_grad": True},
     "delayed_e4m3_fast_wgrad": {**_DELAYED, "fast_accumulation_wgrad": True},
     "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},
     "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},

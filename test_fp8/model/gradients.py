@@ -13,6 +13,7 @@ from model.autotune.timing import release_memory
 from model.build import build_model
 from model.config import load_config
 from model.fp8.calibration import calibrate, relative_error
+from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.startup_check import verify_fp8
@@ -25,7 +26,7 @@ from train.data.stream import Batch, open_stream
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
 
 Gradients = list[dict[str, Tensor]]
-"""The contribution of each micro-batch to the gradient, by parameter name, in the dtype of the parameters."""
+"""The contribution of each micro-batch to the gradient, by parameter name."""
 
 
 def gradients(
@@ -33,13 +34,16 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers at a given precision.
 
-    how: the settings of the "precision" section of the training configuration, and optionally gradient_checkpointing.
+    lm_head computes its FP8 gradients in several parts, as a run with many tokens does.
+
+    how: the settings of the "precision" section of the training configuration, and optionally gradient_checkpointing
+        and main_grad (speed.main_grad).
     config: the model configuration.
     options: options of compare_gradients.py, which select the weights.
 
     Raises StartupCheckError if a GEMM did not run in FP8 as configured.
     """
-    section = {key: value for key, value in how.items() if key != "gradient_checkpointing"}
+    section = {key: value for key, value in how.items() if key not in ("gradient_checkpointing", "main_grad")}
     precision = Precision(PrecisionConfig(**section))
     model = build_model(
         config,
@@ -54,16 +58,19 @@ def gradients(
         for parameter in model.parameters():  # all precisions use the same bf16 values
             parameter.copy_(parameter.bfloat16())
     model.train()
+    model.lm_head.rows = max(32, batches[0].input_ids.numel() // 64 * 32)
     on_device = [batch.to(precision.device) for batch in batches]
     calibrate(model, precision, on_device[0].input_ids, on_device[0].labels, len(on_device))
     loss, found = 0.0, []
     with verify_fp8(model, precision, len(on_device)):
         for ids, labels, _ in on_device:
             model.zero_grad(set_to_none=True)
+            if how.get("main_grad"):
+                use_main_grads(model, precision)
             out = model(ids, labels=labels).loss
             (out / len(on_device)).backward()  # scaled as in gradient accumulation, which calibration assumes
             loss += out.item() / len(on_device)
-            found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            found.append(full_gradients(model))
     return loss, found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.health import measure, statistics
+from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
+from model.mistral_base import causal_lm_loss
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
 from tests.conftest import random_ids, small_config
@@ -217,6 +221,80 @@ def some_logits(
 
 
 SOME, ALL = slice(None, None, 5), slice(None)
+
+
+def torch_cross_entropy() -> SimpleNamespace:
+    """Return `fp8_cross_entropy` in torch operations, with the gradient in bf16."""
+
+    def forward(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        counted = (labels != -100).sum().clamp(min=1)
+        losses = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="none")
+        return losses.sum() / counted, (labels, logits.float().logsumexp(-1, keepdim=True), counted)
+
+    def gradient(logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> torch.Tensor:
+        labels, log_totals, counted = statistics
+        exact = (logits.float() - log_totals).exp()
+        is_label = labels[:, None] == torch.arange(logits.shape[1], device=logits.device)
+        exact = (exact - is_label.float()) * (labels != -100)[:, None]
+        return (exact * upstream / counted).to(logits.dtype)
+
+    return SimpleNamespace(forward=forward, gradient=gradient)
+
+
+def use_torch_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lm_head compute the loss, also without a GPU."""
+    te = te_backend.load()
+    if te.fp8_cross_entropy is None:
+        monkeypatch.setattr(te, "fp8_cross_entropy", torch_cross_entropy())
+        monkeypatch.setattr(te, "cross_entropy", lambda logits, labels: causal_lm_loss(logits, labels))
+
+
+def double_gradient_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Double the loss gradient of tokens that are not the whole batch."""
+    loss = te_backend.load().fp8_cross_entropy
+    right = loss.gradient
+
+    def wrong(logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> Any:
+        labels, _, counted = statistics
+        return right(logits, statistics, upstream * (1 + ((labels != -100).sum() < counted)))
+
+    monkeypatch.setattr(loss, "gradient", wrong)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_gradients_in_parts(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 320 tokens, in one part and in parts of 128, most labels are in the first part."""
+    use_torch_cross_entropy(monkeypatch)
+    precision = Precision(PrecisionConfig(recipe="current"))
+    config = small_config(head_dim=64, vocab_size=V, num_hidden_layers=1, tie_word_embeddings=tied)
+    ids = random_ids(config, 2, 161).to(precision.device)
+    labels = ids[:, 1:].clone()
+    labels[0, ::5], labels[1, 20:] = -100, -100
+
+    def gradients(rows: int, main_grad: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr("model.head.HEAD_ROWS", rows)
+        made = Precision(replace(precision.config, **changes), precision.device)
+        model = build_model(config, "te_layer", made, seed=3).train()
+        if main_grad:
+            use_main_grads(model, made)
+        (model(ids[:, :-1], labels=labels).loss / 2).backward()
+        weight = model.lm_head.weight
+        assert (weight.grad is None) == (main_grad and not tied)
+        return full_gradients(model)
+
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    exact = gradients(320, fp8_head_gradients=False)
+    one, parts = gradients(320), gradients(128)
+    whole, added = gradients(320, main_grad=True), gradients(128, main_grad=True)
+    for found in (one, parts, whole, added):
+        assert relative(found[name], exact[name]) < 0.04
+        assert float((found[name] * exact[name]).sum() / exact[name].square().sum()) == pytest.approx(
+            1, abs=0.01
+        )
+    assert torch.equal(parts["model.norm.weight"], one["model.norm.weight"])
+    assert relative(added[name], whole[name]) < 1e-5
+    if not tied:  # added in float32, and rounded once
+        assert torch.equal(parts[name], added[name].bfloat16())
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from model.config import CONFIGS, load_config
+from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.mistral_base import MistralBase
@@ -21,9 +22,13 @@ from model.startup_check import StartupCheckError
 from model.te_reference import gemm as reference_gemm
 from model.variants import SpeedConfig
 from tests.conftest import numbers
+from tests.model.test_head import double_gradient_of_parts, use_torch_cross_entropy
 
 RECIPES = ("delayed", "current", "block")
 VARIANTS = ("te_linear", "te_layer")
+_SCALED = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {**_SCALED, "rope_type": "yarn"}
 gpu = pytest.mark.gpu
 
 
@@ -33,10 +38,10 @@ def precision_of(recipe: str) -> Precision:
     return Precision(replace(PrecisionConfig(compute="fp8"), recipe=recipe))
 
 
-def disabled(variant: str, recipe: str, **options: Any) -> set[str]:
-    """Return the optional kernels that the check disables for the tiny model."""
+def disabled(variant: str, recipe: str, batch_size: int = 2, config: Any = None, **options: Any) -> set[str]:
+    """Return the optional kernels that the check disables for the tiny model or `config`."""
     speed, lines = choose_kernels(
-        load_config("tiny"), variant, precision_of(recipe), SpeedConfig(), 2, 64, **options
+        config or load_config("tiny"), variant, precision_of(recipe), SpeedConfig(), batch_size, 64, **options
     )
     assert lines
     return {name for name in KERNELS if not getattr(speed, name)}
@@ -91,6 +96,65 @@ def test_a_fault_in_each_gemm_is_found(
     with pytest.raises(StartupCheckError) as error:
         disabled("te_layer", recipe)
     assert error.value.code == "wrong_numbers"
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_gradients_of_a_wrong_length_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference_gemm.fp8_matmul
+
+    def wrong(*operands: Any, layout: str, **options: Any) -> torch.Tensor:
+        return right(*operands, layout=layout, **options) * (factor if layout == "tn" else 1)
+
+    monkeypatch.setattr(reference_gemm, "fp8_matmul", wrong)
+    with pytest.raises(StartupCheckError):
+        disabled("te_layer", "current")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fault_in_later_parts_of_the_head_is_found(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch_cross_entropy(monkeypatch)
+    config = load_config("tiny")
+    config.tie_word_embeddings = tied
+    assert disabled("te_layer", "delayed", batch_size=256, config=config) == set()
+
+    double_gradient_of_parts(monkeypatch)
+    assert disabled("te_layer", "delayed", batch_size=256, config=config) == {"fused_cross_entropy"}
+    assert disabled("te_layer", "delayed", batch_size=2, config=config) == set()  # one part
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fault_of_main_grad_is_found(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    te, config = precision_of("delayed").te, load_config("tiny")
+    config.tie_word_embeddings = tied
+    right = te.fp8_gradients
+
+    def shrinks(gradient: Any, x: Any, weight: Any, into: Any, *others: Any) -> Any:
+        of_x, of_weight = right(gradient, x, weight, into, *others)
+        if into is not None and into is getattr(weight, "main_grad", None):
+            into *= 0.5
+        return of_x, of_weight
+
+    monkeypatch.setattr(te, "fp8_gradients", shrinks)
+    assert disabled("te_layer", "delayed", config=config) == {"main_grad"}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_wrong_rope_scaling_is_found(rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("tiny")
+    config.rope_parameters = rope
+    assert disabled("te_layer", "bf16", config=config) == set()
+    monkeypatch.setattr("model.config.rope_parameters", lambda _: rope | {"rope_type": "default"})
+    with pytest.raises(StartupCheckError):
+        disabled("te_layer", "bf16", config=config)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_across_documents_is_found(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disabled(variant, "bf16", document_mask=True) == set()
+    rows = Documents.whole_rows
+    monkeypatch.setattr(MistralBase, "_documents", lambda _, __, ids: rows(*ids.shape, ids.device))
+    with pytest.raises(StartupCheckError):
+        disabled(variant, "bf16", document_mask=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

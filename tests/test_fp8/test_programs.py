@@ -24,6 +24,7 @@ from test_fp8.test_fp8 import BENCHMARK as LINEAR
 from test_fp8.zero_matrix import BENCHMARK as ZERO_MATRIX
 from test_fp8.zero_matrix import compare_runs, make_data, matrix, training_settings
 from tests.model.fp8.test_gemms import without_fp8
+from tests.model.test_head import double_gradient_of_parts, use_torch_cross_entropy
 from tests.reliability.launching import launch
 from tests.test_fp8.running import install_stand_in, report_of
 from train.config.load import build_arguments
@@ -195,6 +196,14 @@ def test_gradient_report(tmp_path: Path) -> None:
     bf16, fp8 = report_of(GRADIENTS, tmp_path, "--rows", "bf16", "current_e4m3", *SMALL_GRADIENTS)["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
     assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
+
+
+def test_gradient_report_covers_the_head_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch_cross_entropy(monkeypatch)
+    words = ["--rows", "current_e4m3", "delayed_e4m3_main_grad", *SMALL_GRADIENTS, "--seq_length", "64"]
+    assert all(0.01 < r["error_of_batch"] < 0.2 for r in report_of(GRADIENTS, tmp_path, *words)["results"])
+    double_gradient_of_parts(monkeypatch)
+    assert all(r["error_of_batch"] > 0.9 for r in report_of(GRADIENTS, tmp_path, *words)["results"])
 
 
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
