@@ -317,15 +317,12 @@ def test_cross_entropy_kernels_equal_torch(size: int, ignored: slice) -> None:
         loss.backward()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
-@pytest.mark.parametrize("tokens", [128, 144])
-@pytest.mark.parametrize("power_2_scales", [False, True])
-def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice, power_2_scales: bool) -> None:
-    """Squares at both edges are partial."""
+def fused_fp8_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, power_2_scales: bool = False
+) -> tuple[list[torch.Tensor], Any, torch.Tensor]:
+    """Return the kernel's row-wise and column-wise codes with their scales, and its arguments."""
     kernels: Any = importlib.import_module("model.fused.cross_entropy")
-    logits, labels = some_logits(tokens, ignored=ignored)
-    upstream = torch.tensor(0.125, device=logits.device)
+    upstream, tokens = torch.tensor(0.125, device=logits.device), len(logits)
     _, statistics = kernels.loss_and_statistics(logits, labels)
     # as Transformer Engine pads them; nothing may stay as it is here
     shapes = (tokens, V), (-(-V // 128), tokens), (V, tokens), (-(-tokens // 128), V)
@@ -334,6 +331,28 @@ def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice, power_
         for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
     ]
     kernels.gradient_in_fp8(logits, statistics, upstream, *made, power_2_scales=power_2_scales)
+    return made, statistics, upstream
+
+
+@pytest.mark.gpu
+def test_fused_fp8_loss_gradient_of_ignored_labels_is_zero() -> None:
+    """Also runs in Triton's interpreter, without a GPU."""
+    logits, labels = some_logits(144)
+    (rows, _, columns, _), _, _ = fused_fp8_gradient(logits, labels)
+    used, unused = labels != -100, labels == -100
+    assert not rows[unused].any() and not columns[:, unused].any()
+    assert rows[used].any(1).all() and columns[:, used].any(0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("tokens", [128, 144])
+@pytest.mark.parametrize("power_2_scales", [False, True])
+def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice, power_2_scales: bool) -> None:
+    """Squares at both edges are partial."""
+    kernels: Any = importlib.import_module("model.fused.cross_entropy")
+    logits, labels = some_logits(tokens, ignored=ignored)
+    made, statistics, upstream = fused_fp8_gradient(logits, labels, power_2_scales)
     gradient = kernels.gradient_in_place(logits.clone(), statistics, upstream)
     of_rows, of_columns = (
         quantize_blocks(gradient, block, torch.float8_e4m3fn, power_2_scale=power_2_scales)
