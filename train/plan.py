@@ -6,10 +6,10 @@ and is planned with train_args/train_config_fp8.json. Any training key can be ov
 `--gradient_checkpointing true --deepspeed ds_config_zero3.json`.
 
 The command prints the GPU memory by component, the largest micro-batch that fits, tokens/s, days, GPU-hours, the size
-of a checkpoint, recommended settings, and a comparison of 1 to 1,024 GPUs. Each speed is printed with its source. No
-GPU, no torch and no data are needed.
+of a checkpoint, recommended settings with the options to pass, and a comparison of 1 to 1,024 GPUs. Each speed is
+printed with its source. No GPU, no torch and no data are needed.
 
-Exit status: 0 done; 2 invalid request, or the model does not fit in GPU memory.
+Exit status: 0 done; 2 invalid request, or the configuration as given does not fit in GPU memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from train.config.ds_config import resolve_ds_config
 from train.config.load import load_arguments, resolve_arguments
 from train.files import write_durably
 from train.planning.plan import lines, parse_tokens, plan
-from train.planning.setting import Setting
+from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS
 
 MODEL_CONFIG = "train_config_fp8.json"  # training configuration used if CONFIG is a model
@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokens",
         type=parse_tokens,
-        help="total number of training tokens, such as 600B (default: max_steps times the tokens per step)",
+        help="total number of training tokens, such as 600B, for which --max_steps is printed (default: max_steps "
+        "times the tokens per step)",
     )
     parser.add_argument(
         "--network",
@@ -73,11 +74,18 @@ def main(argv: list[str] | None = None) -> None:
     tokens = options.tokens or arguments.max_steps * step_tokens
     ds_config, steps = resolve_ds_config(resolved, gpus), max(1, round(tokens / step_tokens))
     setting = Setting.from_run(resolved, ds_config, load_sizes(arguments.model.config), gpus, steps)
-    planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
+    planned = plan(
+        Path(arguments.model.config).name, arguments, setting, GPUS[options.gpu], tokens, options.network
+    )
     print("\n".join(lines(planned)))
     if options.output:
         write_durably(options.output, json.dumps(planned.to_json(), indent=1) + "\n")
         print(f"wrote {options.output.absolute()}")
+    if not (p := planned.configured).fits:
+        raise PlanError(
+            f"the configuration needs {p.needed_gib:,.1f} GiB per GPU, but {p.gpu.name} has "
+            f"{p.gpu.memory_gib:.1f} GiB. Pass the options of a recommended setting"
+        )
 
 
 def default_gpus(arguments: TrainingArguments) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import flops_per_token
 from model.fp8.hardware import fp8_gpu_problem
+from train.config.arguments import TrainingArguments
 from train.files import format_size
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, predict_memory
 from train.planning.recommend import Planned, recommend
@@ -16,6 +18,7 @@ from train.planning.speed import GPUS, Estimate, Gpu, estimate
 from train.record.metrics import hopper_sxm
 
 GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
+TIME_UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 86400}  # per day
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -35,12 +38,24 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
+def about(value: float) -> str:
+    """Format a predicted value with two significant digits, because its uncertainty is at least 6 %."""
+    return f"{float(f'{value:.2g}'):,.12g}"
+
+
+def duration(days: float) -> str:
+    """Format a predicted time in the largest unit that gives at least 2, or in seconds."""
+    unit = next((name for name, per_day in TIME_UNITS.items() if days * per_day >= 2), "seconds")
+    return f"{about(days * TIME_UNITS[unit])} {unit}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """The predictions and recommendations that train/plan.py prints for a training run.
 
     Attributes:
         model: Name of the model.
+        given: The training arguments before they were resolved.
         tokens: Total number of training tokens.
         configured: Predictions for the configured setting.
         recommended: Predictions for the recommended setting on the same number of GPUs.
@@ -49,15 +64,47 @@ class Plan:
     """
 
     model: str
+    given: TrainingArguments
     tokens: int
     configured: Planned
     recommended: Planned
     by_gpus: dict[int, Planned | None]
     checkpoint_bytes: int
 
+    def flags(self, s: Setting) -> str:
+        """Return the options that change the configuration to the setting `s`."""
+        given, c = self.given, self.configured.setting
+        counts = given.gradient_accumulation_steps
+        values = {  # as configured, and in `s`
+            "max_steps": (given.max_steps, max(1, round(self.tokens / s.step_tokens))),
+            "deepspeed": (f"ds_config_zero{c.zero_stage}.json", f"ds_config_zero{s.zero_stage}.json"),
+            "gradient_checkpointing": (c.recompute, s.recompute),
+            "per_device_train_batch_size": (c.micro_batch, s.micro_batch),
+            "gradient_accumulation_steps": (counts, counts and s.accumulation),
+            "train_batch_size_tokens": (
+                given.train_batch_size_tokens,
+                s.step_tokens if given.train_batch_size_tokens or not counts else None,
+            ),
+            "precision.optimizer_states": (c.optimizer_states, s.optimizer_states),
+            "precision.optimizer_moments": (
+                c.moments,
+                s.moments if s.optimizer_states == "bf16_remainder" else c.moments,
+            ),
+            "speed.cuda_graphs": (c.cuda_graphs, s.cuda_graphs),
+        }
+        return " ".join(
+            f"--{key} {new if isinstance(new, str) else json.dumps(new)}"
+            for key, (old, new) in values.items()
+            if new != old
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
         s = self.configured.setting
+
+        def entry(p: Planned) -> dict[str, Any]:
+            return {"flags": self.flags(p.setting), **p.to_json(self.tokens)}
+
         return {
             "model": self.model,
             "parameters": s.parameters,
@@ -70,17 +117,20 @@ class Plan:
             "tokens": self.tokens,
             "gpu": asdict(self.configured.gpu),
             "checkpoint_bytes": self.checkpoint_bytes,
-            "configured": self.configured.to_json(self.tokens),
-            "recommended": self.recommended.to_json(self.tokens),
-            "by_gpus": {n: p and p.to_json(self.tokens) for n, p in self.by_gpus.items()},
+            "configured": entry(self.configured),
+            "recommended": entry(self.recommended),
+            "by_gpus": {n: p and entry(p) for n, p in self.by_gpus.items()},
         }
 
 
-def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -> Plan:
+def plan(
+    model: str, given: TrainingArguments, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float
+) -> Plan:
     """Predict memory and speed of a training run, and recommend settings.
 
     Args:
         model: Name of the model.
+        given: The training arguments before they were resolved.
         s: The configured setting.
         gpu: The GPU model.
         tokens: Total number of training tokens.
@@ -104,7 +154,9 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
             )
         )
     checkpoint = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.args.optim)
-    return Plan(model, tokens, Planned.predict(s, gpu, network_gbit_s), recommended, by_gpus, checkpoint)
+    return Plan(
+        model, given, tokens, Planned.predict(s, gpu, network_gbit_s), recommended, by_gpus, checkpoint
+    )
 
 
 def lines(p: Plan) -> list[str]:
@@ -112,59 +164,60 @@ def lines(p: Plan) -> list[str]:
     s, gpu = p.configured.setting, p.configured.gpu
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
-        f"per token at {s.seq_length} tokens; {p.tokens:,} tokens on {s.ranks} x {gpu.name}; "
+        f"per token at max_seq_length {s.seq_length} (the model supports {s.sizes.max_position_embeddings}); "
+        f"{p.tokens:,} tokens on {s.ranks} x {gpu.name}; "
         f"a checkpoint takes {format_size(p.checkpoint_bytes)}",
         "",
         f"as configured: {s.describe()}",
-        *_details(p.configured, p.tokens),
+        *_details(p, p.configured),
         "",
         *(
             ["recommended: as configured"]
             if p.recommended.setting == s
-            else [f"recommended: {p.recommended.setting.describe()}", *_details(p.recommended, p.tokens)]
+            else [f"recommended: {p.recommended.setting.describe()}", *_details(p, p.recommended)]
         ),
         "",
-        "Recommended settings by number of GPUs. If a number is not listed, the model does not fit on that many GPUs.",
+        "Recommended settings by number of GPUs, with the options to pass in addition to yours. If a number is not "
+        "listed, the",
+        "model does not fit on that many GPUs. Each GPU needs a sample, so on many GPUs a step can have more tokens.",
         "",
     ]
-    rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
+    rows = [_row(p, found) for found in p.by_gpus.values() if found]
     table = [[*rows[0]], *([*row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return out + [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table
+        "  ".join(text.rjust(width) for text, width in zip(row, [*widths[:-1], 0], strict=True)).rstrip()
+        for row in table
     ]
 
 
-def _details(p: Planned, tokens: int) -> list[str]:
-    """Format the predicted memory, speed and training time of a setting as lines of text."""
-    s, e, days = p.setting, p.estimate, p.days(tokens)
+def _details(whole: Plan, p: Planned) -> list[str]:
+    """Format the options, predicted memory, speed and training time of a setting as lines of text."""
+    s, e, days, flags = p.setting, p.estimate, p.days(whole.tokens), whole.flags(p.setting)
     return [
+        *[f"  options: {flags}"] * bool(flags),
         f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.describe()}",
         f"          {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB with CUDA context and fragmentation: "
         f"{'fits' if p.fits else 'DOES NOT FIT'}; largest micro-batch: {largest_micro_batch(s, p.gpu.memory_gib)}",
-        f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} per GPU, within "
+        f"  speed: {about(e.tokens_per_second)} tokens/s, {about(e.tokens_per_second / s.ranks)} per GPU, within "
         f"{100 * e.within:.0f} % ({e.basis})",
-        f"  time: {days:,.3g} days ({24 * days:,.3g} hours), {days * 24 * s.ranks:,.2f} GPU-hours without saves and "
-        f"evaluations; {s.step_tokens:,} tokens per step of {e.step_s:.2f} s",
+        f"  time: {duration(days)}, {about(days * 24 * s.ranks)} GPU-hours without saves and evaluations; "
+        f"{s.step_tokens:,} tokens per step of {about(e.step_s)} s",
     ]
 
 
-def _row(p: Planned, tokens: int) -> dict[str, str]:
+def _row(whole: Plan, p: Planned) -> dict[str, str]:
     """Return one row of the table of recommended settings, as a dictionary by column name."""
-    s, days = p.setting, p.days(tokens)
+    s, days = p.setting, p.days(whole.tokens)
     return {
         "GPUs": str(s.ranks),
-        "ZeRO": str(s.zero_stage),
-        "states": s.optimizer_states,
-        "recompute": s.recompute if isinstance(s.recompute, str) else "yes" if s.recompute else "no",
-        "micro-batch": str(s.micro_batch),
-        "accumulation": str(s.accumulation),
         "tokens/step": f"{s.step_tokens:,}",
         "GiB/GPU": f"{p.memory.peak_gib:,.1f}",
-        "tokens/s": f"{p.estimate.tokens_per_second:,.0f}",
+        "tokens/s": about(p.estimate.tokens_per_second),
         "within": f"{100 * p.estimate.within:.0f} %",
-        "days": f"{days:,.1f}",
-        "GPU-hours": f"{days * 24 * s.ranks:,.0f}",
+        "time": duration(days),
+        "GPU-hours": about(days * 24 * s.ranks),
+        "options": whole.flags(s),
     }
 
 
@@ -194,7 +247,7 @@ class Prediction:
         """Format the predicted memory and speed as a log line."""
         e = self.estimate
         speed = (
-            f"; {e.tokens_per_second:,.0f} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
+            f"; {about(e.tokens_per_second)} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
         )
         return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.describe()}){speed}"
 

@@ -88,10 +88,10 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
     """Return the fastest setting that fits into GPU memory, or None if no setting fits.
 
     The candidates are the configured setting, and ZeRO 1 to 3 with each supported value of gradient_checkpointing. The
-    number of tokens per step stays the same, so only micro-batch sizes that divide a rank's samples per step are
-    candidates. Optimizer states are float32 unless no float32 setting fits or packed states are CLEARLY_FASTER. Among
-    settings that are NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then the least
-    recomputation, and then the least memory.
+    number of tokens per step is the nearest to `batch_tokens` with whole samples for each rank, and only micro-batch
+    sizes that divide a rank's samples per step are candidates. Optimizer states are float32 unless no float32 setting
+    fits or packed states are CLEARLY_FASTER. Among settings that are NEARLY_AS_FAST, the configured setting is
+    preferred, then the lowest ZeRO stage, then the least recomputation, and then the least memory.
 
     Args:
         s: The configured setting.

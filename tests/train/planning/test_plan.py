@@ -14,10 +14,11 @@ import pytest
 from model.config import CONFIGS, GIB, load_sizes, state_parts_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
-from train.config.ds_config import load_deepspeed
+from train.config.ds_config import load_deepspeed, resolve_ds_config
+from train.config.load import load_arguments, resolve_arguments
 from train.files import REPOSITORY
 from train.planning.memory import MUON_BYTES, largest_micro_batch, predict_memory
-from train.planning.plan import Prediction, parse_tokens
+from train.planning.plan import Prediction, duration, parse_tokens
 from train.planning.recommend import recommend
 from train.planning.setting import ZERO_3_BUCKET, Setting
 from train.planning.speed import GPUS, estimate
@@ -310,6 +311,58 @@ def test_plan_as_json(config: str, tmp_path: Path) -> None:
     seconds = 600e9 / configured["tokens_per_second"]
     assert configured["days"] == pytest.approx(seconds / 86400)
     assert configured["gpu_hours"] == pytest.approx(seconds / 3600 * 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "status"),
+    [
+        (["train_config_fp8", "--speed.cuda_graphs", "true"], 8, 0),
+        (["train_config_fp8", "--model.config", "mistral_7b"], 2, 2),  # does not fit as configured
+        (["train_config_fp8", "--model.config", "mistral_7b"], 8, 2),
+        (
+            ["train_config_bf16", "--train_batch_size_tokens", "null", "--gradient_accumulation_steps", "3"],
+            4,
+            0,
+        ),
+    ],
+)
+def test_options_give_the_recommended_setting(
+    words: list[str], gpus: int, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    options = ["--gpus", str(gpus), "--tokens", "70B", "--output", str(output)]
+    assert program.main([*words, *options]) == status
+    printed, found = capsys.readouterr().out, json.loads(output.read_text())
+    assert found["configured"]["fits"] == (status == 0)
+    for n, entry in {gpus: found["recommended"], **found["by_gpus"]}.items():
+        if entry is None:
+            continue
+        arguments = load_arguments([*words, *entry["flags"].split()])
+        args = resolve_arguments(arguments, int(n))
+        s = Setting.from_run(args, resolve_ds_config(args, int(n)), load_sizes(args.model.config), int(n))
+        parts = {k: gib for k, gib in entry["memory_gib"].items() if k not in ("peak", "needed")}
+        assert predict_memory(s).parts == pytest.approx(parts)
+        assert (
+            s.step_tokens == entry["train_batch_size_tokens"]
+            and s.accumulation == entry["gradient_accumulation_steps"]
+        )
+        assert args.max_steps == round(70e9 / s.step_tokens)
+        assert entry["flags"] in printed
+
+
+@pytest.mark.parametrize(
+    ("days", "text"),
+    [
+        (264.41, "260 days"),
+        (1.9, "46 hours"),
+        (0.0834, "2 hours"),
+        (0.01, "14 minutes"),
+        (1e-5, "0.86 seconds"),
+        (1234.5, "1,200 days"),
+    ],
+)
+def test_times_have_two_digits(days: float, text: str) -> None:
+    assert duration(days) == text
 
 
 @pytest.mark.slow
