@@ -1010,6 +1010,7 @@ class Trainer:
             record.setdefault("spikes_found", []).append({"step": spike.step, **value, **samples})
         if not spikes or self.args.on_spike != "rollback":
             return False
+        began = time.perf_counter()
         self._finish_save()  # the rollback may need this checkpoint
         rolls_back = roll_back(
             spikes,
@@ -1023,7 +1024,10 @@ class Trainer:
             stream=self.data.train,
         )
         self.watchdog.renew(f"finished the spike check; continuing after step {self.state.step}")
-        self._start_clock()
+        if rolls_back:
+            self._start_clock()
+        else:  # exclude this pause from the speed of the current interval
+            self.clock += time.perf_counter() - began
         return rolls_back
 
     def _mean_loss(self, step: Step) -> float:

@@ -22,6 +22,7 @@ from train.checkpoint import save
 from train.checkpoint.files import checkpoint_name, committed, problems
 from train.checkpoint.save import SaveError, Saver, write_tensors
 from train.engine.step import MicroStep
+from train.monitor.health import Health, Spike
 from train.monitor.replicas import ReplicaError
 from train.trainer import TrainingError
 
@@ -84,7 +85,7 @@ def test_save_minutes_changes_no_result(
 
 
 def test_speed_counts_only_steps(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not evaluations, nor what training waits for a save. Here a step takes a second."""
+    """Evaluations, saves and refused rollbacks do not count. In this test, a step takes one second."""
     now = [0.0]
 
     def takes(seconds: float, owner: Any, name: str) -> None:
@@ -99,12 +100,16 @@ def test_speed_counts_only_steps(settings: dict, monkeypatch: pytest.MonkeyPatch
     takes(0.5, MicroStep, "__call__")
     takes(100, trainer, "held_out_losses")
     takes(100, Saver, "begin")
+    spike = Spike(1, 0, 0, "loss", 9.0, 1.0, 2.0)
+    monkeypatch.setattr(Health, "find_spikes", lambda *_: [spike])
+    monkeypatch.setattr(trainer, "roll_back", lambda *_, **__: False)
+    takes(100, trainer, "roll_back")
     monkeypatch.setattr(
         trainer,
         "time",
         SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, time=time.time),
     )
-    lines = metrics(run(settings, save_steps=2, eval_steps=3))
+    lines = metrics(run(settings, save_steps=2, eval_steps=3, on_spike="rollback"))
     assert [line["tokens_per_second"] for line in lines] == [256.0] * 6
 
 
