@@ -807,7 +807,9 @@ class Trainer:
         args, engine, samples = self.args, self.engine, self.data.train
         self.metrics, self.stop_vote = metrics, stop_vote
         self.watchdog = Watchdog(args.hang_timeout_s)
-        self.saver = Saver(engine, self.folder.checkpoints, self.precision, args.save_total_limit)
+        self.saver = Saver(
+            engine, self.folder.checkpoints, self.precision, args.save_total_limit, args.keep_every_steps
+        )
         self.skip_decision = SkipDecision(engine, self.precision)
         self.slow_ranks = SlowRanks(engine, stop_vote.group, args.speed.cuda_graphs)
         self.health = Health(args.spike_window, args.spike_threshold)

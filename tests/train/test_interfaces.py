@@ -139,7 +139,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 84, "5c654545ca8f38e897f46d67681c8a29cff90197ec47e448a86219cf7022aac1"
+CONFIGURATION_KEYS = 85, "9b1fe534e4a6f502aa9900fb2a5d0e4615522c8852be0e3c5694d2c25b21b4f1"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:

@@ -286,15 +286,21 @@ def remove_unfinished(path: Path) -> None:
         remove(path)
 
 
-def discard_old(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints after a new checkpoint was saved.
+def excess_checkpoints(paths: list[Path], keep: int, keep_every: int) -> list[Path]:
+    """Return the checkpoints that a run deletes.
 
     Args:
-        path: the new checkpoint.
-        keep: number of checkpoints to keep, including the new one, or 0 to keep all.
+        paths: all checkpoints, sorted by step.
+        keep: number of recent checkpoints to keep, or 0 to keep all.
+        keep_every: the checkpoints of steps that are multiples of this number are also kept. 0 has no effect.
     """
-    older = [p for p in committed(path.parent) if parse_step(p) < parse_step(path)]
-    for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
+    return [path for path in paths[:-keep] if not keep_every or parse_step(path) % keep_every]
+
+
+def discard_old(path: Path, keep: int, keep_every: int = 0) -> None:
+    """Remove the oldest checkpoints after the checkpoint `path` was saved. See `excess_checkpoints`."""
+    paths = [p for p in committed(path.parent) if parse_step(p) <= parse_step(path)]
+    for old in excess_checkpoints(paths, keep, keep_every):
         try:
             remove(old)
         except OSError as error:  # the new checkpoint is not affected

@@ -106,11 +106,12 @@ class Saver:
 
     Args:
         root: folder that contains the checkpoints.
-        keep: number of checkpoints to keep, or 0 to keep all. The oldest checkpoints are removed after a save.
+        keep, keep_every: the checkpoints to keep after a save (`excess_checkpoints`).
     """
 
-    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int):
-        self.engine, self.root, self.precision, self.keep = engine, root, precision, keep
+    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int, keep_every: int = 0):
+        self.engine, self.root, self.precision = engine, root, precision
+        self.keep, self.keep_every = keep, keep_every
         self.ranks = Ranks()
         self._buffers: dict[str, HostBuffer] = {}  # by file name
         self._job: Job | None = None
@@ -135,7 +136,12 @@ class Saver:
         """
         assert not self.pending, "call finish() first"
         job = Job(
-            self.root / checkpoint_name(state.step), self.ranks, self.keep, asdict(state), time.perf_counter()
+            self.root / checkpoint_name(state.step),
+            self.ranks,
+            self.keep,
+            self.keep_every,
+            asdict(state),
+            time.perf_counter(),
         )
 
         def take(name: str, value: Any) -> None:
@@ -187,6 +193,7 @@ class Job:
     path: Path
     ranks: Ranks
     keep: int
+    keep_every: int
     run_state: dict[str, Any]
     start: float  # value of time.perf_counter() when the save began
     files: dict[str, Snapshot] = field(default_factory=dict)
@@ -220,14 +227,14 @@ class Job:
             remedy = (
                 "The error may be temporary. Start the run again, or use run_training.sh, which restarts automatically"
                 if error.is_transient
-                else "Free disk space, reduce save_total_limit, or choose another output_dir"
+                else "Free disk space, keep fewer checkpoints (save_total_limit), or choose another output_dir"
             )
             raise SaveError(
                 f"the checkpoint {self.path} could not be saved: {error}. Earlier checkpoints are unchanged. {remedy}",
                 error.is_transient,
             ) from error
         if first:
-            discard_old(self.path, self.keep)
+            discard_old(self.path, self.keep, self.keep_every)
 
     def _make_folder(self) -> None:
         """Create the checkpoint folder on rank 0. If copying the tensors failed, raise that error instead."""

@@ -346,7 +346,17 @@ class TrainingArguments:
         resume="free",
     )
     save_total_limit: int = option(
-        "Number of checkpoints to keep. Older checkpoints are deleted.", 3, gt=0, resume="free"
+        "Number of recent checkpoints to keep. Older checkpoints are deleted. If 0, all checkpoints are kept.",
+        3,
+        ge=0,
+        resume="free",
+    )
+    keep_every_steps: int = option(
+        "Never delete the checkpoints of steps that are multiples of this number, which must be a multiple of "
+        "save_steps. If 0, only save_total_limit applies.",
+        0,
+        ge=0,
+        resume="free",
     )
     save_async: bool = option(
         "Copy each checkpoint to host memory and write it to disk in the background. If false, training "

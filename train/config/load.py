@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from operator import attrgetter
 from pathlib import Path
@@ -366,6 +367,11 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             args.optim != "muon" and args.muon_momentum != type(args).muon_momentum,
             "optim muon_momentum",
             "muon_momentum has an effect only with optim muon; remove muon_momentum",
+        ),
+        (
+            args.keep_every_steps % (args.save_steps or math.inf),
+            "keep_every_steps save_steps",
+            "no checkpoint is saved at some of the steps to keep; set keep_every_steps to a multiple of save_steps",
         ),
         (
             is_rollback and args.save_strategy == "no",

@@ -5,11 +5,12 @@ A run that certainly does not fit is refused. A run that probably does not fit g
 
 from __future__ import annotations
 
+import math
 import shutil
 from typing import Any
 
 from model.config import GIB, num_parameters
-from train.checkpoint.files import checkpoint_name, committed, step_folders
+from train.checkpoint.files import checkpoint_name, committed, excess_checkpoints, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.files import format_size, nearest_existing_path
 from train.planning.memory import (
@@ -76,8 +77,8 @@ def memory_advice(args: TrainingArguments) -> str:
 def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int, int, str]:
     """Return the disk space that a run needs.
 
-    The oldest checkpoint is deleted only after a save is complete. During a save, the disk therefore contains one
-    checkpoint more than save_total_limit.
+    The oldest checkpoint is deleted only after a save is complete. During a save, the disk therefore contains one more
+    checkpoint than the run keeps.
 
     Returns:
         The size of a checkpoint in bytes, the size of everything that the run adds to its folder in bytes, and a
@@ -86,14 +87,18 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
     # "never" moves existing checkpoints aside and keeps them.
     there = [] if is_new else committed(RunFolder(args.output_dir).checkpoints)
-    saves = -(-args.max_steps // args.save_steps) if args.save_steps and not args.save_minutes else 0
-    most = min(args.save_total_limit + 1, saves or args.save_total_limit + 1)
-    count = max(1, most - min(len(there), args.save_total_limit))
+    kept = args.save_total_limit or math.inf
+    if args.keep_every_steps:
+        kept += args.max_steps // args.keep_every_steps
+    saves = -(-args.max_steps // args.save_steps) if args.save_steps else 1
+    is_open = args.save_minutes and kept == math.inf  # nobody knows how many saves there will be
+    most = kept + 1 if args.save_minutes and not is_open else min(kept + 1, saves)
+    count = int(max(1, most - min(len(there), kept)))
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
-        f"a checkpoint takes about {format_size(checkpoint)}, the run adds up to {count} checkpoints, and the exported "
-        f"model in hf/ takes {format_size(export)}"
+        f"a checkpoint takes about {format_size(checkpoint)}, the run adds {'at least' if is_open else 'up to'} "
+        f"{count} checkpoints, and the exported model in hf/ takes {format_size(export)}"
     )
     return checkpoint, checkpoint * count + export, text
 
@@ -108,24 +113,23 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     if args.save_strategy == "no" or is_done(args, folder):
         return ""
     checkpoint, total, text = disk_need(args, sizes, zero_stage)
-    # A save deletes files left by interrupted saves, and checkpoints beyond save_total_limit.
-    kept = committed(folder.checkpoints)[
-        -args.save_total_limit if args.resume_from_checkpoint == "auto" else 0 :
-    ]
-    removed = [path for path in step_folders(folder.checkpoints) if path not in kept]
+    # A save deletes files left by interrupted saves, and checkpoints that the run does not keep.
+    there, keeps_all = committed(folder.checkpoints), args.resume_from_checkpoint != "auto"
+    excess = excess_checkpoints(there, 0 if keeps_all else args.save_total_limit, args.keep_every_steps)
+    removed = [path for path in step_folders(folder.checkpoints) if path in excess or path not in there]
     free = shutil.disk_usage(nearest_existing_path(folder.checkpoints)).free
     free += sum(file.stat().st_size for path in removed for file in path.iterdir())
     facts = f"output_dir {args.output_dir}: {format_size(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
-            f"{facts}: the disk has too little free space for the first checkpoint. Free some space, lower "
-            "save_total_limit, choose another output_dir, or set save_strategy to no",
+            f"{facts}: the disk has too little free space for the first checkpoint. Free some space, keep fewer "
+            "checkpoints (save_total_limit), choose another output_dir, or set save_strategy to no",
             code="disk",
             key="output_dir",
         )
     warning = (
         f"warning: {facts}. The disk has too little space for the last checkpoint, because the run needs "
-        f"{format_size(total)} in total. Free some space, or lower save_total_limit"
+        f"{format_size(total)} in total. Free some space, or keep fewer checkpoints (save_total_limit)"
     )
     return warning if free < total else ""
 

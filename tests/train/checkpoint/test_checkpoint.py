@@ -224,11 +224,18 @@ def test_later_checkpoints_are_moved(tmp_path: Path) -> None:
 
 
 def test_save_total_limit(tmp_path: Path) -> None:
-    """Never the one that was just committed, even beside one of a later step."""
-    for step in (1, 2, 3, 9):
+    """The new checkpoint is never deleted, even if a checkpoint of a later step exists."""
+    for step in (1, 2, 3, 4, 5, 9):
         make(tmp_path, step)
-    for step, keep, expected in ((3, 0, [1, 2, 3, 9]), (3, 2, [2, 3, 9]), (3, 1, [3, 9])):
-        discard_old(tmp_path / checkpoint_name(step), keep)
+    for keep, keep_every, expected in (
+        (0, 0, [1, 2, 3, 4, 5, 9]),
+        (0, 2, [1, 2, 3, 4, 5, 9]),
+        (4, 0, [2, 3, 4, 5, 9]),
+        (2, 2, [2, 4, 5, 9]),
+        (1, 4, [4, 5, 9]),
+        (1, 0, [5, 9]),
+    ):
+        discard_old(tmp_path / checkpoint_name(5), keep, keep_every)
         assert steps(tmp_path) == expected
 
 

@@ -35,8 +35,8 @@ FREE = set(
     "precision.health_steps precision.on_trouble max_skipped_steps per_device_eval_batch_size spike_threshold "
     "on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
-    "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
-    "run_name wandb_project dry_run preflight log_level".split()
+    "save_total_limit keep_every_steps save_async on_save_failure resume_from_checkpoint allow_changes_on_resume "
+    "report_to run_name wandb_project dry_run preflight log_level".split()
 )
 NEVER = {"model.variant", "optim"}
 # what a change of the key has to be allowed by, where that is not the key alone
@@ -58,6 +58,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 10}
 BF16 = {"model.variant": "hf", "precision.compute": "bf16"}
 # key -> (what its change needs on both sides, its value after it), where its type does not say enough
 VALUES: dict[str, tuple[dict[str, Any], Any]] = {
+    "keep_every_steps": ({"save_steps": 5}, 10),
     "model.config": ({}, "hare_0.4b"),
     "model.variant": ({}, "te_linear"),
     "model.compile": (BF16, True),

@@ -79,6 +79,12 @@ def test_disk_space(world: World, own_trained: Path) -> None:
     assert checked(world) == []  # two saves
     world.disk(2 * size + parameters)  # and hf/
     assert len(checked(world)) == 1
+    for limit, every, saves in ((0, 0, 10), (2, 50, 5)):  # the last is written while 2 + 2 are kept
+        keys(save_steps=10, save_total_limit=limit, keep_every_steps=every)(world)
+        world.disk((saves + 0.1) * size + 2 * parameters)
+        assert checked(world) == []
+        world.disk(saves * size + parameters)
+        assert len(checked(world)) == 1
     keys(save_strategy="no")(world)
     world.disk(0)
     assert checked(world) == []

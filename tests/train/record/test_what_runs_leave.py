@@ -11,6 +11,7 @@ import torch
 
 from model.config import flops_per_token, load_config
 from tests.train.runs import metrics, run
+from train.checkpoint.files import committed, parse_step
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
@@ -20,12 +21,13 @@ def test_run_folder_files(
     settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.trainer.peak_tflops", lambda name: 0.5)
-    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2)
+    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2, keep_every_steps=3)
     said = capsys.readouterr().out
     assert str(output_dir.resolve()) in said.splitlines()[0]
     log = (output_dir / "train.log").read_text()
     assert all(line in log for line in said.splitlines())
-    assert (output_dir / "loss.png").exists() and len(list(output_dir.glob("checkpoints/step-*"))) == 2
+    assert (output_dir / "loss.png").exists()
+    assert [parse_step(path) for path in committed(output_dir / "checkpoints")] == [3, 5, 6]
     resolved = json.loads((output_dir / "train_config.json").read_text())
     assert resolved["train_batch_size_tokens"] == 2 * 2 * 64
     last = metrics(output_dir)[-1]
