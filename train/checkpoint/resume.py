@@ -196,7 +196,8 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
     old, new = saved.train_config, state.train_config
     found = []
     for each in resume_differences(old, new):
-        follows_from_stage = each.key.startswith(("deepspeed.zero_optimization.", "deepspeed.data_types."))
+        # the data type in which gradients accumulate does not follow from the stage
+        follows_from_stage = each.key.startswith("deepspeed.zero_optimization.")
         if not (follows_from_stage and saved.zero_stage != state.zero_stage):
             found.append(Change(each, config_key(each.key), permanent_refusal(each)))
     for each in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):

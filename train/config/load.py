@@ -212,13 +212,16 @@ def override(raw: dict[str, Any], path: str, text: str) -> None:
     """Apply the command-line option `--path text` to the JSON object `raw`.
 
     If the text is JSON of a type that the key accepts, the JSON value is used. Otherwise, the value is the text itself.
-    The path can also name an entry of an object-valued key, such as `data.sources.NAME`.
+    The path can also name an entry of an object-valued key, such as `data.sources.NAME`. A key inside `deepspeed`
+    changes the DeepSpeed configuration file of the run.
 
     Raises:
         ConfigurationError: An intermediate value on the path is not an object, or the text starts like an object or a
             list but is not valid JSON.
     """
     names, target, node = path.split("."), raw, full_schema()
+    if names[0] == "deepspeed" and len(names) > 1 and isinstance(raw.get("deepspeed"), str | None):
+        raw["deepspeed"] = load_deepspeed(raw.get("deepspeed"))
     # in an object with arbitrary names, the rest of the path is a single name: a data source may have a dot in its name
     while len(names) > 1 and (not node or "properties" in node):
         section = names.pop(0)

@@ -343,11 +343,14 @@ def test_resume_with_another_number_of_ranks(folders) -> None:
 
 
 def test_resume_with_another_zero_stage(folders) -> None:
-    """At the same stage other settings are refused."""
+    """Other settings at the same stage, and another data type of the accumulated gradients, are refused."""
     saved = state(two(folders), consumed=24, deepspeed="ds_config_zero2.json")
     later = state(two(folders), deepspeed="ds_config_zero3.json")
     (line,) = resumed(later, saved, allow=False)
     assert numbers(line)[:4] == [1, 1, 2, 3] and later.consumed_samples == 24
+    with refused(CheckpointError, key="deepspeed") as error:
+        resumed(state(two(folders), deepspeed="ds_config_zero0.json"), saved, False)
+    assert [change.what.key for change in error.value.changes] == ["deepspeed.data_types.grad_accum_dtype"]
     settings = load_deepspeed("ds_config_zero2.json")
     settings |= {"zero_optimization": {"stage": 2, "overlap_comm": True}}
     with refused(CheckpointError, key="deepspeed") as error:

@@ -206,6 +206,12 @@ def test_resolved_configuration_round_trip(tmp_path):
 # ---------------------------------------------------------------- the command line
 
 
+def changed_zero(name: str, **changes: object) -> dict:
+    """Return a shipped DeepSpeed configuration with changes in the section zero_optimization."""
+    shipped = json.loads((CONFIG_FOLDER / name).read_text())
+    return shipped | {"zero_optimization": shipped["zero_optimization"] | changes}
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -213,7 +219,14 @@ def test_resolved_configuration_round_trip(tmp_path):
         ("--precision.recipe=current", {"precision.recipe": "current"}),
         ("--data.sources.v1.5 data/b", {"data.sources": {"a": "data/a", "v1.5": "data/b"}}),
         ("--per_device_eval_batch_size null", {"per_device_eval_batch_size": None}),
-        ("--deepspeed.zero_optimization.stage 2", {"deepspeed": {"zero_optimization": {"stage": 2}}}),
+        (
+            "--deepspeed.zero_optimization.overlap_comm false",
+            {"deepspeed": changed_zero("ds_config_zero1.json", overlap_comm=False)},
+        ),
+        (
+            "--deepspeed ds_config_zero2 --deepspeed.zero_optimization.overlap_comm true",
+            {"deepspeed": changed_zero("ds_config_zero2.json", overlap_comm=True)},
+        ),
         # a list of names
         ("--allow_changes_on_resume seed,max_steps", {"allow_changes_on_resume": ["seed", "max_steps"]}),
         ("--allow_changes_on_resume seed", {"allow_changes_on_resume": ["seed"]}),
