@@ -13,6 +13,7 @@ if the next save is due. All ranks must call the functions and methods at the sa
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +38,6 @@ from model.config import (
     GIB,
     flops_per_token,
     load_config,
-    load_sizes,
     model_name,
     num_parameters,
     numeric_settings,
@@ -129,6 +129,9 @@ from train.record.metrics import MetricsLogger, mfu, peak_tflops
 from train.record.provenance import RunRecord, origin
 from train.record.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from transformers import MistralConfig
+
 logger = logging.getLogger(__name__)
 
 
@@ -180,11 +183,11 @@ def run_training(args: TrainingArguments) -> None:
         args, state, folder = trainer.args, trainer.state, trainer.folder
         watchdog.phase("opening the output folder")
         if args.dry_run:
-            plan = disk_plan(args, load_sizes(args.model.config), state.zero_stage)
+            plan = disk_plan(args, trainer.data.config, state.zero_stage)
             return log_lines(
                 plan, f"dry_run: training would start with step {state.step + 1}; no files were written"
             )
-        metrics = open_run_folder(args, state, trainer.first_checkpoint)
+        metrics = open_run_folder(args, trainer.data.ds_config, state, trainer.first_checkpoint)
         record = RunRecord(
             folder,
             {"time": began, **describe_start(trainer)},
@@ -241,7 +244,7 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> Trainer:
     args = resolve_auto(args, dist.get_world_size())
     watchdog.phase("opening the data")
     data = open_data(args, watchdog)
-    state, checkpoint = load_start_position(args, data.train, watchdog)
+    state, checkpoint = load_start_position(args, data, watchdog)
     describe_run(args, data, state)
     trainer = Trainer(args, data, state, checkpoint, watchdog)
     if is_enabled(args) and state.step < args.max_steps:
@@ -285,11 +288,6 @@ def seed_generators(args: TrainingArguments) -> None:
         distributed.make_deterministic()
 
 
-def build_ds_config(args: TrainingArguments) -> dict[str, Any]:
-    """Return the DeepSpeed configuration, which is the same in every phase of precision.schedule."""
-    return resolve_ds_config(args, dist.get_world_size())
-
-
 def bytes_to_read(*places: Path | str | None) -> int:
     """Return the total size in bytes of the files in the given folders.
 
@@ -315,15 +313,22 @@ def ranks_by_value(value: str) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class RunData:
-    """Training data and evaluation data of a run."""
+    """Training data, evaluation data and configuration files of a run, which are read once when the run starts.
 
+    All phases of precision.schedule and all fallbacks use them, even if the user edits a file during the run.
+    """
+
+    config: MistralConfig  # model configuration
+    ds_config: dict[str, Any]  # DeepSpeed configuration, which is the same in every phase
     train: SampleStream
     held_out: dict[str, SampleStream]  # evaluation data, keyed by loss name
     unigram_loss: float  # loss of a unigram model on the samples of eval_loss, in nats per token
 
 
 def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
-    """Open the training and evaluation data. With data.verify, each rank verifies its share of the shards.
+    """Open the data and read the model and DeepSpeed configurations.
+
+    With data.verify, each rank verifies its share of the shards.
 
     Raises:
         DataError, ValueError: The data is damaged or does not fit the model.
@@ -342,14 +347,14 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
         )
         shards = sum(stream.verify(*share) for stream in streams)
         logger.info(f"data.verify: rank 0 verified the hashes and token ids of {shards} shards")
-    return RunData(train, held_out, unigram_loss)
+    return RunData(config, resolve_ds_config(args, dist.get_world_size()), train, held_out, unigram_loss)
 
 
 # ---------------------------------------------------------------- where the run starts
 
 
 def load_start_position(
-    args: TrainingArguments, stream: SampleStream, watchdog: Watchdog
+    args: TrainingArguments, data: RunData, watchdog: Watchdog
 ) -> tuple[RunState, Path | None]:
     """Find the position at which the run starts, and the checkpoint to resume from.
 
@@ -365,10 +370,10 @@ def load_start_position(
         consumed_samples=0,
         consumed_tokens=0,
         world_size=dist.get_world_size(),
-        zero_stage=build_ds_config(args).get("zero_optimization", {}).get("stage", 0),
+        zero_stage=data.ds_config["zero_optimization"]["stage"],
         train_config=args.to_dict(),
-        model_config=numeric_settings(load_config(args.model.config)),
-        data_fingerprint=stream.fingerprint(),
+        model_config=numeric_settings(data.config),
+        data_fingerprint=data.train.fingerprint(),
     )
     checkpoints, given = RunFolder(args.output_dir).checkpoints, args.resume_from_checkpoint
     watchdog.phase("waiting for rank 0 to verify the checkpoint", reads=bytes_to_read(checkpoints, given))
@@ -385,32 +390,37 @@ def load_start_position(
 
 
 def build_model_and_precision(
-    args: TrainingArguments, checkpoint: Path | None = None, fallbacks: dict[str, str] | None = None
+    args: TrainingArguments,
+    config: MistralConfig,
+    checkpoint: Path | None = None,
+    fallbacks: dict[str, str] | None = None,
 ) -> tuple[nn.Module, Precision]:
     """Build the model on this rank's device with the configured attention backend.
 
     Args:
         args: The arguments of one phase.
+        config: The model configuration.
         checkpoint: The checkpoint to resume from. If None, the weights come from model.init_from.
         fallbacks: Module name -> recipe (see `Precision`).
 
     Raises:
-        ValueError: model.config is not a model, or `build_model` refuses the configuration.
+        ValueError: `build_model` refuses the configuration.
         BackendError: Transformer Engine or the attention backend is not available.
     """
-    config, precision = load_config(args.model.config), Precision(args.precision, fallbacks=fallbacks)
+    precision = Precision(args.precision, fallbacks=fallbacks)
     choose_attention(
         args.model.attention_backend, args.model.variant, precision, config, args.data.document_mask
     )
-    return build_configured_model(args, precision, None if checkpoint else args.model.init_from), precision
+    init_from = None if checkpoint else args.model.init_from
+    return build_configured_model(args, config, precision, init_from), precision
 
 
 def build_configured_model(
-    args: TrainingArguments, precision: Precision, init_from: str | None = None
+    args: TrainingArguments, config: MistralConfig, precision: Precision, init_from: str | None = None
 ) -> nn.Module:
     """Build the configured model in `precision`, with the weights of the folder `init_from` or random weights."""
     return build_model(
-        load_config(args.model.config),
+        config,
         args.model.variant,
         precision,
         seed=args.seed,
@@ -452,11 +462,14 @@ def check_later_phases(
                 )
 
 
-def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, list[str]]:
+def disable_wrong_kernels(
+    args: TrainingArguments, config: MistralConfig
+) -> tuple[TrainingArguments, list[str]]:
     """Check the kernels of a phase against float32, and disable optional kernels that compute wrong results.
 
     Args:
         args: The arguments of one phase.
+        config: The model configuration.
 
     Returns:
         The arguments, and lines for the log.
@@ -467,7 +480,7 @@ def disable_wrong_kernels(args: TrainingArguments) -> tuple[TrainingArguments, l
     model = args.model
     if not VARIANTS[model.variant].te:
         return args, []
-    config, precision = load_config(model.config), Precision(args.precision)
+    precision = Precision(args.precision)
     choose_attention(model.attention_backend, model.variant, precision, config, args.data.document_mask)
     try:
         speed, lines = choose_kernels(
@@ -530,6 +543,7 @@ def build_engine_and_resume(
     args: TrainingArguments,
     model: nn.Module,
     precision: Precision,
+    data: RunData,
     state: RunState,
     checkpoint: Path | None,
 ) -> tuple[Any, MicroStep]:
@@ -538,7 +552,7 @@ def build_engine_and_resume(
     Args:
         args: The arguments of one phase.
     """
-    engine = build_engine(model, args, build_ds_config(args))
+    engine = build_engine(model, args, copy.deepcopy(data.ds_config))
     if checkpoint is not None:
         with distributed.suppress_prints():
             is_partitioned = is_partitioned_differently(read_state(checkpoint), state)
@@ -556,7 +570,7 @@ def calibrate_scales(
     args: TrainingArguments,
     model: nn.Module,
     precision: Precision,
-    stream: SampleStream,
+    data: RunData,
     state: RunState,
     checkpoint: Path | None,
 ) -> float | None:
@@ -580,10 +594,10 @@ def calibrate_scales(
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
     samples = size * accumulation * dist.get_world_size()
     first = next_position(state.consumed_samples, samples, state.skipped_samples) + dist.get_rank() * size
-    ids, labels, documents = stream.batch(first, size).to(precision.device)
+    ids, labels, documents = data.train.batch(first, size).to(precision.device)
     exact: Gradients = {}
     if checkpoint is None and args.model.init_from is None and dist.get_rank() == 0:
-        exact = bf16_gradients(args, ids, labels, accumulation, documents)
+        exact = bf16_gradients(args, data.config, ids, labels, accumulation, documents)
     gradients = calibrate(model, precision, ids, labels, accumulation, documents)
     if precision.has_state and gradients:
         passes = precision.config.calibration_passes
@@ -606,11 +620,11 @@ def calibrate_scales(
     return error
 
 
-def bf16_gradients(args: TrainingArguments, *micro_batch: Any) -> Gradients:
+def bf16_gradients(args: TrainingArguments, config: MistralConfig, *micro_batch: Any) -> Gradients:
     """Return `decoder_gradients` of new weights in bf16, in CPU memory. Recomputation limits the GPU memory."""
     section = PrecisionConfig(compute="bf16", backend=args.precision.backend)
     in_bf16 = replace(args, precision=section, gradient_checkpointing=True)
-    model = build_configured_model(in_bf16, Precision(in_bf16.precision))
+    model = build_configured_model(in_bf16, copy.deepcopy(config), Precision(in_bf16.precision))
     gradients = {name: g.cpu() for name, g in decoder_gradients(model, *micro_batch).items()}
     del model
     free_memory()
@@ -624,7 +638,7 @@ def bf16_gradients(args: TrainingArguments, *micro_batch: Any) -> Gradients:
 
 def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> None:
     """Log a summary of the configuration, the model and the data."""
-    config, stream, most = load_config(args.model.config), data.train, args.max_steps
+    config, stream, most = data.config, data.train, args.max_steps
     tokens_per_step = args.train_batch_size_tokens or 0
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
     changed = (f"{key} {value}" for key, value in find_changed_arguments(args).items())
@@ -646,12 +660,10 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
         )
 
 
-def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
+def predict(args: TrainingArguments, data: RunData, state: RunState) -> dict[str, Any] | None:
     """Predict the memory and speed of the current phase, and log them. Return None if they cannot be predicted."""
     phase_args = phase_arguments(args, phase_at(args, state.step, state.consumed_tokens))
-    setting = Setting.from_run(
-        phase_args, build_ds_config(args), load_config(args.model.config), dist.get_world_size()
-    )
+    setting = Setting.from_run(phase_args, data.ds_config, data.config, dist.get_world_size())
     if not (torch.cuda.is_available() and setting.is_planned):
         return None
     prediction = Prediction.make(setting, torch.cuda.get_device_name())
@@ -662,7 +674,9 @@ def predict(args: TrainingArguments, state: RunState) -> dict[str, Any] | None:
 # ---------------------------------------------------------------- the run folder
 
 
-def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path | None) -> MetricsLogger:
+def open_run_folder(
+    args: TrainingArguments, ds_config: dict[str, Any], state: RunState, checkpoint: Path | None
+) -> MetricsLogger:
     """Open the run folder for writing. Call this after all checks have passed.
 
     On a resume, checkpoints and exports of later steps are moved to another folder, and configuration changes are
@@ -683,7 +697,7 @@ def open_run_folder(args: TrainingArguments, state: RunState, checkpoint: Path |
         folder.stopped.unlink(missing_ok=True)
         for path, content in (
             (folder.train_config, args.to_dict()),
-            (folder.ds_config, build_ds_config(args)),
+            (folder.ds_config, ds_config),
         ):
             path.write_text(json.dumps(content, indent=2) + "\n")
     changed = [change for change in state.changes if change["step"] == state.step]
@@ -717,14 +731,14 @@ def describe_start(trainer: Trainer) -> dict[str, Any]:
         "model": {
             "config": args.model.config,
             "variant": args.model.variant,
-            "parameters": num_parameters(load_config(args.model.config)),
+            "parameters": num_parameters(trainer.data.config),
         },
         "data": trainer.data.train.describe(),
         "fp8": trainer.report.fp8,
         "attention": trainer.report.attention_by_rank,
         "startup_checks": trainer.report.lines,
         "initial_gradient_error": trainer.gradient_error,
-        "plan": predict(args, state),
+        "plan": predict(args, trainer.data, state),
         "escalations": state.escalations,  # the list grows during training
     }
 
@@ -771,17 +785,18 @@ class Trainer:
         phase_args = phase_arguments(args, self.phase)
         read = bytes_to_read(checkpoint or args.model.init_from)
         watchdog.phase("building the model", read)
-        phase_args, numeric_lines = disable_wrong_kernels(phase_args)
-        self.model, self.precision = build_model_and_precision(phase_args, checkpoint, fallbacks)
+        config = copy.deepcopy(data.config)  # transformers adds attributes
+        phase_args, numeric_lines = disable_wrong_kernels(phase_args, config)
+        self.model, self.precision = build_model_and_precision(phase_args, config, checkpoint, fallbacks)
         watchdog.phase("running the startup check")
         check_later_phases(args, self.model, self.precision.device, state.fallbacks)
         self.report = run_startup_check(args, self.model, self.precision, numeric_lines)
         watchdog.phase("building the engine", read)
         self.gradient_error = calibrate_scales(
-            phase_args, self.model, self.precision, data.train, state, checkpoint
+            phase_args, self.model, self.precision, data, state, checkpoint
         )
         self.engine, self.micro_step = build_engine_and_resume(
-            phase_args, self.model, self.precision, state, checkpoint
+            phase_args, self.model, self.precision, data, state, checkpoint
         )
         state.precision = phase_args.to_dict()["precision"]
         self.accumulation = args.gradient_accumulation_steps or 1

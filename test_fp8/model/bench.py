@@ -276,7 +276,7 @@ def measure_case(arguments: TrainingArguments, setting: Setting, conditions: Con
     no_graphs = cuda_graphs_problem(arguments.model.variant, emulated=not torch.cuda.is_available())
     if arguments.speed.cuda_graphs and no_graphs:
         raise Unavailable(no_graphs)
-    model, precision = build_model_and_precision(arguments)
+    model, precision = build_model_and_precision(arguments, load_config(arguments.model.config))
     model.train()
     is_te, engine = VARIANTS[arguments.model.variant].te, None
     pinned = "auto" if is_te else setting.attention

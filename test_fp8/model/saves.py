@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.config import num_parameters
+from model.config import load_config, num_parameters
 from model.startup_check import check_startup
 from test_fp8.common.cases import Case
 from test_fp8.common.report import Outcome, Result
@@ -36,7 +36,7 @@ class Training:
     def __init__(self, options: argparse.Namespace):
         case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
         self.args = training_arguments(case, options, "auto", options.micro_batch, dist.get_world_size())
-        model, self.precision = build_model_and_precision(self.args)
+        model, self.precision = build_model_and_precision(self.args, load_config(self.args.model.config))
         check_startup(model, self.precision, seed=self.args.seed)
         ds_config = resolve_ds_config(self.args, dist.get_world_size())
         self.engine = build_engine(model, self.args, ds_config)

@@ -1,5 +1,6 @@
 """precision.schedule: a change of the precision within a run is a stop and a resume with others, bit for bit."""
 
+import json
 import threading
 import weakref
 from pathlib import Path
@@ -56,6 +57,29 @@ def test_phase_change_equals_stop_and_resume(settings: dict, tmp_path: Path) -> 
     run(settings, **scheduled, output_dir=str(again), resume_from_checkpoint=str(whole / START))
     for folder in (two, again):
         assert curve(folder) == curve(whole)[2:] and tensors(folder, 5) == tensors(whole, 5)
+
+
+def test_edited_files_do_not_change_a_running_job(settings: dict, tmp_path: Path) -> None:
+    model, zero = tmp_path / "model.json", tmp_path / "zero.json"
+    text = Path(settings["model"]["config"]).read_text()
+    auto = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
+    settings |= {"model": {"config": str(model)}, "deepspeed": str(zero), "max_steps": 2}
+    settings |= {"precision": {"schedule": schedule}}
+    found, build = [], trainer.build_next_trainer
+
+    def edit_files(former: trainer.Trainer) -> Any:
+        model.write_text(json.dumps(json.loads(text) | {"rope_parameters": {"rope_theta": 100.0}}))
+        zero.unlink()
+        return build(former)
+
+    for name, next_trainer in (("whole", build), ("edited", edit_files)):
+        model.write_text(text), zero.write_text(json.dumps(auto))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "build_next_trainer", next_trainer)
+            folder = run(settings, output_dir=str(tmp_path / name))
+        found.append((curve(folder), tensors(folder, 2)))
+    assert found[0] == found[1]
 
 
 def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:

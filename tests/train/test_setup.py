@@ -73,7 +73,8 @@ def test_calibration_uses_the_first_batch_of_the_rank(
     stream: Any = SimpleNamespace(batch=lambda *its: asked.append(its) or row)
     monkeypatch.setattr(trainer, "calibrate", lambda *its: asked.append(its[-2:]) or {})
     precision: Any = SimpleNamespace(device="cpu", fp8=True, torchao=False, has_state=True)
-    trainer.calibrate_scales(arguments(), nn.Identity(), precision, stream, state_of(), None)
+    data: Any = SimpleNamespace(train=stream)
+    trainer.calibrate_scales(arguments(), nn.Identity(), precision, data, state_of(), None)
     assert asked == [(26, 2), (3, None)]
 
 
@@ -86,14 +87,14 @@ def test_start_records_only_its_changes(tmp_path: Path) -> None:
     changes = [{"step": step, "key": "learning_rate", "old": 1, "new": step} for step in (2, 4)]
     state = state_of(changes=changes, began_at={"path": "there"})
     args = arguments(output_dir=str(folder.path))
-    trainer.open_run_folder(args, state, other).close()
+    trainer.open_run_folder(args, {}, state, other).close()
     (line,) = map(json.loads, folder.metrics.read_text().splitlines())
     assert (line["step"], line["tokens"]) == (4, 1536)
     assert (line["changes"], line["began_at"]) == (changes[1:], {"path": "there"})
     assert not folder.stopped.exists()
     assert json.loads(folder.train_config.read_text()) == args.to_dict()
     state.changes = changes[:1]
-    trainer.open_run_folder(args, state, folder.checkpoints / "step-00000004").close()
+    trainer.open_run_folder(args, {}, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
 
 

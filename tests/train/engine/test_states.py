@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.config import load_config
 from model.fp8.recipes import FULL_STATES
 from tests.train.runs import curve, run
 from train.checkpoint.files import RunState, checkpoint_name
@@ -125,7 +126,7 @@ class Trained:
 
     def __init__(self, settings: dict, precision: dict[str, str], **changes: Any):
         self.args = resolve_arguments(build_arguments({**settings, "precision": precision, **changes}), 1)
-        model, self.precision = build_model_and_precision(self.args)
+        model, self.precision = build_model_and_precision(self.args, load_config(self.args.model.config))
         self.engine = build_engine(model, self.args, resolve_ds_config(self.args, 1))
         self.micro_step = MicroStep(self.engine, self.precision, self.args)
 
