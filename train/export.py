@@ -33,7 +33,7 @@ require_packages("exporting", "pydantic", "numpy", "safetensors", "torch", "tran
 
 from safetensors import SafetensorError
 
-from model.config import TRAINED_LENGTH, make_config, rope_parameters
+from model.config import TRAINED_LENGTH, make_config
 from model.keys import given_path
 from train.checkpoint.files import (
     CheckpointError,
@@ -141,14 +141,7 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
 
     config = make_config(state.model_config)
     lines = _set_bos_and_eos(config, TextEncoder(tokenizer), state)
-    length, positions = state.train_config["max_seq_length"], config.max_position_embeddings
-    setattr(config, TRAINED_LENGTH, length)
-    if length < positions and rope_parameters(config)["rope_type"] == "default":
-        lines.append(
-            f"the model was trained on sequences of {length:,} tokens ({TRAINED_LENGTH} in config.json), but "
-            f"its max_position_embeddings is {positions:,}. Limit the context length to {length:,} tokens in "
-            f"inference servers that do not read {TRAINED_LENGTH}"
-        )
+    setattr(config, TRAINED_LENGTH, state.train_config["max_seq_length"])
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)

@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> None:
     from train.prepare.tokenizer import train_tokenizer  # the import takes seconds
 
     train_tokenizer(args)
-    print(f"wrote {args.output}")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,11 @@ class FP8Report:
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
+        if len(reasons := group_by_value(self.kept)) == 1 and not self.planned:
+            return [f"{out[0]}: {next(iter(reasons))}"]
         for recipe_name, names in group_by_value(self.fallbacks).items():
             out.append(f"  {RECIPE_WORDS[recipe_name]}, by precision.on_trouble: {format_names(names)}")
-        for reason, names in group_by_value(self.kept).items():
+        for reason, names in reasons.items():
             out.append(f"  not FP8: {format_names(names)}: {reason}")
         return out
 
