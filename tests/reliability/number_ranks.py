@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -234,6 +235,21 @@ def whole_run(
         if left_out is not None:
             trainer.read_state = right_read
     return {"error": None}
+
+
+def run_with_given_losses(settings: dict, losses: list[tuple[float, float]]) -> dict[str, Any]:
+    """Train on devices with a peak of 0.5 TFLOP/s.
+
+    losses: for each rank, the loss of a micro-batch as the step returns it (loss x share), and its share of tokens with
+        a label.
+    """
+    right, (loss, share) = MicroStep.__call__, losses[dist.get_rank()]
+    with (
+        mock.patch.object(MicroStep, "__call__", lambda *values: right(*values) * 0 + loss),
+        mock.patch.object(Batch, "labelled", lambda batch: torch.tensor(share)),
+        mock.patch.object(trainer, "peak_tflops", lambda name: 0.5),
+    ):
+        return whole_run(settings, {})
 
 
 def a_matrix(module: torch.nn.Module) -> str:

@@ -31,7 +31,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 import torch
 import torch.distributed as dist
 
-from tests.reliability.number_ranks import reduced_state, skip, whole_run
+from tests.reliability.number_ranks import reduced_state, run_with_given_losses, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
 from tests.train.preflight.preflight_ranks import alike, gradients
@@ -40,7 +40,17 @@ from train.monitor import signals
 from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (skip, whole_run, watched_run, reduced_state, gradients, alike, muon_against_plain)
+    f.__name__: f
+    for f in (
+        skip,
+        whole_run,
+        run_with_given_losses,
+        watched_run,
+        reduced_state,
+        gradients,
+        alike,
+        muon_against_plain,
+    )
 }
 
 

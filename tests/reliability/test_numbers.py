@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from model.config import flops_per_token, load_config
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics
@@ -245,6 +246,20 @@ def runs(
             "spike", 2, {"19": "large_loss"}, max_steps=22, logging_steps=11, precision={"compute": "bf16"}
         ),
         **rollback_cases(base, folder),
+        "losses": (
+            2,
+            "run_with_given_losses",
+            {
+                "settings": {
+                    **base,
+                    "output_dir": str(folder / "losses"),
+                    "data": {**base["data"], "document_mask": True},
+                    "max_steps": 2,
+                    "logging_steps": 2,
+                },
+                "losses": [(2.0, 1.0), (0.75, 0.25)],
+            },
+        ),
         "flip": case("flip", 3, {"4": "flip"}, max_steps=6, replica_check_steps=2),
     }
     found = run_cases(folder / "results", list(cases.values()))
@@ -262,6 +277,17 @@ def test_skipped_step_is_recorded(runs: dict, base: dict) -> None:
     windows = [window for _, window in stream.sample_ids(4, 2)]
     expected = {"first_sample": 4, "samples": 2, "windows": {"text": windows}, "ranks": [1]}
     assert lines[2]["skipped"] == expected
+
+
+@pytest.mark.process
+def test_logged_loss_and_mfu_of_two_ranks(runs: dict, base: dict) -> None:
+    """With a document mask, the loss is the ratio of sums over the ranks, not the mean of their ratios (2.5)."""
+    folder, ranks = runs["losses"]
+    assert [rank["error"] for rank in ranks] == [None, None]
+    (line,) = (line for line in metrics(folder) if "loss" in line)
+    assert (line["loss"], line["step_loss"]) == (pytest.approx(2.75 / 1.25), pytest.approx(2.75 / 1.25))
+    flops = flops_per_token(load_config(base["model"]["config"]), 32)
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] / 2 * flops / 0.5e12)
 
 
 @pytest.mark.process
