@@ -28,14 +28,13 @@ input is invalid, 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model import require_packages
+from model import end_with_reader, require_packages
 
 require_packages("decoding", "pydantic", "torch", "transformers")
 
@@ -247,12 +246,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    arguments = parse_arguments()
     try:
-        return run(arguments)
-    except BrokenPipeError:  # the process that reads standard output has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        with end_with_reader():
+            return run(parse_arguments())
     except (UserError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

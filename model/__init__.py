@@ -8,8 +8,12 @@ check their arguments quickly. Only hf_baseline imports transformers' model clas
 """
 
 import importlib.util
+import os
+import select
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -37,3 +41,21 @@ def install_command(*packages: str, requirements: str = "requirements.txt") -> s
     """Return the pip command that installs optional packages in the tested versions listed in `requirements`."""
     file = Path(__file__).resolve().parent.parent / requirements
     return shlex.join([sys.executable, "-m", "pip", "install", "-c", str(file), *packages])
+
+
+@contextmanager
+def end_with_reader() -> Iterator[None]:
+    """End the program without a message if the process that reads stdout has exited, as `head` does.
+
+    The exit status is 141, with which the shell reports SIGPIPE.
+    """
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            print(end="", flush=True)
+        poll = select.poll()
+        poll.register(1, 0)  # reports errors only
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
+            raise SystemExit(141) from None

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from model import end_with_reader
 from model.errors import UserError
 from train.files import describe_error
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED
@@ -31,7 +32,8 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
     def run(argv: list[str] | None = None) -> int:
         configure_logging(console="stderr")
         try:
-            return main(argv) or 0
+            with end_with_reader():
+                return main(argv) or 0
         except (UserError, ValueError, OSError) as error:
             print(f"error: {describe_error(error)}", file=sys.stderr)
             if os.environ.get("FP8_TRACEBACK") == "1":

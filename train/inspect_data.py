@@ -10,7 +10,6 @@ Exit status: 0 if no damage was found; 1 if a file is damaged; 2 if there is not
 import argparse
 import functools
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -72,5 +71,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback with `| head`
     sys.exit(main())

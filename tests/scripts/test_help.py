@@ -3,6 +3,7 @@ environment is not activated, it says so."""
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -33,6 +34,19 @@ def test_help_is_fast(program: str) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and len(done.stdout) > 200 and not done.stderr, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "words", ["train/train.py --help", "train/plan.py --help", "train/plan.py tiny --tokens 1B"]
+)
+def test_reader_exits_first(words: str) -> None:
+    """As in a pipe to head."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.interpreter

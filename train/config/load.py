@@ -11,9 +11,7 @@ Command-line options take precedence over the file, and the file takes precedenc
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
-import math
 import os
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from model import end_with_reader
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
 from model.hub import local_folder
 from model.keys import RESUME
@@ -66,7 +65,7 @@ Exit status:
   1    Another error occurred. A restart from the last checkpoint may help.
   2    Something must be changed before the run can continue: a key, the data, a folder, the disk, the GPUs, or
        the cause of wrong numbers, such as a loss that is not finite.
-  75   The run was asked to stop and saved a checkpoint. The same command resumes it.
+  75   The run was asked to stop. It saved a checkpoint if it had begun to train. The same command resumes it.
   130  The run was stopped by Ctrl-C, without a checkpoint.
 """
 # The supervisor passes the configuration with which a run started to its ranks in this environment variable.
@@ -119,7 +118,8 @@ def read_configuration(argv: list[str]) -> tuple[dict[str, Any], str]:
     """
     for option, printed in (("--help", help_text), ("-h", help_text), ("--schema", schema_text)):
         if option in argv:
-            print(printed())
+            with end_with_reader():
+                print(printed())
             raise SystemExit(0)
     config, overrides = split_argv(argv)
     path = find_config(config, "CONFIG")
@@ -372,7 +372,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             "muon_momentum has an effect only with optim muon; remove muon_momentum",
         ),
         (
-            args.keep_every_steps % (args.save_steps or math.inf),
+            args.keep_every_steps % args.save_steps if args.save_steps else args.keep_every_steps,
             "keep_every_steps save_steps",
             "no checkpoint is saved at some of the steps to keep; set keep_every_steps to a multiple of save_steps",
         ),
@@ -499,22 +499,3 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     raise_problems("the DeepSpeed configuration", problems)
     raise_problems("precision.schedule", phase_end_problems(out))
     return out
-
-
-def find_changed_arguments(arguments: TrainingArguments) -> dict[str, str]:
-    """Return the configuration keys whose values differ from the defaults, with the values as text.
-
-    Args:
-        arguments: The resolved training arguments.
-    """
-    follows = {
-        "output_dir": arguments.output_dir,  # logged separately
-        "per_device_eval_batch_size": arguments.per_device_train_batch_size,
-        "deepspeed": load_deepspeed(None),
-    }
-    values = {key: (attrgetter(key)(arguments), node.get("default", ...)) for key, node in all_keys().items()}
-    return {
-        key: to_json_text(value, dataclasses.asdict)
-        for key, (value, default) in values.items()
-        if value not in (default, follows.get(key, ...))
-    }

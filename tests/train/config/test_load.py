@@ -14,7 +14,6 @@ from tests.conftest import numbers, refused
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
 from train.config.load import (
     build_arguments,
-    find_changed_arguments,
     help_text,
     load_arguments,
     resolve_arguments,
@@ -381,16 +380,6 @@ def test_help_and_schema_are_current():
         "run python train/train.py --schema > train_args/train_config.schema.json"
     )
     assert arguments(**{"$schema": "anything"}) == arguments()
-
-
-def test_find_changed_arguments():
-    def named(**changes) -> set[str]:
-        return {*find_changed_arguments(resolve_arguments(arguments(output_dir="x", **changes), 1))}
-
-    plain = named()
-    assert not {"seed", "deepspeed", "output_dir", "per_device_eval_batch_size"} & plain
-    changes = {"seed": 7, "speed__main_grad": False, "deepspeed": {}, "per_device_eval_batch_size": 4}
-    assert named(**changes) - plain == {key.replace("__", ".") for key in changes}
 
 
 @pytest.mark.interpreter
