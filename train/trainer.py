@@ -25,13 +25,14 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
+from transformers import MistralConfig
 
 from model.build import build_model, choose_attention
 from model.config import (
@@ -84,7 +85,7 @@ from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import msamp_settings, resolve_ds_config
-from train.config.load import find_changed_arguments, resolve_arguments
+from train.config.load import resolve_arguments
 from train.config.schedule import (
     describe_phase,
     phase_arguments,
@@ -111,7 +112,7 @@ from train.monitor.signals import (
     Interrupted,
     Stopped,
     StopVote,
-    defer_first_interrupt,
+    defer_stop,
     write_stopped,
 )
 from train.monitor.slow_ranks import SlowRanks
@@ -128,9 +129,6 @@ from train.record.log import configure_logging, open_log_file
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
 from train.record.provenance import RunRecord, origin
 from train.record.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from transformers import MistralConfig
 
 logger = logging.getLogger(__name__)
 
@@ -200,11 +198,12 @@ def run_training(args: TrainingArguments) -> None:
         stop_vote = StopVote()
     try:
         with contextlib.closing(metrics), record:
-            with defer_first_interrupt():
+            with defer_stop():
                 checkpoint = trainer.fit(metrics, stop_vote)
-                while state.step < args.max_steps:
-                    trainer, change = build_next_trainer(trainer)
-                    record.add_phase(change)
+            while state.step < args.max_steps:
+                trainer, change = build_next_trainer(trainer)
+                record.add_phase(change)
+                with defer_stop():
                     checkpoint = trainer.fit(metrics, stop_vote)
             record.part = "export"
             with Watchdog(args.hang_timeout_s) as watchdog:
@@ -641,8 +640,6 @@ def describe_run(args: TrainingArguments, data: RunData, state: RunState) -> Non
     config, stream, most = data.config, data.train, args.max_steps
     tokens_per_step = args.train_batch_size_tokens or 0
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
-    changed = (f"{key} {value}" for key, value in find_changed_arguments(args).items())
-    logger.debug(f"configuration: {', '.join(changed)}")  # for train.log; the console shows a summary
     log_lines(
         f"output folder: {RunFolder(args.output_dir).path.resolve()} (settings in train_config.json, messages "
         "in train.log)",

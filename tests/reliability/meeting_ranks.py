@@ -110,4 +110,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     signals.install()
-    sys.exit(main())
+    with signals.defer_stop():
+        sys.exit(main())

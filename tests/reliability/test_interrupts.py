@@ -36,7 +36,7 @@ def no_exit(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_second_interrupt_ends_the_run(no_exit: None) -> None:
-    with signals.defer_first_interrupt():
+    with signals.defer_stop():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)  # of a launcher
         assert signals.received[0] == "SIGINT"
@@ -46,7 +46,7 @@ def test_second_interrupt_ends_the_run(no_exit: None) -> None:
 
 def test_torchrun_forwards_interrupts(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with signals.defer_first_interrupt():
+    with signals.defer_stop():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(signals.Interrupted):
@@ -83,7 +83,7 @@ if steps == "before handlers":
     mark("ready")
     time.sleep(1e6)
 signals.install()
-with nullcontext() if steps == "none" else signals.defer_first_interrupt():
+with nullcontext() if steps == "none" else signals.defer_stop():
     mark("ready")
     # the terminal's Ctrl-C, and the launcher's request, which shows that it had the Ctrl-C too
     while not {"SIGINT", "SIGUSR1"} <= set(signals.received):

@@ -21,7 +21,7 @@ from model.errors import UserError
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
-from tests.train.runs import ROOT, run
+from tests.train.runs import PRECISIONS, ROOT, metrics, run
 from train import launch as launch_module
 from train import train, trainer
 from train.checkpoint import save
@@ -62,6 +62,21 @@ def test_stopped_run_resumes_bit_exactly(
     run(settings)
     assert not (folder / "stopped.json").exists()
     assert_equal_runs(folder, trained)
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+def test_stop_during_calibration(
+    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, phase: int
+) -> None:
+    """No further step is taken. The second phase starts from the checkpoint of the first."""
+    stop_when(monkeypatch, trainer, "calibrate", phase, signal.SIGUSR1)
+    schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["delayed"]]
+    with pytest.raises(signals.Interrupted) as stopped:
+        run(settings, precision={"schedule": schedule})
+    assert stopped.value.code == signals.STOPPED
+    folder = Path(settings["output_dir"])
+    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000001"][: phase - 1]
+    assert len(metrics(folder) if phase == 2 else list(folder.glob("*"))) == phase - 1
 
 
 def test_stop_without_checkpoints(settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +145,7 @@ def test_launcher_exit_status(tmp_path: Path, script: str, status: int, left: se
         (SaveError("of a save", is_transient=True), 1),
         (RuntimeError("of the program"), 1),
         (signals.Interrupted(), 130),
+        (signals.Interrupted(signals.STOPPED), 75),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

@@ -1,13 +1,17 @@
 """Stop a run on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank stops the run after the current step.
 
-The signal handler only records the signal. After each step, and between the batches of an evaluation, the ranks vote on
-whether any rank has received a signal (`StopVote`). The training loop then saves a checkpoint and raises `Stopped`, and
-train.py exits with status STOPPED on every rank. Some launchers do not return this status: torchrun exits with 1
-whatever its processes return. For such launchers, `stopped.json` in the run folder records the stop.
+During training, the signal handler only records the signal. After each step, and between the batches of an evaluation,
+the ranks vote on whether any rank has received a signal (`StopVote`). The training loop then saves a checkpoint and
+raises `Stopped`, and train.py exits with status STOPPED on every rank. Some launchers do not return this status:
+torchrun exits with 1 whatever its processes return. For such launchers, `stopped.json` in the run folder records the
+stop.
+
+Outside of training, such as during the calibration of FP8 scales, there is no step to finish. Each signal then ends the
+rank immediately: Ctrl-C with status INTERRUPTED, other signals with status STOPPED.
 
 On Ctrl-C, the terminal sends SIGINT to the ranks and to the launcher. Each process counts its own signals. The launcher
-does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C, or a Ctrl-C outside of
-training, terminates a rank immediately with status INTERRUPTED.
+does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C terminates a rank
+immediately with status INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ INTERRUPTED = 128 + signal.SIGINT
 PR_SET_PDEATHSIG = 1
 
 received: list[str] = []  # names of the received signals, in order
-_is_training = False  # whether Ctrl-C waits for the current step
+_is_training = False  # whether a stop waits for the current step
 
 
 class Stopped(Exception):
@@ -59,18 +63,19 @@ class Stopped(Exception):
 
 
 class Interrupted(SystemExit):
-    """An exception raised on Ctrl-C outside of training.
+    """An exception raised on a signal outside of training.
 
     The class derives from SystemExit, so `except Exception` does not catch it and no traceback is printed.
     """
 
-    def __init__(self) -> None:
-        super().__init__(INTERRUPTED)
+    def __init__(self, status: int = INTERRUPTED) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 @contextlib.contextmanager
-def defer_first_interrupt() -> Iterator[None]:
-    """Treat the first Ctrl-C in a `with` block like SIGTERM: as a request to stop after the current step."""
+def defer_stop() -> Iterator[None]:
+    """Treat signals in a `with` block as requests to stop after the current step, except for a second Ctrl-C."""
     global _is_training
     _is_training = True
     try:
@@ -83,26 +88,26 @@ def _record(number: int, frame: FrameType | None) -> None:
     """Handle a stop signal by recording it. A second Ctrl-C terminates the rank immediately.
 
     Raises:
-        Interrupted: The signal is a Ctrl-C outside of training.
+        Interrupted: The signal came outside of training.
     """
     name = signal.Signals(number).name
     # torchrun sends each SIGINT to its ranks a second time
     is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
-    if number == signal.SIGINT and not _is_training:
+    if not received and (name != "SIGINT" or launchers.rank() == 0):  # every rank receives a Ctrl-C
+        when = " after the current step (press Ctrl-C again to stop immediately)" if _is_training else ""
+        # print raises if the signal arrives during another print; os.write raises on a full disk
+        with contextlib.suppress(OSError):
+            os.write(2, f"rank {launchers.rank()}: {name}: the run stops{when}\n".encode())
+    if not _is_training:
         # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
         for other in SIGNALS:
             signal.signal(other, lambda *_: None)
         signal.signal(signal.SIGINT, (lambda *_: None) if is_passed_on else signal.SIG_DFL)
-        raise Interrupted
+        raise Interrupted(INTERRUPTED if number == signal.SIGINT else STOPPED)
     if name == "SIGINT" and name in received:
         if not is_passed_on:
             os._exit(INTERRUPTED)
         return
-    if not received and (name != "SIGINT" or launchers.rank() == 0):  # every rank receives a Ctrl-C
-        text = f"rank {launchers.rank()}: {name}: the run stops after the current step"
-        # print raises if the signal arrives during another print; os.write raises on a full disk
-        with contextlib.suppress(OSError):
-            os.write(2, f"{text} (press Ctrl-C again to stop immediately)\n".encode())
     received.append(name)
 
 

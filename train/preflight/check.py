@@ -27,7 +27,7 @@ from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
-from train.preflight.machine import Device
+from train.preflight.machine import Device, check_threads
 from train.preflight.sizes import check_disk, check_memory, is_done
 from train.record.run_folder import EXPORTED_FROM, RunFolder, export_folder_problem
 from train.record.trackers import check_installed
@@ -114,7 +114,7 @@ def check(
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices), capability)
-    warnings: list[str | None] = []
+    warnings: list[str | None] = [check_threads(local_ranks)] if devices == [] else []
     if sizes is not None and resolved and ds_config:
         warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
         if devices:

@@ -52,6 +52,20 @@ def test_valid_configuration_has_no_warnings(world: World) -> None:
     assert check.check(build_arguments(world.settings), 8, 8, None) == []
 
 
+@pytest.mark.parametrize(
+    ("threads", "ranks", "warns"),
+    [("2", 2, True), ("1", 2, False), ("2", 1, False), ("", 2, True), ("1", 4, False)],
+)
+def test_too_many_threads_warn(
+    world: World, monkeypatch: pytest.MonkeyPatch, threads: str, ranks: int, warns: bool
+) -> None:
+    """Of a host with two cores. Without the variable, torch starts a thread per core in each rank."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert len(checked(world, ranks, ranks)) == warns
+    assert checked(world, 2, 2, [80 * 2**30] * 2) == []
+
+
 def test_problems_are_listed(world: World) -> None:
     keys(model__init_from=str(world.folder / "gone"))(world)
     with problem("model.init_from", code="weights"):
