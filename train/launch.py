@@ -68,6 +68,7 @@ from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
+from train.preflight.sizes import completion
 from train.record.log import configure_logging
 from train.record.run_folder import RunFolder
 
@@ -445,6 +446,7 @@ class Supervisor:
         set_environment(self.options.nproc)
         nodes = f" on each of {self.options.nnodes} nodes" if self.options.nnodes > 1 else ""
         logger.info(f"starting {self.options.nproc} rank{'s' * (self.options.nproc > 1)}{nodes}")
+        was_complete = bool(completion(self.arguments))  # train.py reports it
         status = self.prepare() or (self.start_ranks() if self.arguments.dry_run else self.train())
         is_first_node = self.options.node_rank == 0
         # after Ctrl-C the user decides when to start again
@@ -456,9 +458,8 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 self.record.unlink(missing_ok=True)
         has_sample = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
-        is_wanted = not (
-            status or self.arguments.dry_run or self.children.stop_requested or setting("DEMO") == "0"
-        )
+        is_wanted = not (status or was_complete or self.arguments.dry_run or self.children.stop_requested)
+        is_wanted &= setting("DEMO") != "0"
         if is_wanted and has_sample and is_first_node:
             self.run_demo()
         return status

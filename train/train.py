@@ -42,7 +42,7 @@ from train.config.load import load_arguments
 from train.files import describe_error, is_persistent
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
-from train.preflight.sizes import memory_ran_out
+from train.preflight.sizes import completion, memory_ran_out
 from train.record.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
         0: done.
-        75 (signals.STOPPED): stopped on request, with a checkpoint.
+        75 (signals.STOPPED): stopped on request, with a checkpoint or before the first step.
         130 (signals.INTERRUPTED): stopped by Ctrl-C, without a checkpoint.
         2 (signals.DO_NOT_RESTART): the user has to change something first, for example the configuration, a full or
             read-only disk, or an error that would recur, such as wrong numerical results.
@@ -80,6 +80,9 @@ def main(argv: list[str]) -> int:
                 arguments, launchers.world_size(), launchers.local_world_size(), cuda_devices()
             ):
                 logger.info(remark)
+        if complete := completion(arguments):
+            logger.info(complete)  # rank 0 shows it
+            return 0
         # Objects created by the imports are never freed. Searching them for garbage takes a third of the import time,
         # and the same time again at each collection that DeepSpeed requests.
         gc.disable()
@@ -89,8 +92,8 @@ def main(argv: list[str]) -> int:
         gc.freeze()
         gc.enable()
         return trainer.run(arguments)
-    except signals.Interrupted:
-        return exit_rank(signals.INTERRUPTED)
+    except signals.Interrupted as stop:
+        return exit_rank(stop.status)
     except Exception as error:
         return end_after_error(error, arguments)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +259,22 @@ def test_mistakes_are_found_without_torch(world: World) -> None:
     )
     assert done.stdout == "[]\n", done.stdout + done.stderr
     assert done.stderr.count("data/pretrian") == 2 and done.stderr.count("model.init_from") == 2
+
+
+def test_completed_run_starts_no_training(world: World, own_trained: Path) -> None:
+    """Neither train.py nor the supervisor, which also starts no demo."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):  # of the fixture's process group
+        world.patch.delenv(name, raising=False)
+    keys(output_dir=str(own_trained))(world)
+    before, demo = world.content(), list[str]()
+    world.patch.setattr(launch.Children, "run_ranks", lambda *_: 0)
+    world.patch.setattr(os, "execv", lambda path, command: demo.extend(command))
+    for options in ([], ["--dry_run"]):
+        assert train.main([world.config(), *options]) == 0
+    world.patch.setenv("NPROC", "1")
+    assert launch.main(["--supervise", world.config()]) == 0 and not demo
+    assert world.content() == before
+    longer = ["--max_steps", "9", "--allow_changes_on_resume", "max_steps"]
+    (own_trained / "hf" / EXPORTED_FROM).write_text("{}")
+    for options in (longer, []):
+        assert train.main([world.config(), *options]) == 1, "it has to train or to export"

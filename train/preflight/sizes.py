@@ -10,7 +10,7 @@ import shutil
 from typing import Any
 
 from model.config import GIB, num_parameters
-from train.checkpoint.files import checkpoint_name, committed, excess_checkpoints, step_folders
+from train.checkpoint.files import checkpoint_name, committed, excess_checkpoints, identity, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.files import format_size, nearest_existing_path
 from train.planning.memory import (
@@ -87,18 +87,18 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
     # "never" moves existing checkpoints aside and keeps them.
     there = [] if is_new else committed(RunFolder(args.output_dir).checkpoints)
-    kept = args.save_total_limit or math.inf
-    if args.keep_every_steps:
-        kept += args.max_steps // args.keep_every_steps
+    milestones = args.max_steps // args.keep_every_steps if args.keep_every_steps else 0
+    kept = (args.save_total_limit or math.inf) + milestones
     saves = -(-args.max_steps // args.save_steps) if args.save_steps else 1
-    is_open = args.save_minutes and kept == math.inf  # nobody knows how many saves there will be
-    most = kept + 1 if args.save_minutes and not is_open else min(kept + 1, saves)
+    # the number of saves by save_minutes is not known
+    most = kept + 1 if args.save_minutes and args.save_total_limit else min(kept + 1, saves)
     count = int(max(1, most - min(len(there), kept)))
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
-        f"a checkpoint takes about {format_size(checkpoint)}, the run adds {'at least' if is_open else 'up to'} "
-        f"{count} checkpoints, and the exported model in hf/ takes {format_size(export)}"
+        f"a checkpoint takes about {format_size(checkpoint)}, the run adds "
+        f"{'up to' if args.save_total_limit else 'at least'} {count} checkpoints, and "
+        f"the exported model in hf/ takes {format_size(export)}"
     )
     return checkpoint, checkpoint * count + export, text
 
@@ -142,6 +142,18 @@ def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
         text = "save_strategy is no, so the run writes neither checkpoints nor hf/"
     free = shutil.disk_usage(nearest_existing_path(folder.checkpoints)).free
     return f"output: {folder.path.resolve()}; {text}; {format_size(free)} are free"
+
+
+def completion(args: TrainingArguments) -> str:
+    """Return a message if the run is complete, including its export, or ""."""
+    folder = RunFolder(args.output_dir)
+    if not is_done(args, folder) or folder.exported()[1] != identity(committed(folder.checkpoints)[-1]):
+        return ""
+    return (
+        f"the run in {folder.path} is complete: all {args.max_steps:,} steps are done; the model is in {folder.hf}. "
+        "To train it further, pass a larger --max_steps and --allow_changes_on_resume max_steps. To train a new model, "
+        "pass another --output_dir"
+    )
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
