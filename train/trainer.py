@@ -380,6 +380,7 @@ def load_start_position(
     if checkpoint is not None:
         saved = read_state(checkpoint)
         log_lines(*resume_state(state, saved, checkpoint, args.allow_changes_on_resume))
+    stream.seek(state.consumed_samples, state.sources)
     if problems := phase_end_problems(args, state.step, state.consumed_tokens):
         raise ConfigurationError(problems=problems)
     return state, checkpoint
@@ -1161,6 +1162,7 @@ class Trainer:
             SaveError: See `_finish_save`.
         """
         self.state.health = self.health.state_dict()
+        self.state.sources = self.state.sources | self.data.train.drawn_at(self.state.consumed_samples)
         self.watchdog.renew(f"saving step {self.state.step}")
         self._finish_save()
         background = self.args.save_async and not is_last

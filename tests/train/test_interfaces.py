@@ -88,6 +88,7 @@ RUN_STATE = {
         "train_config",
         "model_config",
     ),
+    *("sources", "sources.text"),
     *("data_fingerprint", "health", "skipped_samples", "evaluation_due", "changes", "began_at", "precision"),
     *("escalations", "precision_changes"),
     *(f"data_fingerprint.{key}" for key in ("split", "seq_length", "seed", "sources")),

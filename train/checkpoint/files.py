@@ -62,6 +62,8 @@ class RunState:
     train_config: dict[str, Any]
     model_config: dict[str, Any]
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
+    # samples drawn from each data source before consumed_samples, by name (SampleStream.drawn_at)
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)  # state of the loss spike detection
     # ranges [first, end) in the global sample order that the run skips after rollbacks
     skipped_samples: list[list[int]] = field(default_factory=list)
@@ -76,6 +78,11 @@ class RunState:
     escalations: list[dict[str, Any]] = field(default_factory=list)
     # steps after which the precision changed; only written by earlier versions
     precision_changes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = [*self.data_fingerprint.get("sources", {})]
+        if not self.sources and len(names) == 1:  # earlier versions did not write `sources`
+            self.sources = {names[0]: {"samples": self.consumed_samples, "deficit": 0.0}}
 
     @property
     def fallbacks(self) -> dict[str, str]:

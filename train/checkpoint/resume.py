@@ -99,8 +99,8 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     """Update the run state `state` to resume from a checkpoint.
 
     The number of ranks and the ZeRO stage may change. Every other change that affects results must be listed in
-    `allow`, and is added to `state.changes`. If the sequence length changes, the run resumes at the same number of
-    tokens, rounded up to a whole sample.
+    `allow`, and is added to `state.changes`. Each data source continues after the samples drawn from it. If the
+    sequence length changes, the run resumes at the same number of tokens, rounded up to a whole sample.
 
     Args:
         state: run state with the current configuration. Updated in place.
@@ -112,15 +112,18 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         Lines for the log.
 
     Raises:
-        CheckpointError: if rollback.json is damaged, or a change is not allowed.
+        CheckpointError: if rollback.json is damaged, or `allowed_changes` refuses a change or the checkpoint.
         ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
     found = allowed_changes(state, saved, path, allow)
     old, new = saved.train_config, state.train_config
     state.step, state.consumed_tokens = saved.step, saved.consumed_tokens
-    state.consumed_samples = -(
-        -saved.consumed_samples * int(old["max_seq_length"]) // int(new["max_seq_length"])
-    )
+    lengths = int(old["max_seq_length"]), int(new["max_seq_length"])
+    state.consumed_samples = _rescale(saved.consumed_samples, *lengths)
+    state.sources = {
+        name: drawn | {"samples": _rescale(drawn["samples"], *lengths)}
+        for name, drawn in saved.sources.items()
+    }
     state.changes = [*saved.changes, *({"step": saved.step, **vars(change.what)} for change in found)]
     for name in ("health", "evaluation_due", "precision", "escalations", "precision_changes"):
         setattr(state, name, getattr(saved, name))
@@ -144,9 +147,11 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     if saved.data_fingerprint == _through_json(state.data_fingerprint):
         state.skipped_samples = rolled_back(path) or saved.skipped_samples
     else:
+        drawn = ", ".join(f"{name} {each['samples']:,}" for name, each in state.sources.items())
         lines.append(
-            f"the sample order changed, so the run resumes at sample {state.consumed_samples:,} of the new order. Some "
-            "texts may be repeated or skipped in the current epoch of each source"
+            f"the data changed. Each source continues after the samples that were drawn from it ({drawn}). If the "
+            "content of a source, the seed or max_seq_length changed, some texts of the current epoch may be repeated "
+            "or skipped"
         )
     return lines
 
@@ -164,8 +169,17 @@ def allowed_changes(
 
     Raises:
         ChangesError: if a change is not allowed.
+        CheckpointError: if the checkpoint does not contain the samples drawn from each of several data sources.
         ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
+    if len(saved.data_fingerprint.get("sources", {})) > len(saved.sources):
+        raise CheckpointError(
+            f"{path} was written by an earlier version, which mixed several data sources in another order. Finish the "
+            "run with that version, or export the checkpoint with train/export.py and start a new run with "
+            "model.init_from",
+            code="older_mixture",
+            key=str(path),
+        )
     found = changes(state, saved)
     if saved.step > (max_steps := state.train_config["max_steps"]):
         raise ConfigurationError(
@@ -253,6 +267,11 @@ def resume_option(args: TrainingArguments) -> str:
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     starts_again = setting == "never" or (setting != "auto" and is_in_folder(Path(setting), own))
     return " with --resume_from_checkpoint auto" if starts_again else ""
+
+
+def _rescale(samples: int, old_length: int, new_length: int) -> int:
+    """Convert a number of samples to another sequence length, rounded up."""
+    return -(-samples * old_length // new_length)
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -102,6 +102,7 @@ def roll_back(
     load_checkpoint(engine, path, precision, is_partitioned_differently(saved, state))
     vars(state).update({key: value for key, value in vars(saved).items() if key not in KEPT_FIELDS})
     state.skipped_samples, state.evaluation_due = ranges, False
+    stream.seek(state.consumed_samples, state.sources)
     health.load_state_dict(saved.health)
     record = samples_record(stream, first, end - first)
     logger.info(

@@ -405,6 +405,12 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             no_graphs or "",
         ),
         (
+            len(args.data.sources) > 1 and args.data.sources.keys() & (args.data.eval_sources or {}).keys(),
+            "data.sources data.eval_sources",
+            "both contain the same name, so their losses would both be logged as eval_loss/NAME; rename the evaluation "
+            "data",
+        ),
+        (
             args.gradient_checkpointing == "mlp"
             and not any(supports_mlp(args.model.variant, args.speed, own.recipe) for own in fp8_phases),
             "gradient_checkpointing model.variant precision.compute precision.recipe speed.fused_swiglu",

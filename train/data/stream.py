@@ -4,13 +4,13 @@
 
 A sample is a window of seq_length + 1 tokens from the concatenated documents of a split. The stride of the windows is
 seq_length, so each token is predicted once and there is no padding. The order of samples (order.py) is a pure function
-of (seed, manifests, seq_length, weights, position). A run only has to store the number of consumed samples.
+of the seed, the manifests, the sequence length, the weights and the number of samples drawn so far from each source.
 """
 
 import hashlib
 import json
 import math
-from bisect import bisect_right
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -22,7 +22,7 @@ import torch
 
 from model.documents import Documents
 from train.data.format import DataError, unigram_loss, verify_shard
-from train.data.order import Mixture, Weights, mix, permutation_key, permute, spread
+from train.data.order import Drawn, Mixture, Weights, permutation_key, permute, spread
 from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # label of tokens that the loss ignores
@@ -83,21 +83,22 @@ def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
 class SampleStream:
     """The samples from one split of one or more data sources, in a global order.
 
-    In the train split, the sources are mixed with exact quotas, each source is reshuffled in every epoch, and the
-    stream has no end. In the eval split, every window of every source occurs once, in its original order.
+    In the train split, the sources are mixed by weight, each source is reshuffled in every epoch, and the stream has no
+    end. In the eval split, the samples of each source follow each other in their original order.
 
     Args:
         weights: weights of the sources in the train split, or None for weights in proportion to their size.
         document_mask: add `documents` to the batches, and remove the label of the last token of each document, because
             the next token belongs to an unrelated document. The number of labels then differs between batches, so
             train/engine/step.py weights the loss with this number.
-        max_samples: maximum number of samples in the eval split, or None. The windows are evenly spaced, and the number
-            of windows from each source is in proportion to its size.
+        max_samples: maximum number of samples in the eval split, or None. The windows are evenly spaced. The number of
+            windows from each source is in proportion to its size, but at least one.
 
     Attributes:
         vocab_size: vocabulary size of the tokenizer.
         num_tokens: number of tokens in the split, over all sources.
         num_samples: for train, number of windows in the split; for eval, number of samples in the stream.
+        parts: for eval, the positions of the samples of each source, by name.
     """
 
     def __init__(
@@ -111,48 +112,79 @@ class SampleStream:
         self.document_mask = document_mask
         self.sources = sources
         self.split, self.seq_length, self.seed = sources[0].split, sources[0].seq_length, seed
-        windows = [source.num_windows for source in self.sources]
-        if self.split == "eval":
-            self._mixture = Mixture(windows, max_period=sum(windows))
-        else:
-            sizes = {source.name: float(source.num_windows) for source in self.sources}
-            self._mixture = mix(sizes if weights is None else weights, list(sizes), self.seq_length)
+        sizes = {source.name: source.num_windows for source in self.sources}
+        self._mixture = Mixture(sizes if weights is None else weights, list(sizes), self.seq_length)
         self.vocab_size = self.sources[0].manifest.vocab_size
         self.num_tokens = sum(source.num_tokens for source in self.sources)
-        self.num_samples = sum(windows)
+        self.num_samples = total = sum(sizes.values())
+        self.parts: dict[str, range] = {}
+        self._eval_ids: list[tuple[int, int]] = []
         if self.split == "eval":
-            self.num_samples = min(max_samples or self.num_samples, self.num_samples)
-            chosen = np.bincount(self._mixture.locate(0, self.num_samples)[0], minlength=len(windows))
-            self._chosen = [spread(int(some), total) for some, total in zip(chosen, windows, strict=True)]
+            ends = np.cumsum([*sizes.values()]) * min(max_samples or total, total) // total
+            for index, (name, count) in enumerate(zip(sizes, np.diff(ends, prepend=0).tolist(), strict=True)):
+                first, windows = len(self._eval_ids), spread(max(count, 1), sizes[name])
+                self._eval_ids += [(index, window) for window in windows.tolist()]
+                self.parts[name] = range(first, len(self._eval_ids))
+            self.num_samples = len(self._eval_ids)
         self._plan = lru_cache(4)(self._make_plan)
+        self._lock = threading.Lock()  # MicroBatches reads in another thread
+        self.seek(0, {})
+
+    def seek(self, position: int, drawn: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let the order of the train split begin at `position`.
+
+        Args:
+            position: number of samples drawn from all sources, including skipped samples.
+            drawn: the samples drawn from each source, from `drawn_at`. A source that is missing starts from its
+                beginning.
+        """
+        found = [drawn.get(source.name, {}) for source in self.sources]
+        samples = tuple(each.get("samples", 0) for each in found)
+        with self._lock:
+            # the samples drawn before each block of PLAN_SAMPLES samples
+            self._blocks = [Drawn(position, samples, tuple(each.get("deficit", 0.0) for each in found))]
+            self._plan.cache_clear()
+
+    def drawn_at(self, position: int) -> dict[str, dict[str, Any]]:
+        """Return the samples drawn from each source before `position` in the global order, as JSON values."""
+        with self._lock:
+            block, count = divmod(position - self._blocks[0].position, PLAN_SAMPLES)
+            _, drawn = self._mixture.draw(self._before_block(block), count)
+        values = zip(self.sources, drawn.samples, drawn.deficits, strict=True)
+        return {source.name: {"samples": samples, "deficit": deficit} for source, samples, deficit in values}
+
+    def _before_block(self, block: int) -> Drawn:
+        while len(self._blocks) <= block:
+            self._blocks.append(self._mixture.draw(self._blocks[-1], PLAN_SAMPLES)[1])
+        return self._blocks[block]
 
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """Return a pair (source index, window index) for each sample in a block of up to PLAN_SAMPLES samples.
+        """Return a pair (source index, window index) for each sample in a block of PLAN_SAMPLES training samples.
 
         A window is the slice of a source's tokens that makes up one sample.
         """
-        first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
-        if self.split == "eval":
-            count = min(count, self.num_samples - first)
-        which, ordinal = self._mixture.locate(first, count)
-        windows = np.empty_like(ordinal)
+        before = self._before_block(block)
+        order, _ = self._mixture.draw(before, PLAN_SAMPLES)
+        windows = np.empty_like(order)
         for index, source in enumerate(self.sources):
-            epochs, within = np.divmod(ordinal, source.num_windows)
-            if self.split == "eval":
-                windows[which == index] = self._chosen[index][within[which == index]]
-                continue
-            for epoch in np.unique(epochs[which == index]):
-                chosen = (which == index) & (epochs == epoch)
+            places = np.flatnonzero(order == index)
+            epochs, within = np.divmod(before.samples[index] + np.arange(len(places)), source.num_windows)
+            for epoch in np.unique(epochs):
+                chosen = epochs == epoch
                 key = permutation_key(self.seed, source.name, int(epoch))
-                windows[chosen] = permute(within[chosen], source.num_windows, key)
-        return list(zip(which.tolist(), windows.tolist(), strict=True))
+                windows[places[chosen]] = permute(within[chosen], source.num_windows, key)
+        return list(zip(order.tolist(), windows.tolist(), strict=True))
 
     def sample_ids(self, start: int, count: int) -> list[tuple[int, int]]:
         """Return the pairs (source index, window) for samples start..start+count-1. Sources are sorted by name."""
+        if self.split == "eval":
+            return self._eval_ids[start : start + count]
         ids: list[tuple[int, int]] = []
-        for block in range(start // PLAN_SAMPLES, -(-(start + count) // PLAN_SAMPLES)):
-            first = block * PLAN_SAMPLES
-            ids += self._plan(block)[max(0, start - first) : max(0, start + count - first)]
+        with self._lock:
+            start -= self._blocks[0].position
+            for block in range(start // PLAN_SAMPLES, -(-(start + count) // PLAN_SAMPLES)):
+                first = block * PLAN_SAMPLES
+                ids += self._plan(block)[max(0, start - first) : max(0, start + count - first)]
         return ids
 
     def batch(self, start: int, count: int, rows: int = 0) -> Batch:
@@ -253,7 +285,7 @@ class SampleStream:
 
     def weights_at(self, sample: int) -> dict[str, float]:
         """Return the nonzero weights of the sources, by name, at position `sample` in the global order."""
-        weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
+        weights = self._mixture.weights_at(sample)
         return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
 
@@ -339,20 +371,24 @@ def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
 
 
 def held_out_batches(
-    stream: SampleStream, size: int, rank: int, world: int
+    stream: SampleStream, size: int, rank: int, world: int, samples: range | None = None
 ) -> Iterator[tuple[int, int, Batch]]:
     """Yield the batches of one rank for an evaluation.
 
     Every rank gets the same number of batches. Otherwise, the collectives of ZeRO 3 would hang.
 
+    Args:
+        samples: positions of the samples to evaluate, or None for all samples of the stream.
+
     Yields:
         (index of the first sample, number of rows with samples, batch with `size` rows). The remaining rows have no
         labels.
     """
-    samples = stream.num_samples
-    for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
-        rows = max(0, min(size, samples - start))
-        batch = stream.batch(start if rows else 0, max(rows, 1), size)
+    samples = range(stream.num_samples) if samples is None else samples
+    steps = math.ceil(len(samples) / (size * world))
+    for start in range(samples.start + rank * size, samples.start + steps * size * world, size * world):
+        rows = max(0, min(size, samples.stop - start))
+        batch = stream.batch(start if rows else samples.start, max(rows, 1), size)
         batch.labels[rows:] = NO_LABEL
         yield start, rows, batch
 

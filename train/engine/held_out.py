@@ -23,10 +23,13 @@ def held_out_losses(
 ) -> dict[str, float] | None:
     """Return the mean loss of each held-out set in nats per token, keyed by loss name.
 
+    The loss of a set with several sources is the mean over the tokens of all sources. The mean over the tokens of one
+    source is added as NAME/SOURCE.
+
     Collective: all ranks must call this function.
 
-    FP8 scales and amax histories are restored after each set, so the evaluation affects neither the training nor the
-    other sets.
+    FP8 scales and amax histories are restored after each source, so the evaluation affects neither the training nor the
+    other sources.
 
     Args:
         streams: Held-out sets, keyed by loss name.
@@ -38,22 +41,34 @@ def held_out_losses(
         The losses, or None if the evaluation was cancelled.
     """
     before, losses = snapshot_fp8_state(engine.module, precision), dict[str, float]()
+    rank, world = dist.get_rank(), dist.get_world_size()
     engine.eval()
-    for name, stream in streams.items():
-        total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of the losses, tokens
-        for *_, batch in held_out_batches(stream, batch_size, dist.get_rank(), dist.get_world_size()):
-            tokens = int((batch.labels != NO_LABEL).sum())
-            input_ids, labels, documents = batch.to(engine.device)
-            loss = engine(input_ids, labels=labels, documents=documents).loss
-            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-            if should_stop():
-                break
-        else:
-            dist.all_reduce(total)
-            losses[name] = float(total[0] / total[1])
-        for key, tensor in fp8_state(engine.module, precision).items():
-            tensor.copy_(before[key])
-        if name not in losses:
-            break
-    engine.train()
-    return losses if len(losses) == len(streams) else None
+    try:
+        for name, stream in streams.items():
+            totals: dict[str, torch.Tensor] = {}  # sum of the losses and number of tokens of each source
+            for source, samples in stream.parts.items():
+                total = totals[source] = torch.zeros(2, dtype=torch.float64, device=engine.device)
+                for *_, batch in held_out_batches(stream, batch_size, rank, world, samples):
+                    tokens = int((batch.labels != NO_LABEL).sum())
+                    input_ids, labels, documents = batch.to(engine.device)
+                    loss = engine(input_ids, labels=labels, documents=documents).loss
+                    total += torch.stack(
+                        [loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)]
+                    )
+                    if should_stop():
+                        return None
+                dist.all_reduce(total)
+                _restore(engine, precision, before)
+            means = {name: sum(totals.values())}
+            if len(totals) > 1:
+                means |= {f"{name}/{source}": total for source, total in totals.items()}
+            losses |= {key: float(total[0] / total[1]) for key, total in means.items()}
+        return losses
+    finally:
+        _restore(engine, precision, before)
+        engine.train()
+
+
+def _restore(engine: Any, precision: Precision, before: dict[str, torch.Tensor]) -> None:
+    for key, tensor in fp8_state(engine.module, precision).items():
+        tensor.copy_(before[key])

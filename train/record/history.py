@@ -14,7 +14,9 @@ from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 EVALUATION = "eval_loss"
-SET_LOSS = "eval_loss/"  # prefix of the keys for the losses on data.eval_sources
+SET_LOSS = (
+    "eval_loss/"  # prefix of the keys for the losses on data.eval_sources and on each of several sources
+)
 SMOOTHED_SHARE = 50  # a loss curve is smoothed over 1/50 of its values
 
 

@@ -113,7 +113,8 @@ def state_of(values: dict[str, Any]) -> RunState:
     sources = {name: {"shards_sha256": folder} for name, folder in args.data.sources.items()}
     fingerprint = {"seed": args.seed, "seq_length": args.max_seq_length, "sources": sources}
     model = {"hidden_size": 64, "rope_parameters": {"rope_theta": args.model.config}}
-    return RunState(3, 24, 24 * 64, 1, 1, args.to_dict(), model, fingerprint)
+    drawn = {name: {"samples": 12, "deficit": 0.0} for name in sources}
+    return RunState(3, 24, 24 * 64, 1, 1, args.to_dict(), model, fingerprint, drawn)
 
 
 def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> list[str]:
@@ -256,6 +257,7 @@ def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes:
         train_config=args.to_dict(),
         model_config={"vocab_size": 400},
         data_fingerprint=stream.fingerprint(),
+        sources=stream.drawn_at(consumed),
     )
 
 
@@ -326,6 +328,33 @@ def test_resume_with_another_sequence_length(folders, old, new, consumed, expect
     later = state(two(folders), max_seq_length=new, train_batch_size_tokens=128 * 96)
     resumed(later, saved)
     assert later.consumed_samples == expected and later.consumed_tokens == saved.consumed_tokens
+    assert expected <= sum(drawn["samples"] for drawn in later.sources.values()) <= expected + 1
+
+
+def test_each_source_continues_where_it_stands(folders) -> None:
+    """Of a run with one source from an earlier version, too. One with several had another order."""
+    weights = {"data__weights": {"a": 3, "b": 1}}
+    for before, expected in (
+        (state({"a": folders["a"]}, consumed=24), {"a": 24}),
+        (state(two(folders), consumed=24, **weights), {"a": 18, "b": 6}),
+    ):
+        after = state(folders)
+        resumed(after, before)
+        stream = open_stream(folders, None, 64, after.train_config["seed"])
+        stream.seek(after.consumed_samples, after.sources)
+        ids = stream.sample_ids(24, 3000)
+        for index, name in enumerate(folders):
+            alone = open_stream({name: folders[name]}, None, 64, after.train_config["seed"])
+            windows = [window for source, window in ids if source == index]
+            start = expected.get(name, 0)
+            assert windows == [window for _, window in alone.sample_ids(start, len(windows))]
+        saved = json.loads(json.dumps(vars(before)))
+        del saved["sources"]
+        if len(expected) == 1:
+            assert RunState(**saved).sources["a"]["samples"] == 24
+            continue
+        with refused(CheckpointError, code="older_mixture"):
+            resumed(state(folders), RunState(**saved))
 
 
 def test_resume_with_another_number_of_ranks(folders) -> None:

@@ -51,9 +51,12 @@ class World:
 
     def roll_back_after(self, spikes: list[Spike], health: Any) -> bool:
         metrics: Any = SimpleNamespace(log=self.logged.append, rewind=id)
-        stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
+        sought: list[tuple] = []
+        stream: Any = SimpleNamespace(sample_ids=lambda *_: [], seek=lambda *given: sought.append(given))
         options = {"root": self.root, "engine": None, "precision": self.precision, "state": self.state}
-        return rollback.roll_back(spikes, 8, **options, health=health, metrics=metrics, stream=stream)
+        done = rollback.roll_back(spikes, 8, **options, health=health, metrics=metrics, stream=stream)
+        assert sought == [(self.state.consumed_samples, self.state.sources)] * done
+        return done
 
 
 def state_at(step: int, **values: Any) -> RunState:

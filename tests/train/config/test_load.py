@@ -327,14 +327,17 @@ def test_configuration_file_lookup(tmp_path, monkeypatch):
 
 
 def test_data_folder_lookup(tmp_path, monkeypatch):
-    folders = {"a": "train_args", "b": "nowhere"}
-    config = write(tmp_path, {**MINIMAL, "data": {"sources": folders, "eval_sources": folders}})
+    sources, sets = {"a": "train_args", "b": "nowhere"}, {"c": "train_args", "d": "nowhere"}
+    config = write(tmp_path, {**MINIMAL, "data": {"sources": sources, "eval_sources": sets}})
     monkeypatch.chdir(tmp_path)
-    data = load_arguments([config]).data
-    assert data.sources == data.eval_sources == {"a": str(REPOSITORY / "train_args"), "b": "nowhere"}
+    data, found = load_arguments([config]).data, str(REPOSITORY / "train_args")
+    assert data.sources == {"a": found, "b": "nowhere"} and data.eval_sources == {"c": found, "d": "nowhere"}
     (tmp_path / "train_args").mkdir()
     data = load_arguments([config]).data
-    assert data.sources == data.eval_sources == folders
+    assert data.sources == sources and data.eval_sources == sets
+    config = write(tmp_path, {**MINIMAL, "data": {"sources": sources, "eval_sources": {"a": "nowhere"}}})
+    with refused(ConfigurationError, key="data.sources"):  # two losses would be eval_loss/a
+        load_arguments([config])
 
 
 def test_invalid_output_dir_raises(tmp_path, config, monkeypatch):

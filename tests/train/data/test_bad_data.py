@@ -10,7 +10,6 @@ from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
 from tests.train.runs import run
 from train.data.format import DataError, read_manifest
-from train.data.order import mix
 from train.data.stream import open_stream
 from train.files import sha256_file
 
@@ -27,11 +26,6 @@ def folder(tmp_path: Path) -> Path:
     return make_folder(
         tmp_path / "data", {"train": [tokens(1000, seed=s) for s in range(3)], "eval": [tokens(500)]}
     )
-
-
-def test_too_small_source_raises() -> None:
-    with refused(DataError, code="weight_too_small", key="data.weights"):
-        mix({"large": 10**10, "small": 1}, ["large", "small"], T)
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])

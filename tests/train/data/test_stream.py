@@ -13,7 +13,7 @@ from tests.conftest import refused
 from tests.fixtures import corpus_texts, write_jsonl
 from train.data import source as source_module
 from train.data.format import DataError, read_manifest
-from train.data.order import permutation_key, permute
+from train.data.order import permutation_key, permute, spread
 from train.data.source import check_fit, open_sources
 from train.data.stream import (
     NO_LABEL,
@@ -137,7 +137,7 @@ def graded(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("most", [1, 2, 3, 12, 72, 143, 144, 1000])
 def test_evaluation_samples_are_evenly_spaced(graded: dict, most: int) -> None:
     stream = open_stream(graded, None, T, 0, "eval", max_samples=most)
-    count = min(most, 144)
+    count = max(min(most, 144), 2)  # at least one of each source
     assert stream.num_samples == count
     found = set()
     for world in (1, 2, 3, 4):
@@ -153,9 +153,13 @@ def test_evaluation_samples_are_evenly_spaced(graded: dict, most: int) -> None:
     (chosen,) = found
     for first, windows in ((0, 96), (200, 48)):
         own = [number - first for number in chosen if first <= number < first + windows]
-        assert abs(len(own) - count * windows / 144) < 1
-        gaps = np.diff([-1, *own, windows]) if own else []
-        assert not own or max(gaps) <= windows / len(own) + 1
+        assert own and abs(len(own) - count * windows / 144) < 1
+        assert max(np.diff([-1, *own, windows])) <= windows / len(own) + 1
+
+
+def test_spread_is_centered():
+    """Samples from window 0 on would favor the beginning of the split."""
+    assert spread(5, 12).tolist() == [1, 3, 6, 8, 10]
 
 
 def test_unigram_loss(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """240,000 sample ids are the same for any number of ranks and over interruptions; the memory that they take."""
 
+import json
 import random
 
 import numpy as np
@@ -67,14 +68,16 @@ def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.
 
 def test_sample_ids_are_stable_over_interruptions(folders, expected):
     """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
-    consumed samples, which is all that is kept."""
+    samples drawn from each source, which is all that is kept."""
     choice = random.Random(3)
     steps = SAMPLES // STEP
     stops = sorted(choice.sample(range(1, steps), 20)) + [steps]
-    parts, done = [], 0
+    parts, done, drawn = [], 0, {}
     for stop in stops:
-        parts.append(consume(opened(folders), done * STEP, stop - done, choice.choice([1, 2, 3, 4, 8])))
-        done = stop
+        stream = opened(folders)
+        stream.seek(done * STEP, drawn)
+        parts.append(consume(stream, done * STEP, stop - done, choice.choice([1, 2, 3, 4, 8])))
+        done, drawn = stop, json.loads(json.dumps(stream.drawn_at(stop * STEP)))
     found = np.concatenate(parts)
     assert np.array_equal(found, expected[: len(found)])
 

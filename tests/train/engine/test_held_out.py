@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from train.data.stream import NO_LABEL, Batch
+from test_fp8.common.folders import make_folder
+from train.data.stream import NO_LABEL, Batch, open_held_out, open_stream
 from train.engine.held_out import held_out_losses
 
 
@@ -32,7 +35,10 @@ class Engine:
 
     def evaluate(self, stop_after: int = 0, **samples: int) -> dict[str, float] | None:
         """With two rows a forward; asked to stop after so many forwards."""
-        streams: Any = {name: SimpleNamespace(num_samples=n, batch=_batch) for name, n in samples.items()}
+        streams: Any = {n: SimpleNamespace(parts={n: range(k)}, batch=_batch) for n, k in samples.items()}
+        return self.evaluate_streams(streams, stop_after)
+
+    def evaluate_streams(self, streams: Any, stop_after: int = 0) -> dict[str, float] | None:
         precision: Any = SimpleNamespace(has_state=False)
         return held_out_losses(self, precision, streams, 2, lambda: self.forwards == stop_after)
 
@@ -70,6 +76,17 @@ def test_held_out_sets_are_separate(process_group: None, monkeypatch: pytest.Mon
     assert engine.scale == 1
     # or no step after it would recompute activations, or replay a CUDA graph
     assert engine.modes == ["eval", "train"]
+
+
+def test_each_source_has_a_loss(process_group: None, tmp_path: Path) -> None:
+    """The total is the mean over all tokens, so a source counts by the size of its eval split."""
+    tokens = {"a": np.full(20 * 4 + 1, 3), "b": np.full(60 * 4 + 1, 7)}
+    folders = {n: make_folder(tmp_path / n, {"train": [t], "eval": [t]}) for n, t in tokens.items()}
+    train = open_stream(folders, {"a": 0.9, "b": 0.1}, 4, seed=1)
+    for most, total in ((None, 6), (8, 6), (4, 6), (1, 5)):
+        held_out = open_held_out(train, folders, {"other": folders["a"]}, most)
+        losses = Engine(growth=0).evaluate_streams(held_out)
+        assert losses == {"eval_loss": total, "eval_loss/a": 3, "eval_loss/b": 7, "eval_loss/other": 3}
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])
