@@ -10,7 +10,8 @@ MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a 
 weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
 
 DATA is one or more folders written by prepare_data.py, or any input that prepare_data.py can read. Prepared folders
-are evaluated on their eval split. With --by packed, the loss equals eval_loss in the training log.
+are evaluated on their whole eval split. To compute the same eval_loss as in the training log, pass the run's
+max_eval_samples (default: 256) as --max_samples. Without a terminal, the progress is logged every 30 s.
 
 A checkpoint is evaluated in its own precision and model variant unless --precision is given. --precision fp8 uses
 current scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if none run.

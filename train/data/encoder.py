@@ -1,9 +1,11 @@
 """Encode and decode text with the sentencepiece or tokenizers package, without producing special ids from text."""
 
+import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ AGREE = (
 )
 COMPARED_TOKENS = 2**16  # tokens of prepared data that are decoded to compare two tokenizers
 SPACE = "\u2581"  # sentencepiece's symbol for a space
+REPLACEMENT = "\ufffd"  # decoders return this character for bytes that are not UTF-8
+BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")  # name of a token for one byte
 
 
 class Markers(NamedTuple):
@@ -61,6 +65,7 @@ class TextEncoder:
         loaded_sha256: hash of the first file when it was loaded.
         encode_batch: function that encodes texts to ids, without BOS and EOS.
         decode: function that decodes ids without BOS and EOS to text.
+        piece: function that returns the name of an id in the vocabulary.
         markers: function that returns the Markers.
 
     Raises:
@@ -71,7 +76,9 @@ class TextEncoder:
         self.folder = Path(folder)
         self.encode_batch: Callable[[list[str]], list[list[int]]]
         self.decode: Callable[[list[int]], str]
+        self.piece: Callable[[int], str]
         self.markers: Callable[[], Markers]
+        self._token_bytes = functools.cache(self._count_bytes)
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
@@ -112,7 +119,7 @@ class TextEncoder:
                 code="tokenizer_without_ends",
                 key=str(path),
             )
-        self.decode = model.decode
+        self.decode, self.piece = model.decode, model.id_to_piece
 
         def markers() -> Markers:
             special = {i for i in range(self.vocab_size) if model.is_control(i)} | {self.bos_id, self.eos_id}
@@ -150,26 +157,38 @@ class TextEncoder:
             return Markers(named, user_defined, -1 if unk_id is None else unk_id)
 
         self.markers = markers
+        self.piece = tokenizer.id_to_token
         self.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self.encode_batch = lambda texts: [
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
     def text_bytes(self, inputs: np.ndarray, labels: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes in the decoded text of the labels.
+        """Return the number of UTF-8 bytes of text that the labels stand for.
 
-        If the first label is only a part of a character, the whole character is counted.
+        A token that is only a part of a character counts only its own bytes.
 
         Args:
             inputs: the token before each label, int64 [n].
             labels: tokens from one or more documents, int64 [n].
         """
-        runs = np.split(labels, np.flatnonzero(inputs == self.bos_id))
-        runs[0] = np.concatenate([inputs[:1], runs[0]])  # some decoders drop a space at the start of a text
-        ends = (self.bos_id, self.eos_id)
-        texts = [self.decode([i for i in run.tolist() if i not in ends]) for run in (*runs, inputs[:1])]
-        sizes = [len(text.encode()) for text in texts]
-        return sum(sizes[:-1]) - sizes[-1]
+        found, counts = np.unique(2 * labels + (inputs == self.bos_id), return_counts=True)
+        return sum(
+            count * self._token_bytes(*divmod(each, 2))
+            for each, count in zip(found.tolist(), counts.tolist(), strict=True)
+        )
+
+    def _count_bytes(self, token: int, is_first: int) -> int:
+        """Return the number of UTF-8 bytes of a token at the start (is_first 1) or inside (0) of a text."""
+        if token in (self.bos_id, self.eos_id):
+            return 0
+        piece, alone = self.piece(token), self.decode([token])
+        if REPLACEMENT in alone and REPLACEMENT not in piece:  # a part of a character
+            return 1 if BYTE_PIECE.fullmatch(piece) else len(piece)  # byte-level BPE: a symbol for each byte
+        if is_first:
+            return len(alone.encode())
+        before = self.encode_batch(["a"])[0]  # many decoders drop a space at the start of a text
+        return len(self.decode([*before, token]).encode()) - len(self.decode(before).encode())
 
     def _special_id(self, tokenizer: Any, key: str) -> int:
         named = None

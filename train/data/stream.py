@@ -371,20 +371,19 @@ def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
 
 
 def held_out_batches(
-    stream: SampleStream, size: int, rank: int, world: int, samples: range | None = None
+    stream: SampleStream, size: int, rank: int, world: int, samples: range
 ) -> Iterator[tuple[int, int, Batch]]:
     """Yield the batches of one rank for an evaluation.
 
     Every rank gets the same number of batches. Otherwise, the collectives of ZeRO 3 would hang.
 
     Args:
-        samples: positions of the samples to evaluate, or None for all samples of the stream.
+        samples: positions of the samples to evaluate (see `SampleStream.parts`).
 
     Yields:
         (index of the first sample, number of rows with samples, batch with `size` rows). The remaining rows have no
         labels.
     """
-    samples = range(stream.num_samples) if samples is None else samples
     steps = math.ceil(len(samples) / (size * world))
     for start in range(samples.start + rank * size, samples.start + steps * size * world, size * world):
         rows = max(0, min(size, samples.stop - start))

@@ -28,8 +28,8 @@ def held_out_losses(
 
     Collective: all ranks must call this function.
 
-    FP8 scales and amax histories are restored after each source, so the evaluation affects neither the training nor the
-    other sources.
+    FP8 scales and amax histories are restored after each set, so the evaluation affects neither the training nor the
+    other sets.
 
     Args:
         streams: Held-out sets, keyed by loss name.
@@ -41,34 +41,35 @@ def held_out_losses(
         The losses, or None if the evaluation was cancelled.
     """
     before, losses = snapshot_fp8_state(engine.module, precision), dict[str, float]()
-    rank, world = dist.get_rank(), dist.get_world_size()
     engine.eval()
-    try:
-        for name, stream in streams.items():
-            totals: dict[str, torch.Tensor] = {}  # sum of the losses and number of tokens of each source
-            for source, samples in stream.parts.items():
-                total = totals[source] = torch.zeros(2, dtype=torch.float64, device=engine.device)
-                for *_, batch in held_out_batches(stream, batch_size, rank, world, samples):
-                    tokens = int((batch.labels != NO_LABEL).sum())
-                    input_ids, labels, documents = batch.to(engine.device)
-                    loss = engine(input_ids, labels=labels, documents=documents).loss
-                    total += torch.stack(
-                        [loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)]
-                    )
-                    if should_stop():
-                        return None
-                dist.all_reduce(total)
-                _restore(engine, precision, before)
-            means = {name: sum(totals.values())}
-            if len(totals) > 1:
-                means |= {f"{name}/{source}": total for source, total in totals.items()}
-            losses |= {key: float(total[0] / total[1]) for key, total in means.items()}
-        return losses
-    finally:
-        _restore(engine, precision, before)
-        engine.train()
+    for name, stream in streams.items():
+        totals = _sum_losses(engine, stream, batch_size, should_stop)
+        for key, tensor in fp8_state(engine.module, precision).items():
+            tensor.copy_(before[key])
+        if totals is None:
+            engine.train()
+            return None
+        means = {name: sum(totals.values())}
+        if len(totals) > 1:
+            means |= {f"{name}/{source}": total for source, total in totals.items()}
+        losses |= {key: float(total[0] / total[1]) for key, total in means.items()}
+    engine.train()
+    return losses
 
 
-def _restore(engine: Any, precision: Precision, before: dict[str, torch.Tensor]) -> None:
-    for key, tensor in fp8_state(engine.module, precision).items():
-        tensor.copy_(before[key])
+def _sum_losses(
+    engine: Any, stream: SampleStream, batch_size: int, should_stop: Callable[[], bool]
+) -> dict[str, torch.Tensor] | None:
+    """Return the sum of the losses and the number of tokens of each source, or None if the evaluation was cancelled."""
+    totals, ranks = dict[str, torch.Tensor](), (dist.get_rank(), dist.get_world_size())
+    for source, samples in stream.parts.items():
+        total = totals[source] = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        for *_, batch in held_out_batches(stream, batch_size, *ranks, samples):
+            tokens = int((batch.labels != NO_LABEL).sum())
+            input_ids, labels, documents = batch.to(engine.device)
+            loss = engine(input_ids, labels=labels, documents=documents).loss
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+            if should_stop():
+                return None
+        dist.all_reduce(total)
+    return totals

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from train.evaluation.models import Plan, find_model, plan_model
 from train.evaluation.texts import Documents, Packed, is_prepared
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_S = 30.0  # time between two progress messages if stderr is not a terminal
 
 
 def join_ranks() -> tuple[int, int]:
@@ -115,8 +119,9 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     begin = time.perf_counter()
     sums, gemms = [], list[str]()
     tokens = sum(part.tokens for part in data) // world
-    # `disable=None` hides the progress bar if stderr is not a terminal
-    with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=None if rank == 0 else True) as progress:
+    log = SimpleNamespace(write=lambda text: text.strip() and logger.info(text.strip()), flush=lambda: None)
+    output: dict[str, Any] = {} if sys.stderr.isatty() else {"file": log, "mininterval": PROGRESS_S}
+    with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=rank > 0, **output) as progress:
         for part in data:
             batches = part.batches(rank, world)
             of_part, gemms = scores.score(model, precision, batches, part.sources, progress.update)

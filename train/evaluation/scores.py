@@ -109,9 +109,9 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     """Compute the results for each data source and in total from the sums of `score`.
 
     A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
-    are counted in the input text if it is known, or else in the decoded tokens. If there are no bytes, `bytes` and
-    `bits_per_byte` are None. Bits per byte exclude BOS and EOS. Sources without predicted tokens are omitted, for
-    example with a small --max_samples.
+    are counted in the input text if it is known, or else in the tokens. If there are no bytes, `bytes` and
+    `bits_per_byte` are None. If --max_samples selects samples of prepared data, `documents` is None. Bits per byte
+    exclude BOS and EOS. Sources without predicted tokens are omitted, for example with a small --max_samples.
 
     Raises:
         EvaluationError: If no source has predicted tokens.
@@ -139,7 +139,7 @@ def _result(row: np.ndarray) -> dict[str, Any]:
         "perplexity": math.exp(loss) if loss < 700 else None,  # exp overflows for larger values
         "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if row[BYTES] else None,
         "tokens": int(row[TOKENS]),
-        "documents": int(row[DOCUMENTS]),
+        "documents": None if math.isnan(row[DOCUMENTS]) else int(row[DOCUMENTS]),
         "bytes": int(row[BYTES]) if row[BYTES] else None,
     }
 
@@ -152,11 +152,11 @@ def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
         f"{'source':<{width}}{'documents':>12}{'tokens':>16}{'loss':>10}{'perplexity':>14}{'bits/byte':>11}"
     ]
     for name, row in rows.items():
-        perplexity, bits = (
+        documents, perplexity, bits = (
             "?" if row[key] is None else format(row[key], form)
-            for key, form in (("perplexity", ",.2f"), ("bits_per_byte", ".4f"))
+            for key, form in (("documents", ",d"), ("perplexity", ",.2f"), ("bits_per_byte", ".4f"))
         )
         lines.append(
-            f"{name:<{width}}{row['documents']:>12,}{row['tokens']:>16,}{row['loss']:>10.4f}{perplexity:>14}{bits:>11}"
+            f"{name:<{width}}{documents:>12}{row['tokens']:>16,}{row['loss']:>10.4f}{perplexity:>14}{bits:>11}"
         )
     return lines

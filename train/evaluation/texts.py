@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +47,12 @@ class Rows(NamedTuple):
     Attributes:
         batch: The token ids and labels.
         sources: Index of the data source of each row.
-        ended: Number of documents that end in each row.
+        ended: Number of documents that end in each row, or NaN if the rows are a sample of the data.
     """
 
     batch: Batch
     sources: list[int]
-    ended: list[int]
+    ended: list[float]
 
 
 @dataclass
@@ -95,14 +96,19 @@ class Packed:
         self.size = size
         self.sources = [Source(s.name, TextEncoder(s.folder / TOKENIZER_FOLDER)) for s in self.stream.sources]
         self.tokens = self.stream.num_samples * length
+        self.is_sampled = self.stream.num_samples < sum(s.num_windows for s in self.stream.sources)
         self.notes: list[str] = []
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
-        for start, rows, batch in held_out_batches(self.stream, self.size, rank, world):
-            if rows:
+        for samples in self.stream.parts.values():
+            for start, rows, batch in held_out_batches(self.stream, self.size, rank, world, samples):
                 ids = self.stream.sample_ids(start, rows)
-                ended = [len(self.stream.sources[source].document_ends(window)) for source, window in ids]
-                yield Rows(batch, [source for source, _ in ids], ended)
+                ended = [
+                    math.nan if self.is_sampled else len(self.stream.sources[source].document_ends(window))
+                    for source, window in ids
+                ]
+                if rows:
+                    yield Rows(batch, [source for source, _ in ids], ended)
 
 
 class Row(NamedTuple):

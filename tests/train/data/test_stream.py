@@ -145,7 +145,8 @@ def test_evaluation_samples_are_evenly_spaced(graded: dict, most: int) -> None:
             rows = [
                 int(row[0])
                 for rank in range(world)
-                for _, own, batch in held_out_batches(stream, size, rank, world)
+                for samples in stream.parts.values()
+                for _, own, batch in held_out_batches(stream, size, rank, world, samples)
                 for row in batch.input_ids[:own]
             ]
             assert len(rows) == len(set(rows)) == count
@@ -183,7 +184,7 @@ def test_unigram_loss(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_last_batch_is_padded(data):
     """Of three samples in batches of two, the second of two ranks has one sample and a row to fill."""
     stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True, max_samples=3)
-    ((start, rows, batch),) = held_out_batches(stream, 2, rank=1, world=2)
+    ((start, rows, batch),) = held_out_batches(stream, 2, 1, 2, range(3))
     expected = stream.batch(2, 1)
     assert (start, rows) == (2, 1) and len(batch.documents.positions) == 2
     assert torch.equal(batch.input_ids, expected.input_ids.expand(2, -1))

@@ -72,7 +72,10 @@ def test_several_sources_with_document_mask(
     assert report["all"]["loss"] == pytest.approx(metrics(output_dir)[-1]["eval_loss"], rel=1e-6)
     one, two = report["sources"]["text"], report["sources"]["other"]
     assert report["all"]["tokens"] == one["tokens"] + two["tokens"] < 7 * 64  # last tokens predict nothing
-    assert report["all"]["documents"] == one["documents"] + two["documents"] > 0
+    assert report["all"]["documents"] is one["documents"] is None  # a sample has parts of documents
+    assert [two["loss"], report["all"]["loss"]] == pytest.approx(
+        [metrics(output_dir)[-1][f"eval_loss{name}"] for name in ("/other", "")], rel=1e-6
+    )
     mean = (one["loss"] * one["tokens"] + two["loss"] * two["tokens"]) / report["all"]["tokens"]
     assert mean == pytest.approx(report["all"]["loss"]) and one["loss"] != two["loss"]
     text = write_jsonl(tmp_path / "text.jsonl", ["one", "another one", "and the third"])
