@@ -97,7 +97,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--max_samples",
         type=between(1),
-        help="maximum number of samples, selected at even intervals from the prepared data; for text inputs and with "
+        help="maximum number of samples, selected at even intervals from the prepared data, with at least one from "
+        "each folder; for text inputs and with "
         "--by document, maximum number of documents from each DATA argument (default: all)",
     )
     add(
