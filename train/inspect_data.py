@@ -45,8 +45,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--seq_length",
         type=between(1),
-        default=2048,
-        help="maximum number of tokens per sample (default: 2048)",
+        default=256,
+        help="maximum number of tokens per sample (default: 256)",
     )
     add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
     cores = min(os.cpu_count() or 1, 16)

@@ -93,6 +93,7 @@ from train.config.schedule import (
     phase_end_problems,
     phase_precisions,
 )
+from train.data.format import count
 from train.data.order import next_position
 from train.data.source import check_fit
 from train.data.stream import MicroBatches, SampleStream, compute_unigram_loss, open_held_out, open_stream
@@ -345,7 +346,7 @@ def open_data(args: TrainingArguments, watchdog: Watchdog) -> RunData:
             "verifying this rank's share of the data", reads=sum(stream.num_bytes for stream in streams)
         )
         shards = sum(stream.verify(*share) for stream in streams)
-        logger.info(f"data.verify: rank 0 verified the hashes and token ids of {shards} shards")
+        logger.info(f"data.verify: rank 0 verified the hashes and token ids of {count(shards, 'shard')}")
     return RunData(config, resolve_ds_config(args, dist.get_world_size()), train, held_out, unigram_loss)
 
 
@@ -380,7 +381,7 @@ def load_start_position(
     if checkpoint is not None:
         saved = read_state(checkpoint)
         log_lines(*resume_state(state, saved, checkpoint, args.allow_changes_on_resume))
-    stream.seek(state.consumed_samples, state.sources)
+    data.train.seek(state.consumed_samples, state.sources)
     if problems := phase_end_problems(args, state.step, state.consumed_tokens):
         raise ConfigurationError(problems=problems)
     return state, checkpoint

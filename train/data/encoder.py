@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +81,14 @@ class TextEncoder:
         self._token_bytes = functools.cache(self._count_bytes)
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
+            what = (
+                "is a file, not a folder with tokenizer.model or tokenizer.json"
+                if self.folder.is_file()
+                else "contains no tokenizer.model or tokenizer.json"
+            )
             raise DataError(
-                f"--tokenizer {folder}: the folder contains no tokenizer.model or tokenizer.json; pass a folder with "
-                "one of these files, or train a tokenizer with train/train_tokenizer.py",
+                f"--tokenizer {folder} {what}; pass a folder with one of these files, or train a tokenizer with "
+                "train/train_tokenizer.py",
                 code="no_tokenizer",
                 key=str(folder),
             )

@@ -110,18 +110,25 @@ class Manifest:
     def summary(self) -> str:
         """Return a summary for the log, with the number of documents and tokens in each split."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
+        what = "parts of documents" if self.steps.get("eval_by") == "position" else "documents"
         if isinstance(damaged := self.documents.get("damaged_files"), dict):
             counts["damaged_files"] = len(damaged)
-        lines = ["documents: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())]
+        lines = [f"{what}: " + ", ".join(f"{number:,} {name}" for name, number in counts.items())]
         for split in SPLITS:
             shards = self.split_shards(split)
             documents = sum(shard.documents for shard in shards)
             lines.append(
-                f"{split}: {documents:,} documents, {self.split_tokens(split):,} tokens, {len(shards)} shards"
+                f"{split}: {count(documents, 'document')}, {self.split_tokens(split):,} tokens, "
+                f"{count(len(shards), 'shard')}"
             )
         if self.unigram_loss is not None:
             lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
         return "\n".join(lines)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 shard" or "2,000 shards"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -129,8 +136,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Path, what: str = "data folder") -> Manifest:
     """Read and check the manifest in a folder with prepared data.
+
+    Args:
+        what: description of the folder for the error message.
 
     Raises:
         DataError: if the folder or its manifest is missing, or the manifest is invalid. If the manifest is invalid, the
@@ -139,8 +149,13 @@ def read_manifest(folder: str | Path) -> Manifest:
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise DataError(
-            f"data folder {folder} has no manifest.json: the folder does not exist, or its preparation is unfinished. "
-            "Pass the --output of a completed train/prepare_data.py run",
+            f"{what} {folder} "
+            + (
+                "has no manifest.json: its data is not prepared, or the preparation is unfinished. Run "
+                f"`python train/prepare_data.py --input {folder} --tokenizer DIR --output NEW` and pass its --output"
+                if folder.is_dir()
+                else "does not exist. Pass the --output of a completed train/prepare_data.py run"
+            ),
             code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
         )

@@ -20,6 +20,7 @@ from train.data.format import (
     Shard,
     check_sizes,
     check_tokenizer,
+    count,
     open_index,
     read_manifest,
     verify_shard,
@@ -102,9 +103,11 @@ def histogram_table(lengths: np.ndarray) -> str:
     documents, tokens = lengths.sum(axis=1).tolist()
     lines = [f"{'tokens long':>30}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
     for k in np.flatnonzero(lengths[0]).tolist():
-        count, in_bin = lengths[:, k].tolist()
+        in_documents, in_bin = lengths[:, k].tolist()
         label = f"{1 << k:,} to {(2 << k) - 1:,}"
-        lines.append(f"{label:>30}  {count:>13,}  {count / documents:>6.1%}  {in_bin / tokens:>9.1%}")
+        lines.append(
+            f"{label:>30}  {in_documents:>13,}  {in_documents / documents:>6.1%}  {in_bin / tokens:>9.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -158,10 +161,10 @@ def print_samples(
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)
     windows = random.Random(seed).sample(range(source.num_windows), min(number, source.num_windows))
-    for count, window in enumerate(windows, start=1):
+    for number, window in enumerate(windows, start=1):
         start = window * seq_length
         print(
-            f"\n== sample {count} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
+            f"\n== sample {number} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
             f"{start:,} to {start + seq_length - 1:,}"
         )
         print(sample_text(source, encoder, window))
@@ -191,7 +194,7 @@ def inspect_folder(args: argparse.Namespace) -> list[Exception]:
         except (DataError, OSError) as error:
             problems.append(error)
     if verify and not problems:
-        print(f"\nverified the tokenizer and {len(manifest.shards):,} shards", flush=True)
+        print(f"\nverified the tokenizer and {count(len(manifest.shards), 'shard')}", flush=True)
     if args.samples and not problems:
         print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems

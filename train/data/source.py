@@ -46,7 +46,7 @@ class TokenSource:
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
-        self.manifest = read_manifest(self.folder)
+        self.manifest = read_manifest(self.folder, f"data source {name!r}: the folder")
         self.shards = self.manifest.split_shards(split)
         for shard in self.shards:
             check_sizes(self.folder, shard)

@@ -41,6 +41,7 @@ TEXT_SUFFIXES = frozenset(
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
+PYTHON_CACHE = "__pycache__"  # never read as input
 WORK_NAME = "prepare_data.unfinished"  # folder in --output with the unfinished work; never read as input
 SAVED_DATASET = "state.json"  # file that the save_to_disk method of the datasets package writes
 ALLOWED = (
@@ -302,7 +303,7 @@ def _uncompressed_name(name: str) -> str:
 def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, sorted by path.
 
-    Hidden files and the files of unfinished data preparations are skipped.
+    Hidden files, Python's caches and the files of unfinished data preparations are skipped.
 
     Args:
         visited: real paths of the folders visited so far. Links to these folders are not followed.
@@ -314,7 +315,7 @@ def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
     visited.add(os.path.realpath(folder))
     for name in sorted(os.listdir(folder)):
         path = folder / name
-        if name.startswith(".") or name == WORK_NAME:
+        if name.startswith(".") or name in (PYTHON_CACHE, WORK_NAME):
             continue
         if path.is_dir():
             if os.path.realpath(path) not in visited:

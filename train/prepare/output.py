@@ -311,10 +311,11 @@ class OutputFolder:
         encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
             if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
+                advice = " (--split_on splits .txt files into documents), or with --eval_by position, which needs only "
                 raise DataError(
                     f"the {split} split is empty, but training needs at least one document in each split. Run the "
-                    f"command again with --overwrite and a {remedy} --eval_fraction, with more documents (--split_on "
-                    "splits .txt files into documents), or with --eval_by position, which needs only one document",
+                    f"command again with --overwrite and a {remedy} --eval_fraction, or with more documents"
+                    f"{advice + 'one document' if source['text_key'] else ''}",
                     code="empty_split",
                     key=split,
                 )

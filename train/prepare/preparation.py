@@ -113,7 +113,7 @@ class Preparation:
         """Load the tokenizer from the work folder. `begin` copies it there, because the original may change."""
         return load_encoder(str(self.work(TOKENIZER_FOLDER)))
 
-    def begin(self, output: OutputFolder) -> list[Pipeline]:
+    def begin(self, output: OutputFolder, max_dropped: int) -> list[Pipeline]:
         """Start the preparation, or resume unfinished work with the same inputs and options.
 
         A new preparation checks the tokenizer on a sample of the texts, and records its inputs and options in the work
@@ -123,8 +123,8 @@ class Preparation:
             The pipelines to run.
 
         Raises:
-            DataError: if the tokenizer or an evaluation file is not usable, or the folder contains unfinished work with
-                other inputs or options and --overwrite is not set.
+            DataError: if --text_key, the tokenizer or an evaluation file is not usable, or the folder contains
+                unfinished work with other inputs or options and --overwrite is not set.
         """
         path, now = self.work(IDENTITY_NAME), self.identity()
         if path.exists():
@@ -141,7 +141,8 @@ class Preparation:
                     key=changed[0],
                 )
             output.restart()
-        check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
+        texts = sample_sources(self.sources, self.text_key, self.split_on, max_dropped)
+        check = check_tokenizer(output.encoder, texts)
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
         pipelines = self.pipelines()
         # This file makes the work resumable. It is written after all checks have passed.
@@ -257,7 +258,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         return None
     output = OutputFolder(preparation.output, load_encoder(str(preparation.tokenizer)), args.overwrite)
     with output.open(resumable=True):
-        pipelines = preparation.begin(output)
+        pipelines = preparation.begin(output, args.max_dropped)
         if args.executor == "local":
             run_local(pipelines, folder, args.workers or min(os.cpu_count() or 1, 16))
         elif args.executor == "ray":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from train.data.format import DataError
-from train.prepare.readers import MISSING_KEY, Damaged, Dropped
+from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped
 
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep
@@ -60,8 +60,9 @@ class Tally:
 
     def damage(self, item: Damaged) -> None:
         """Count the lost rows of a damaged file. Several tasks can report the same file."""
-        self.damaged[item.path] += item.lost_rows
-        self._add_examples({item.path: [f"{item.reason}: {item.detail}"]})
+        path = item.path.encode("utf-8", "backslashreplace").decode()  # the manifest is UTF-8
+        self.damaged[path] += item.lost_rows
+        self._add_examples({path: [f"{item.reason}: {item.detail}"]})
 
     def _add_examples(self, found: dict[str, list[str]]) -> None:
         for reason, examples in found.items():
@@ -103,6 +104,8 @@ class Tally:
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
         """Log the dropped documents and damaged files, and check that their numbers are within the limits.
 
+        Empty documents do not count, because no text is lost.
+
         Args:
             again: option to pass when the command is run again, for the error message.
 
@@ -111,8 +114,8 @@ class Tally:
         """
         if self.dropped or self.by_step or self.damaged:
             logger.warning(self.table())
-        dropped, damaged = self.dropped.total(), len(self.damaged)
-        is_empty = bool(dropped or damaged) and not self.read
+        dropped, damaged = self.dropped.total() - self.dropped[EMPTY], len(self.damaged)
+        is_empty = bool(self.dropped or damaged) and not self.read
         if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
             return
         limits = f"--max_dropped {dropped} --max_damaged_files {damaged}"

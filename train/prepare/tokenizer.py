@@ -33,7 +33,7 @@ from train.data.encoder import (
 )
 from train.data.format import DataError
 from train.prepare.corpus import Source, list_sources, read_share
-from train.prepare.readers import EMPTY, Damaged, Dropped, Text
+from train.prepare.readers import MISSING_KEY, Damaged, Dropped, Text
 from train.prepare.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ PROGRESS_S = 5.0
 MAX_SENTENCE_BYTES = 8192
 # A fixed number of threads, because sentencepiece writes it into the model file.
 NUM_THREADS = 16
+MAX_WITHOUT_KEY = 200  # number of documents without --text_key after which reading stops, if there is no text
 # Size of the text sample on which a tokenizer is checked. Encoding the sample takes less than a second.
 SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
 # sentencepiece uses these characters as markers and skips sentences that contain them.
@@ -54,7 +55,8 @@ HARD_STRINGS = (
     "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
     "rare \U00010348 \U0001f9ff \ue000 \x07 \x7f", "e\u0301 combining",
     "\ufeffbom \u200b zero \u00a0 nbsp \u3000 wide",
-    "</s>", "<s>", "<unk>", "a</s>b <s> c<unk>d", "</s></s>", "<0x0A> <0x41>", "under_score ▁ ▁▁x", "x" * 300,
+    "</s>", "<s>", "<unk>", "a</s>b <s> c<unk>d", "</s></s>", "<0x0A> <0x41>",
+    "under_score \u2581 \u2581\u2581x", "x" * 300,
 )  # fmt: skip
 
 
@@ -87,13 +89,17 @@ def sample_texts(
                 kept_bytes -= heapq.heappop(kept)[2]
         elif isinstance(item, Damaged):
             tally.damage(item)
-        elif item.reason != EMPTY:
+        else:
             tally.drop(item)
+            if not tally.read and tally.dropped[MISSING_KEY] > max(max_dropped, MAX_WITHOUT_KEY):
+                break  # --text_key is wrong
     tally.check(max_dropped, max_damaged_files)
     if not kept:
         raise DataError(
             "the inputs contain no text; add inputs with text to train a tokenizer", code="no_text"
         )
+    limited = " (limited by --max_bytes)" * (len(kept) < tally.read)
+    print(f"training on {len(kept):,} of {tally.read:,} documents{limited}", flush=True)
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
 
 
@@ -155,9 +161,14 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
             **required,
         )
     except RuntimeError as error:
+        most = re.search(r"<= (\d+)", str(error))
         raise DataError(
-            f"--vocab_size {vocab_size} cannot be used with this corpus: {str(error).rpartition('] ')[2]} Change "
-            "--vocab_size, or try a larger --max_bytes",
+            f"--vocab_size {vocab_size} cannot be used with this corpus: {str(error).rpartition('] ')[2]} "
+            + (
+                f"Use at most {most[1]}, or add text (if --max_bytes limits the text, increase it)"
+                if most
+                else "Change --vocab_size or --character_coverage"
+            ),
             code="training_failed",
             key="--vocab_size",
         ) from error
@@ -205,11 +216,11 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
         SPACE
     )  # whether `model` adds a space before each text
     # LlamaTokenizer's Metaspace pre-tokenizer cannot be used: it adds no space before text that begins with a space.
-    prepend = [normalizers.Prepend("▁")] if has_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    prepend = [normalizers.Prepend(SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, vocab[bos])]
@@ -303,13 +314,18 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
     return report
 
 
-def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
+def sample_sources(
+    sources: Sequence[Source], text_key: str, split_on: str | None, max_dropped: int = 0
+) -> list[str]:
     """Return a sample of short texts from positions spread over all input files.
 
     The sample has at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters each. They are read from SAMPLE_PLACES
     positions in total.
+
+    Raises:
+        DataError: if there is no text, and more than `max_dropped` documents do not have the key `text_key`.
     """
-    texts: list[str] = []
+    texts, tally = list[str](), Tally()
     chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
     # Last place first: a file that cannot be split is read only at its first place, which then yields all its texts.
     for place in reversed(range(SAMPLE_PLACES)):
@@ -321,6 +337,10 @@ def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | Non
                 step = max(SAMPLE_LENGTH, len(item.text) // 8)
                 cut = [item.text[i : i + SAMPLE_LENGTH] for i in range(0, len(item.text), step)]
                 texts += cut[: most - len(texts)]
+            elif isinstance(item, Dropped):
+                tally.drop(item)
+    if not texts and tally.dropped[MISSING_KEY] > max_dropped:
+        tally.check(max_dropped, 0)
     return texts
 
 
@@ -348,7 +368,6 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
-    print(f"training on {len(texts):,} of {documents.n:,} documents (limited by --max_bytes)", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
         work = Path(name)

@@ -106,6 +106,13 @@ def test_link_to_first_finds_components() -> None:
     assert (link_to_first(rng.permutation(path))[:, 1] == 0).all()
 
 
+@pytest.mark.parametrize("words", [5, 6, 7, 30])
+def test_last_words_are_in_the_signature(words: int) -> None:
+    same = [f"word{chr(97 + index)}" for index in range(words - 1)]
+    one, other = (minhash_bands(" ".join([*same, last]), seed=1) for last in ("north", "south"))
+    assert len(one) == len(other) == 14 and one != other
+
+
 def test_signatures_equal_datatrove(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also of texts longer than a part, and for each seed."""
     monkeypatch.setattr(prepare_dedup, "SHINGLES", 64)

@@ -1,5 +1,6 @@
 """train/import_megatron.py on datasets and options that are wrong in each way: named, and nothing is written."""
 
+import re
 import struct
 
 import pytest
@@ -17,6 +18,7 @@ from tests.train.prepare.megatron_datasets import (
     write_dataset,
 )
 from train.data.format import DataError
+from train.import_megatron import parse_arguments
 from train.prepare.corpus import WORK_NAME
 from train.prepare.megatron import open_dataset
 
@@ -169,3 +171,6 @@ def test_empty_train_split_raises(tmp_path, run_import, reported):
     assert run_import(tmp_path / "out", prefix) == 2
     error = reported.pop()
     assert (error.code, error.key) == ("empty_split", "train") and list((tmp_path / "out").iterdir()) == []
+    given = {"input": "a", "tokenizer": "a", "output": "a"}
+    options = vars(parse_arguments([word for name, value in given.items() for word in (f"--{name}", value)]))
+    assert set(re.findall(r"--(\w+)", str(error))) <= set(options)

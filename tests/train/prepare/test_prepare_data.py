@@ -12,15 +12,16 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from tests.conftest import refused
+from tests.conftest import numbers, refused
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.megatron_datasets import imported
 from tests.train.prepare.test_corpus import read_documents
 from train.data.format import DataError, read_manifest
 from train.files import sha256_file
-from train.prepare.corpus import Source, list_sources
+from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.preparation import Preparation
 from train.prepare.readers import Text
+from train.prepare.tokenizer import sample_texts
 from train.prepare_data import parse_arguments
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
@@ -100,7 +101,7 @@ BAD = {
     # a whole frame with a window of 256 MiB, and in it a block as it is
     "long.txt.zst": (
         bytes.fromhex("28b52ffd0090") + (4 << 3 | 1).to_bytes(3, "little") + b"text",
-        "truncated or corrupt .zst",
+        ".zst with a window over 128 MiB; decompress the file with `zstd -d --long=31`",
     ),
     "bad.parquet": (b"PAR1 not really", "unreadable .parquet"),
 }
@@ -114,7 +115,7 @@ def test_bad_inputs_are_counted(tmp_path, prepare, monkeypatch, reported):
     damaged = {str(tmp_path / name): 0 for name in BAD if name.endswith(DAMAGED)}
     dropped = Counter(reason for name, (_, reason) in BAD.items() if not name.endswith(DAMAGED))
     assert prepare(tmp_path / "out", *inputs, all_train=True) == 2
-    limits = {"max_dropped": dropped.total(), "max_damaged_files": len(damaged)}
+    limits = {"max_dropped": dropped.total() - dropped["empty document"], "max_damaged_files": len(damaged)}
     monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
     for option, number in limits.items():
         assert f"--{option} {number}" in str(reported[0])
@@ -186,6 +187,40 @@ def test_invalid_parquet_columns(tmp_path, prepare):
     dropped = {"missing key": 2, "null text": 1, "text is not a string": 3, "bad UTF-8": 2}
     assert read_manifest(tmp_path / "out").documents["dropped"] == dropped
     assert "fine" in decoded(tmp_path / "out")
+
+
+def test_empty_files_are_not_lost_text(tmp_path, prepare):
+    """A folder of Python packages has many, and caches, which are not read."""
+    packages = tmp_path / "packages"
+    for index, text in enumerate(TEXTS):
+        (packages / f"{index}" / "__pycache__").mkdir(parents=True)
+        (packages / f"{index}/__init__.py").touch()
+        (packages / f"{index}/a.py").write_text(text)
+        (packages / f"{index}/__pycache__/a.py").write_text("cached")
+    assert prepare(tmp_path / "out", packages, all_train=True) == 0
+    documents = read_manifest(tmp_path / "out").documents
+    assert documents["dropped"] == {"empty document": len(TEXTS)} and documents["in"] == documents["out"] + 4
+    assert sorted(decoded(tmp_path / "out")) == sorted(TEXTS)
+
+
+def test_damaged_file_whose_name_is_not_utf8(tmp_path, prepare, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_jsonl(folder / "good.jsonl", TEXTS)
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl.gz")).write_bytes(CUT_GZ)
+    assert prepare(tmp_path / "out", folder, all_train=True, max_damaged_files=1) == 0
+    (path,) = read_manifest(tmp_path / "out").documents["damaged_files"]
+    assert path == f"{folder}/\\udcff.jsonl.gz"
+
+
+def test_wrong_text_key_fails_before_the_work(tmp_path, prepare, reported, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [f"text {index}" for index in range(5000)], key="content")
+    monkeypatch.setattr("train.prepare.preparation.run_local", None)
+    assert prepare(tmp_path / "out", path, tasks=2) == 2
+    assert reported.pop().code == "nothing_left"
+    with refused(DataError, code="nothing_left") as error:
+        sample_texts(read_share(list_sources([str(path)]), "text"), 10**6)
+    assert numbers(error.value)[0] <= 300
 
 
 def test_wrong_text_key_suggests_the_right_one(tmp_path, prepare, reported):
