@@ -162,7 +162,7 @@ class TextEncoder:
             return Markers(named, user_defined, -1 if unk_id is None else unk_id)
 
         self.markers = markers
-        self.piece = tokenizer.id_to_token
+        self.piece = lambda token: str(tokenizer.id_to_token(token))
         self.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self.encode_batch = lambda texts: [
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)

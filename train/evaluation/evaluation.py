@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ from train.evaluation.texts import Documents, Packed, is_prepared
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0  # time between two progress messages if stderr is not a terminal
+
+
+class LogLines(io.TextIOBase):
+    """File of a progress bar that logs each state of the bar as a line."""
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            logger.info(text.strip())
+        return len(text)
 
 
 def join_ranks() -> tuple[int, int]:
@@ -119,8 +128,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     begin = time.perf_counter()
     sums, gemms = [], list[str]()
     tokens = sum(part.tokens for part in data) // world
-    log = SimpleNamespace(write=lambda text: text.strip() and logger.info(text.strip()), flush=lambda: None)
-    output: dict[str, Any] = {} if sys.stderr.isatty() else {"file": log, "mininterval": PROGRESS_S}
+    output: dict[str, Any] = {} if sys.stderr.isatty() else {"file": LogLines(), "mininterval": PROGRESS_S}
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=rank > 0, **output) as progress:
         for part in data:
             batches = part.batches(rank, world)

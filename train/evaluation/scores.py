@@ -19,7 +19,7 @@ from train.evaluation.models import EvaluationError
 from train.evaluation.texts import Rows, Source
 
 # Columns of the table of sums, which has one row per source: loss in nats; loss on text tokens (without BOS and EOS);
-# number of predicted tokens; bytes of their text; number of documents whose last token was predicted.
+# number of predicted tokens; bytes of their text; number of documents.
 LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
 
 
@@ -50,7 +50,7 @@ def score(
     sums = np.zeros((len(sources), 5))
     vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
     with count_gemms(model, precision) as gemms:
-        for batch, places, ended in batches:
+        for batch, places, begun in batches:
             passes += 1
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
@@ -80,7 +80,7 @@ def score(
                 )
                 of_row = losses[row][counted[row]]
                 sums[source] += _row_sums(of_row, inputs, predicted, sources[source])
-                sums[source, DOCUMENTS] += ended[row]
+                sums[source, DOCUMENTS] += begun[row]
             scored(int(counted.sum()))
     if passes and (problem := gemms.problem(passes, backward=False)):
         raise StartupCheckError(problem)

@@ -47,12 +47,12 @@ class Rows(NamedTuple):
     Attributes:
         batch: The token ids and labels.
         sources: Index of the data source of each row.
-        ended: Number of documents that end in each row, or NaN if the rows are a sample of the data.
+        documents: Number of documents that each row counts, or NaN if the rows are a sample of the data.
     """
 
     batch: Batch
     sources: list[int]
-    ended: list[float]
+    documents: list[float]
 
 
 @dataclass
@@ -103,12 +103,13 @@ class Packed:
         for samples in self.stream.parts.values():
             for start, rows, batch in held_out_batches(self.stream, self.size, rank, world, samples):
                 ids = self.stream.sample_ids(start, rows)
-                ended = [
-                    math.nan if self.is_sampled else len(self.stream.sources[source].document_ends(window))
-                    for source, window in ids
-                ]
                 if rows:
-                    yield Rows(batch, [source for source, _ in ids], ended)
+                    yield Rows(batch, [source for source, _ in ids], [self._begun(*each) for each in ids])
+
+    def _begun(self, source: int, window: int) -> float:
+        """Return the number of documents that begin in a sample, or NaN if not all samples are read."""
+        ends = self.stream.sources[source].document_ends(window)
+        return math.nan if self.is_sampled else int(window == 0) + int((ends < self.stream.seq_length).sum())
 
 
 class Row(NamedTuple):

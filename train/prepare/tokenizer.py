@@ -161,14 +161,13 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
             **required,
         )
     except RuntimeError as error:
-        most = re.search(r"<= (\d+)", str(error))
+        reason, _, most = (
+            str(error).rpartition("] ")[2].rstrip(".").partition(" Please set it to a value <= ")
+        )
+        advice = f"Use at most {most}, or add text (if --max_bytes limits the text, increase it)"
         raise DataError(
-            f"--vocab_size {vocab_size} cannot be used with this corpus: {str(error).rpartition('] ')[2]} "
-            + (
-                f"Use at most {most[1]}, or add text (if --max_bytes limits the text, increase it)"
-                if most
-                else "Change --vocab_size or --character_coverage"
-            ),
+            f"--vocab_size {vocab_size} cannot be used with this corpus: {reason} "
+            f"{advice if most else 'Change --vocab_size or --character_coverage'}",
             code="training_failed",
             key="--vocab_size",
         ) from error

@@ -46,6 +46,6 @@ def test_each_token_is_predicted_once(length: int, world: int) -> None:
     ):
         found = documents(length=length, **how)
         assert predicted(found, world) == Counter(every - unseen), how
-        ended = sum(sum(rows.ended) for rank in range(world) for rows in found.batches(rank, world))
+        ended = sum(sum(rows.documents) for rank in range(world) for rows in found.batches(rank, world))
         alone = how["stride"] is not None
         assert ended == len(LENGTHS) - (alone and LENGTHS.count(1)), how
