@@ -116,7 +116,6 @@ from train.monitor.signals import (
     defer_stop,
     write_stopped,
 )
-from train.monitor.slow_ranks import SlowRanks
 from train.monitor.watchdog import Watchdog
 from train.planning.autotune import resolve_auto
 from train.planning.plan import Prediction
@@ -825,7 +824,6 @@ class Trainer:
             engine, self.folder.checkpoints, self.precision, args.save_total_limit, args.keep_every_steps
         )
         self.skip_decision = SkipDecision(engine, self.precision)
-        self.slow_ranks = SlowRanks(engine, stop_vote.group, args.speed.cuda_graphs)
         self.health = Health(args.spike_window, args.spike_threshold)
         self.health.load_state_dict(self.state.health)
         self.flops = flops_per_token(self.model.config, args.max_seq_length)
@@ -935,7 +933,6 @@ class Trainer:
                 self.watchdog.set_position(
                     f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}"
                 )
-                self.slow_ranks.begin()
                 batch = self.batches.get(first_sample, index).to(engine.device)
                 with check.collecting() if check and index == 0 else contextlib.nullcontext():
                     loss_sum += self.micro_step(batch, index)
@@ -1007,7 +1004,6 @@ class Trainer:
         self.watchdog.renew(f"step {self.state.step} is done", after_step=True)
         if self.saver.pending and not saving:
             self._finish_save()
-        self.slow_ranks.step(self.state.step)
         return stop, save_by_time
 
     def _roll_back(self, record: dict[str, Any]) -> bool:

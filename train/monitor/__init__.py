@@ -3,7 +3,6 @@
     lock         another run uses the same output_dir
     signals      a signal requests a stop
     watchdog     a rank hangs
-    slow_ranks   a rank is slower than the others
     health       the loss or the gradient norm has a spike
     replicas     the weights differ between ranks
     fp8_alarms   FP8 is too inaccurate for an operand of a GEMM

@@ -27,9 +27,9 @@ STAGES = [
 def mixture(stages: list[tuple[int, list[float]]]) -> Mixture:
     """With samples of one token, from the first samples and the weights of the phases."""
     names = [str(index) for index in range(len(stages[0][1]))]
-    untils = [start for start, _ in stages[1:]] + [None]
+    ends = [start for start, _ in stages[1:]] + [None]
     weights = [dict(zip(names, weights, strict=True)) for _, weights in stages]
-    phases = [MixturePhase(weights=w, until_tokens=u) for w, u in zip(weights, untils, strict=True)]
+    phases = [MixturePhase(weights=w, until_tokens=u) for w, u in zip(weights, ends, strict=True)]
     return Mixture(phases, names, 1)
 
 
