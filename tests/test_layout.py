@@ -53,7 +53,9 @@ LAYERS = [
         "train/train_tokenizer.py",
         "train/import_megatron.py",
     ],
+    ["train/phase.py"],
     ["train/trainer.py"],
+    ["train/run.py"],
     ["train/train.py"],
 ]
 # What training and benchmarks never import: a GPU node does without the packages of preparation.

@@ -1,4 +1,5 @@
 """Training of Mistral models.
 
-train.py is the entry point, and trainer.py runs the training. The other files in this folder are commands and helpers.
+train.py is the entry point. run.py runs a training from start to export, phase.py builds its model and engine, and
+trainer.py takes its steps. The other files in this folder are commands and helpers.
 """

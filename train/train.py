@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral or Llama model. This file checks the arguments, and train/trainer.py runs the training.
+"""Train a Mistral or Llama model. This file checks the arguments, and train/run.py runs the training.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
@@ -87,11 +87,11 @@ def main(argv: list[str]) -> int:
         # and the same time again at each collection that DeepSpeed requests.
         gc.disable()
         # The trainer imports everything that the run needs until its end, because the sources may be edited meanwhile.
-        from train import trainer
+        from train.run import run
 
         gc.freeze()
         gc.enable()
-        return trainer.run(arguments)
+        return run(arguments)
     except signals.Interrupted as stop:
         return exit_rank(stop.status)
     except Exception as error:

@@ -58,7 +58,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.distributed import call_on_rank_0, init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, release
-from train.trainer import build_model_and_precision
+from train.phase import build_model_and_precision
 
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -25,7 +25,7 @@ from train.data.stream import Batch
 from train.engine.distributed import call_on_rank_0, init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.monitor.signals import StopVote
-from train.trainer import build_model_and_precision
+from train.phase import build_model_and_precision
 
 WARM_UP_STEPS = 3
 

@@ -20,6 +20,7 @@ from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, reduce_amaxes
+from train import run as training
 from train import trainer
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
@@ -192,14 +193,14 @@ def whole_run(
         left_out: replaces skipped_samples of the checkpoint from which the run resumes.
     """
     if left_out is not None:
-        right_read = trainer.read_state
+        right_read = training.read_state
 
         def read(path: Path) -> Any:
             state = right_read(path)
             state.skipped_samples = left_out
             return state
 
-        trainer.read_state = read
+        training.read_state = read
     arguments = resolve_arguments(build_arguments(settings), dist.get_world_size())
     right = MicroStep.__call__
     calls = 0
@@ -225,7 +226,7 @@ def whole_run(
     MicroStep.__call__ = call
     Path(settings["output_dir"]).mkdir(parents=True, exist_ok=True)  # which the lock of train.py has done
     try:
-        trainer.run_training(arguments)
+        training.run_training(arguments)
     except (TrainingError, ReplicaError, signals.Stopped) as error:
         return {"error": str(error)}
     finally:
@@ -233,7 +234,7 @@ def whole_run(
         signals.received.clear()
         spoil(None)
         if left_out is not None:
-            trainer.read_state = right_read
+            training.read_state = right_read
     return {"error": None}
 
 

@@ -21,7 +21,7 @@ import torch
 from tests.reliability.launching import run_cases
 from tests.reliability.number_ranks import tensors_in
 from tests.train.runs import PRECISIONS, curve
-from train import trainer
+from train import run as training
 
 SHORT = [("delayed", 1)]  # tests/train/test_training.py has the others with one rank
 FULL = list(itertools.product(PRECISIONS, range(4)))
@@ -50,8 +50,8 @@ def test_random_states_differ_by_rank(monkeypatch: pytest.MonkeyPatch, full_dete
     settings: Any = SimpleNamespace(seed=2**32 - 1, full_determinism=full_determinism)
     draws = []
     for rank in (0, 1, 0):
-        monkeypatch.setattr(trainer.dist, "get_rank", lambda rank=rank: rank)
-        trainer.seed_generators(settings)
+        monkeypatch.setattr(training.dist, "get_rank", lambda rank=rank: rank)
+        training.seed_generators(settings)
         draws.append([random.random(), float(np.random.rand()), float(torch.rand(1))])
     assert draws[0] == draws[2] and all(a != b for a, b in zip(draws[0], draws[1], strict=True))
     assert torch.are_deterministic_algorithms_enabled() == full_determinism

@@ -23,7 +23,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import PRECISIONS, ROOT, metrics, run
 from train import launch as launch_module
-from train import train, trainer
+from train import phase, train, trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.checkpoint.save import SaveError
@@ -64,19 +64,19 @@ def test_stopped_run_resumes_bit_exactly(
     assert_equal_runs(folder, trained)
 
 
-@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("number", [1, 2])
 def test_stop_during_calibration(
-    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, phase: int
+    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """No further step is taken. The second phase starts from the checkpoint of the first."""
-    stop_when(monkeypatch, trainer, "calibrate", phase, signal.SIGUSR1)
+    stop_when(monkeypatch, phase, "calibrate_scales", number, signal.SIGUSR1)
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["delayed"]]
     with pytest.raises(signals.Interrupted) as stopped:
         run(settings, precision={"schedule": schedule})
     assert stopped.value.code == signals.STOPPED
     folder = Path(settings["output_dir"])
-    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000001"][: phase - 1]
-    assert len(metrics(folder) if phase == 2 else list(folder.glob("*"))) == phase - 1
+    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000001"][: number - 1]
+    assert len(metrics(folder) if number == 2 else list(folder.glob("*"))) == number - 1
 
 
 def test_stop_without_checkpoints(settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:

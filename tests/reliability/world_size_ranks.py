@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d
 
 from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
-from train import trainer
+from train import phase
+from train import run as training
 from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
@@ -100,7 +101,7 @@ class Watched:
         self.calls, self.loaded_from = 0, None
 
     def run(self) -> None:
-        build, call = trainer.build_engine, MicroStep.__call__
+        build, call = phase.build_engine, MicroStep.__call__
 
         def built(*values: Any) -> Any:
             self.engine = build(*values)
@@ -130,20 +131,20 @@ class Watched:
                 self.dump("kept", step.precision)
             return loss
 
-        trainer.build_engine, MicroStep.__call__ = built, micro_step
-        trainer.load_checkpoint = rollback.load_checkpoint = loaded
+        phase.build_engine, MicroStep.__call__ = built, micro_step
+        phase.load_checkpoint = rollback.load_checkpoint = loaded
         Path(self.args.output_dir or "").mkdir(
             parents=True, exist_ok=True
         )  # which the lock of train.py has done
         try:
-            trainer.run_training(self.args)
+            training.run_training(self.args)
             if self.loaded_from is not None:
                 with suppress_prints():
                     load_checkpoint(self.engine, self.loaded_from, self.precision)
                 self.dump("again", self.precision)
         finally:
-            trainer.build_engine, MicroStep.__call__ = build, call
-            trainer.load_checkpoint = rollback.load_checkpoint = load_checkpoint
+            phase.build_engine, MicroStep.__call__ = build, call
+            phase.load_checkpoint = rollback.load_checkpoint = load_checkpoint
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
         (self.folder / f"timeouts_{dist.get_rank()}.json").write_text(json.dumps(group_timeouts()))
 

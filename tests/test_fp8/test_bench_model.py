@@ -27,7 +27,7 @@ from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
 from tests.test_fp8.running import report_of
-from train import trainer
+from train import phase
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
@@ -201,7 +201,7 @@ def test_wrong_model_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_pa
                 model.lm_head.weight[3, 7] += 0.5
         return model
 
-    monkeypatch.setattr(trainer, "build_model", tampered)
+    monkeypatch.setattr(phase, "build_model", tampered)
     rows = ["--rows", "te_*_bf16", "--row", "graphs", "model.variant=te_layer", "speed.cuda_graphs=true"]
     options = ["--rounds", "1", "--micro_batch", "1", "2"]
     report = report_of(BENCHMARK, tmp_path, *rows, *options, status=1)

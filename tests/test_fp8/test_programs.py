@@ -180,10 +180,11 @@ def test_gradient_figures() -> None:
     torch.manual_seed(0)
     exact = [{"a": torch.randn(8, 8), "b": torch.randn(8)} for _ in range(3)]
     short = [{name: 0.9 * g for name, g in batch.items()} for batch in exact]
-    found = gradients.compare("short", short, exact)
+    found = gradients.compare("short", short, exact, {"a": exact[0]["a"] * 0.75})
     errors = [found[key] for key in ("error_of_batch", "error_of_sum", "worst")]
     assert errors == pytest.approx([0.1] * 3, rel=1e-5) and found["along"] == pytest.approx(0.9, rel=1e-5)
     assert found["worst_matrix"] == "a", "the only matrix"
+    assert found["decoder_error_to_bf16"] == pytest.approx(0.2)
 
 
 def test_gradient_case_must_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

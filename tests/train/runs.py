@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from model.te_reference import gemm, quantize
-from train import trainer
+from train import run as training
 from train.config.load import build_arguments, resolve_arguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,7 +26,7 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
         if not plots:
             stack.enter_context(mock.patch("train.record.plots.draw"))
             stack.enter_context(mock.patch("train.record.plots.draw_health", return_value=False))
-        trainer.run_training(arguments)
+        training.run_training(arguments)
     return Path(merged["output_dir"])
 
 

@@ -47,7 +47,7 @@ def test_export_result_is_in_run_json(
 ) -> None:
     """Also of a start that had no step to take."""
     (own_trained / "hf/exported_from.json").write_text("of another checkpoint")
-    monkeypatch.setattr("train.trainer.export", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("train.run.export", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
         run(settings)
     last = ended(own_trained)[-1]

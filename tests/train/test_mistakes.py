@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -261,17 +262,18 @@ def test_mistakes_are_found_without_torch(world: World) -> None:
     assert done.stderr.count("data/pretrian") == 2 and done.stderr.count("model.init_from") == 2
 
 
+@mock.patch.dict(os.environ)
 def test_completed_run_starts_no_training(world: World, own_trained: Path) -> None:
     """Neither train.py nor the supervisor, which also starts no demo."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):  # of the fixture's process group
-        world.patch.delenv(name, raising=False)
+        os.environ.pop(name, None)
     keys(output_dir=str(own_trained))(world)
     before, demo = world.content(), list[str]()
     world.patch.setattr(launch.Children, "run_ranks", lambda *_: 0)
     world.patch.setattr(os, "execv", lambda path, command: demo.extend(command))
     for options in ([], ["--dry_run"]):
         assert train.main([world.config(), *options]) == 0
-    world.patch.setenv("NPROC", "1")
+    os.environ["NPROC"] = "1"
     assert launch.main(["--supervise", world.config()]) == 0 and not demo
     assert world.content() == before
     longer = ["--max_steps", "9", "--allow_changes_on_resume", "max_steps"]

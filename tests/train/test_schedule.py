@@ -14,7 +14,8 @@ from model.fp8.precision import PrecisionError
 from model.startup_check import StartupCheckError
 from tests.conftest import refused
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
-from train import trainer
+from train import phase
+from train import run as training
 from train.checkpoint.files import read_state
 from train.engine.zero import masters
 from train.evaluation.models import plan_model
@@ -66,17 +67,17 @@ def test_edited_files_do_not_change_a_running_job(settings: dict, tmp_path: Path
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
     settings |= {"model": {"config": str(model)}, "deepspeed": str(zero), "max_steps": 2}
     settings |= {"precision": {"schedule": schedule}}
-    found, build = [], trainer.build_next_trainer
+    found, build = [], training.build_next_phase
 
-    def edit_files(former: trainer.Trainer) -> Any:
+    def edit_files(*of_run: Any) -> Any:
         model.write_text(json.dumps(json.loads(text) | {"rope_parameters": {"rope_theta": 100.0}}))
         zero.unlink()
-        return build(former)
+        return build(*of_run)
 
-    for name, next_trainer in (("whole", build), ("edited", edit_files)):
+    for name, next_phase in (("whole", build), ("edited", edit_files)):
         model.write_text(text), zero.write_text(json.dumps(auto))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "build_next_trainer", next_trainer)
+            patch.setattr(training, "build_next_phase", next_phase)
             folder = run(settings, output_dir=str(tmp_path / name))
         found.append((curve(folder), tensors(folder, 2)))
     assert found[0] == found[1]
@@ -84,13 +85,13 @@ def test_edited_files_do_not_change_a_running_job(settings: dict, tmp_path: Path
 
 def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a start and steps are: ranks that hang would be waited for, for the day that they wait for each other."""
-    watched, build_engine = list[int](), trainer.build_engine_and_resume
+    watched, build_engine = list[int](), phase.build_engine_and_resume
 
     def watched_build_engine(*of_run: Any) -> Any:
         watched.append(sum(thread.name == "watchdog" for thread in threading.enumerate()))
         return build_engine(*of_run)
 
-    monkeypatch.setattr(trainer, "build_engine_and_resume", watched_build_engine)
+    monkeypatch.setattr(phase, "build_engine_and_resume", watched_build_engine)
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
     run(settings, max_steps=2, precision={"schedule": schedule})
     assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
@@ -134,7 +135,7 @@ def test_resume_at_any_step_of_a_schedule(
 def test_phase_change_releases_memory(settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []
-    check_startup, build_engine = trainer.check_startup, trainer.build_engine_and_resume
+    check_startup, build_engine = phase.check_startup, phase.build_engine_and_resume
 
     def proves(*of_run: Any) -> list[str]:
         assert not [each for each in held if each() is not None]
@@ -145,12 +146,12 @@ def test_phase_change_releases_memory(settings: dict, monkeypatch: pytest.Monkey
         held[:] = map(
             weakref.ref, (engine, *engine.module.parameters(), *(m.tensor for m in masters(engine)))
         )
-        if len(of_run[1].precision.config.bf16_modules) == 2:
+        if len(of_run[2].precision.config.bf16_modules) == 2:
             gradients_without_fp8(monkeypatch)
         return engine, micro_step
 
-    monkeypatch.setattr(trainer, "check_startup", proves)
-    monkeypatch.setattr(trainer, "build_engine_and_resume", built)
+    monkeypatch.setattr(phase, "check_startup", proves)
+    monkeypatch.setattr(phase, "build_engine_and_resume", built)
     one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
     with refused(StartupCheckError, code="fp8_gemms"):
         run(

@@ -18,7 +18,7 @@ from model.graphs import _Captured
 from tests.train.engine.test_speed import graphs_on_tapes
 from tests.train.runs import PRECISIONS, curve, run
 from tests.train.test_schedule import tensors
-from train import trainer
+from train import phase
 from train.monitor import signals
 from train.trainer import Trainer
 
@@ -114,7 +114,7 @@ def test_phase_change_releases_graphs(settings: dict, monkeypatch: pytest.Monkey
     if device == "cpu":
         graphs_on_tapes(monkeypatch)
     held, alive = list[weakref.ref](), list[tuple[int, int]]()
-    capture, build = _Captured.__init__, trainer.build_model_and_precision
+    capture, build = _Captured.__init__, phase.build_model_and_precision
 
     def captured(self: _Captured, *of_passes: Any) -> None:
         held.append(weakref.ref(self))
@@ -125,7 +125,7 @@ def test_phase_change_releases_graphs(settings: dict, monkeypatch: pytest.Monkey
         return build(*of_run)
 
     monkeypatch.setattr(_Captured, "__init__", captured)
-    monkeypatch.setattr(trainer, "build_model_and_precision", made)
+    monkeypatch.setattr(phase, "build_model_and_precision", made)
     run(with_schedule(settings, "te_layer", "delayed", True))
     # by a stage: one for all micro-batches, in FP8 one for the first of a step, one for the others, one for health
     assert alive == [(0, 0), (1, 0), (4, 0)]

@@ -1,4 +1,4 @@
-"""train/trainer.py: what a run is built from, where it depends on the rank or on what a checkpoint brings."""
+"""train/run.py and train/phase.py: what a run is built from, by rank and by checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from train import trainer
+from train import phase
+from train import run as training
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
@@ -50,9 +51,9 @@ def test_each_rank_verifies_its_share(
 ) -> None:
     """Terabytes would take each of them hours; that of held-out data is among them."""
     shares: list[tuple[str, int, int]] = []
-    verify = trainer.SampleStream.verify
+    verify = phase.SampleStream.verify
     monkeypatch.setattr(
-        trainer.SampleStream,
+        phase.SampleStream,
         "verify",
         lambda self, *share: shares.append((self.split, *share)) or verify(self),
     )
@@ -60,7 +61,7 @@ def test_each_rank_verifies_its_share(
     rank[0] = 3
     args = resolve_arguments(build_arguments({**settings, "data": {**settings["data"], "verify": True}}), 8)
     watchdog: Any = SimpleNamespace(phase=lambda *_, **__: None)
-    trainer.open_data(args, watchdog)
+    training.open_run(args, watchdog)
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 
 
@@ -71,10 +72,10 @@ def test_calibration_uses_the_first_batch_of_the_rank(
     asked: list[tuple] = []
     row = SimpleNamespace(to=lambda device: (row, row, None))
     stream: Any = SimpleNamespace(batch=lambda *its: asked.append(its) or row)
-    monkeypatch.setattr(trainer, "calibrate", lambda *its: asked.append(its[-2:]) or {})
+    monkeypatch.setattr(phase, "calibrate", lambda *its: asked.append(its[-2:]) or {})
     precision: Any = SimpleNamespace(device="cpu", fp8=True, torchao=False, has_state=True)
-    data: Any = SimpleNamespace(train=stream)
-    trainer.calibrate_scales(arguments(), nn.Identity(), precision, data, state_of(), None)
+    run: Any = SimpleNamespace(train=stream)
+    phase.calibrate_scales(run, arguments(), nn.Identity(), precision, state_of(), None)
     assert asked == [(26, 2), (3, None)]
 
 
@@ -87,14 +88,15 @@ def test_start_records_only_its_changes(tmp_path: Path) -> None:
     changes = [{"step": step, "key": "learning_rate", "old": 1, "new": step} for step in (2, 4)]
     state = state_of(changes=changes, began_at={"path": "there"})
     args = arguments(output_dir=str(folder.path))
-    trainer.open_run_folder(args, {}, state, other).close()
+    run: Any = SimpleNamespace(args=args, folder=folder, ds_config={})
+    training.open_run_folder(run, state, other).close()
     (line,) = map(json.loads, folder.metrics.read_text().splitlines())
     assert (line["step"], line["tokens"]) == (4, 1536)
     assert (line["changes"], line["began_at"]) == (changes[1:], {"path": "there"})
     assert not folder.stopped.exists()
     assert json.loads(folder.train_config.read_text()) == args.to_dict()
     state.changes = changes[:1]
-    trainer.open_run_folder(args, {}, state, folder.checkpoints / "step-00000004").close()
+    training.open_run_folder(run, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
 
 
@@ -104,4 +106,4 @@ def test_start_records_ranks_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    assert trainer.ranks_by_value("a") == {"a": [0, 2], "b": [1]}
+    assert phase.ranks_by_value("a") == {"a": [0, 2], "b": [1]}

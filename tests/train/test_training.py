@@ -23,6 +23,7 @@ from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import plot, trainer
+from train import run as training
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
@@ -261,13 +262,13 @@ def test_finished_run_is_not_trained(
 ) -> None:
     """Its last checkpoint is still the one to export, for the start before may have ended without; once is enough."""
     before, exported = curve(own_trained), own_trained / "hf/exported_from.json"
-    written, of_checkpoint, export_last = exported.stat().st_mtime_ns, list[Path](), trainer.export_last
+    written, of_checkpoint, export_last = exported.stat().st_mtime_ns, list[Path](), training.export_last
 
     def exports(args: Any, folder: RunFolder, last: Path) -> None:
         of_checkpoint.append(last)
         export_last(args, folder, last)
 
-    monkeypatch.setattr(trainer, "export_last", exports)
+    monkeypatch.setattr(training, "export_last", exports)
     run(settings)
     assert curve(own_trained) == before
     assert of_checkpoint == [own_trained / "checkpoints/step-00000006"]

@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from train.data.encoder import TOKENIZER_FILES
-from train.data.format import TOKENIZER_FOLDER, DataError
 from train.files import data_folder, sha256_file, sync_folder, write_durably
 
 logger = logging.getLogger(__name__)
@@ -461,6 +459,10 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
     Raises:
         DataError: if none of the folders contains the tokenizer used in training.
     """
+    # here, because inspect_checkpoint.py works without numpy
+    from train.data.encoder import TOKENIZER_FILES
+    from train.data.format import TOKENIZER_FOLDER, DataError
+
     sources = state.train_config["data"]["sources"].values()
     folders = [Path(data_folder(source)) / TOKENIZER_FOLDER for source in sources]
     folders.append(path.absolute().parent.parent / "hf")

@@ -26,7 +26,8 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused
 from tests.published import small_llama
 from tests.train.runs import ROOT, run
-from train import export, trainer
+from train import export
+from train import run as training
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
@@ -292,13 +293,13 @@ def test_data_that_change_during_a_run_do_not_change_its_export(
     settings: dict, data: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data may be prepared again with another tokenizer while the run trains."""
-    own, at_the_end = shutil.copytree(data, tmp_path / "data"), trainer.export_last
+    own, at_the_end = shutil.copytree(data, tmp_path / "data"), training.export_last
 
     def prepared_again(*arguments: Any) -> None:
         shutil.copytree(tokenizer_dir, own / "tokenizer", dirs_exist_ok=True)
         at_the_end(*arguments)
 
-    monkeypatch.setattr(trainer, "export_last", prepared_again)
+    monkeypatch.setattr(training, "export_last", prepared_again)
     with refused(DataError, code="no_tokenizer", key=str(own / "tokenizer")):
         run(settings, data={"sources": {"text": str(own)}}, max_steps=1, warmup_steps=0)
     assert not Path(settings["output_dir"], "hf").exists()

@@ -31,7 +31,7 @@ CHECKPOINT = Path("run/checkpoints/step-00000003")
 KEYS = all_keys()
 
 FREE = set(
-    "model.init_from data.verify data.eval_sources precision.auto speed.cuda_graphs "
+    "model.init_from model.initialization data.verify data.eval_sources precision.auto speed.cuda_graphs "
     "precision.health_steps precision.on_trouble max_skipped_steps per_device_eval_batch_size spike_threshold "
     "on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "

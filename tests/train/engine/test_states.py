@@ -20,7 +20,7 @@ from train.engine import states, zero
 from train.engine.distributed import suppress_prints
 from train.engine.states import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
 from train.engine.step import MicroStep, build_engine
-from train.trainer import build_model_and_precision
+from train.phase import build_model_and_precision
 
 FLOAT32 = {"compute": "bf16"}
 REMAINDER = {"compute": "bf16", "optimizer_states": "bf16_remainder"}

@@ -178,6 +178,7 @@ def test_stale_scale_alarm_survives_resume(
 ) -> None:
     """Weights and activations grow in one step beyond what the scales of the last ones hold."""
     settings |= {"max_steps": 9, "learning_rate": 1e-3, "precision": {"health_steps": 3}, "save_steps": 6}
+    settings["model"] |= {"initialization": "normal"}  # small weights, which the step changes most
     rate = trainer.learning_rate_at
     monkeypatch.setattr(trainer, "learning_rate_at", lambda n, args: rate(n, args) * (500 if n == 4 else 1))
     folder = run(settings)

@@ -16,7 +16,7 @@ from model.autotune.measure import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
-from train import trainer
+from train import run as training
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 from train.planning import autotune as glue
@@ -116,7 +116,7 @@ def test_optimizer_memory_is_reserved(settings: dict) -> None:
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)
-    trainer.run_training(args)
+    training.run_training(args)
     lines = (Path(str(args.output_dir)) / "metrics.jsonl").read_text().splitlines()
     return [(m["step"], m["loss"], m["grad_norm"], m.get("eval_loss")) for m in map(json.loads, lines)]
 

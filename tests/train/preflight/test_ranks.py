@@ -50,7 +50,7 @@ def test_different_rank_is_named(tmp_path: Path, data: Path, small_model: Path) 
 
 
 def test_ranks_are_checked_first(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.trainer.build_model_and_precision", lambda *_: 1 / 0)
+    monkeypatch.setattr("train.phase.build_model_and_precision", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(settings, preflight=True)
     monkeypatch.setattr(ranks, "compare_ranks", lambda *_: (["one", "two"], []))

@@ -1,0 +1,400 @@
+"""Run a training from start to export. Read from top to bottom.
+
+run -> run_training -> start_run -> build_phase (phase.py) -> Trainer.fit (trainer.py) -> export_last
+
+A Trainer trains one phase of precision.schedule. If the next step needs another precision, `fit` saves and returns, and
+`run_training` builds the next phase from that checkpoint. All ranks must call the functions at the same points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shlex
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model.config import flops_per_token, load_config, model_name, num_parameters, numeric_settings
+from model.fp8.machine import describe, headline
+from model.fp8.precision import resolve_head_gradients
+from model.variants import VARIANTS
+from train.checkpoint.files import (
+    RunState,
+    checkpoint_name,
+    identity,
+    is_in_folder,
+    read_state,
+    trained_tokenizer,
+)
+from train.checkpoint.load import choose_checkpoint, move_later_checkpoints
+from train.checkpoint.resume import resume_option, resume_state
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.ds_config import msamp_settings, resolve_ds_config
+from train.config.load import resolve_arguments
+from train.config.schedule import describe_phase, phase_end_problems
+from train.data.format import count
+from train.data.source import check_fit
+from train.data.stream import compute_unigram_loss, open_held_out, open_stream
+from train.engine import distributed
+from train.engine.step import free_memory, release
+from train.export import export
+from train.files import unused_backup_path
+from train.monitor.lock import hold_lock
+from train.monitor.signals import (
+    STOPPED,
+    Interrupted,
+    Stopped,
+    StopVote,
+    defer_stop,
+    write_stopped,
+)
+from train.monitor.watchdog import Watchdog
+from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value
+from train.planning.autotune import resolve_auto
+from train.planning.plan import Prediction
+from train.planning.setting import Setting
+from train.preflight.gradients import check_gradients
+from train.preflight.ranks import check_alike, check_configured_alike, is_enabled
+from train.preflight.sizes import disk_plan
+from train.record.log import configure_logging, open_log_file
+from train.record.metrics import MetricsLogger
+from train.record.provenance import RunRecord, origin
+from train.record.run_folder import RunFolder
+from train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run(args: TrainingArguments) -> int:
+    """Initialize the process group, lock the run folder and train. Return the exit status, 0 or STOPPED."""
+    distributed.init_distributed()
+    status = 0
+    with contextlib.ExitStack() as folder:
+        with Watchdog(args.hang_timeout_s) as watchdog:
+            watchdog.set_position("comparing the configurations of all ranks")
+            args = resolve_arguments(args, dist.get_world_size())
+            check_configured_alike(args)
+            watchdog.phase("waiting for run.lock")
+            if not args.dry_run:
+                folder.enter_context(hold_lock(RunFolder(args.output_dir)))
+        try:
+            run_training(args)
+        except Stopped:
+            status = STOPPED
+    dist.destroy_process_group()
+    return status
+
+
+def run_training(args: TrainingArguments) -> None:
+    """Train with one Trainer for each precision of the run, then export the model.
+
+    Args:
+        args: The resolved arguments.
+    """
+    began, is_main = round(time.time(), 1), dist.get_rank() == 0
+    configure_logging(args.log_level, dist.get_rank(), has_file=True)
+    with Watchdog(args.hang_timeout_s) as watchdog:
+        run, state, phase = start_run(args, watchdog)
+        args, folder = run.args, run.folder
+        watchdog.phase("opening the output folder")
+        if args.dry_run:
+            plan = disk_plan(args, run.config, state.zero_stage)
+            return log_lines(
+                plan, f"dry_run: training would start with step {state.step + 1}; no files were written"
+            )
+        metrics = open_run_folder(run, state, phase.first_checkpoint)
+        record = RunRecord(
+            folder,
+            {"time": began, **describe_start(run, state, phase)},
+            lambda: (state.step, state.consumed_tokens),
+            {Stopped: "stopped", Interrupted: "interrupted"},
+            is_main,
+        )
+        # describe_start is collective, so rank 0 has created the folder
+        open_log_file(folder.log if is_main else folder.logs / f"rank-{dist.get_rank():03d}.log")
+        stop_vote = StopVote()
+    try:
+        with contextlib.closing(metrics), record:
+            with defer_stop():
+                checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
+            while state.step < args.max_steps:
+                number, began = phase.number, time.time()
+                release(phase.engine)
+                del phase  # before the memory of the next phase is allocated
+                phase = build_next_phase(run, state, checkpoint)
+                record.add_phase(describe_change(args, state, phase, number, time.time() - began))
+                with defer_stop():
+                    checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
+            record.part = "export"
+            with Watchdog(args.hang_timeout_s) as watchdog:
+                watchdog.phase(f"waiting for rank 0 to export {checkpoint}", reads=bytes_to_read(checkpoint))
+                if is_main:
+                    export_last(args, folder, checkpoint)
+                    metrics.draw_last()
+                watchdog.set_position("waiting for all ranks to exit")
+                dist.barrier()
+    except Stopped as stopped:
+        with Watchdog(args.hang_timeout_s) as watchdog:
+            watchdog.set_position("waiting for all ranks to stop")
+            # ignore a full disk, because the checkpoint exists and the exit status reports the stop
+            if is_main:
+                with contextlib.suppress(OSError):
+                    write_stopped(folder.path, stopped)
+            logger.info(str(stopped))
+            dist.barrier()
+        raise
+
+
+def start_run(args: TrainingArguments, watchdog: Watchdog) -> tuple[Run, RunState, Phase]:
+    """Run the preflight checks and build the first phase, without writing to the run folder.
+
+    Returns:
+        What the run has read, its position, and the phase of its next step.
+
+    Raises:
+        PreflightError: The software, files or configuration of the ranks differ, or the gradients of the first step are
+            wrong.
+    """
+    if is_enabled(args):
+        watchdog.phase("comparing the ranks and measuring the links between them")
+        check_alike(args)
+    seed_generators(args)
+    watchdog.phase("timing precisions for precision.auto")
+    if VARIANTS[args.model.variant].te:
+        args = replace(args, precision=resolve_head_gradients(args.precision))
+    args = resolve_auto(args, dist.get_world_size())
+    watchdog.phase("opening the data")
+    run = open_run(args, watchdog)
+    state, checkpoint = load_start_position(run, watchdog)
+    describe_run(run, state)
+    phase = build_phase(run, state, checkpoint, watchdog)
+    if is_enabled(args) and state.step < args.max_steps:
+        watchdog.phase("checking the gradients of one step")
+        check_gradients(args, phase.engine, phase.micro_step, phase.precision, run.train, state)
+    return run, state, phase
+
+
+def build_next_phase(run: Run, state: RunState, checkpoint: Path | None) -> Phase:
+    """Build the phase of the next step from the last checkpoint, after the memory of the last phase is freed."""
+    with Watchdog(run.args.hang_timeout_s) as watchdog:
+        watchdog.set_position("freeing model and engine")
+        free_memory()
+        return build_phase(run, state, checkpoint, watchdog)
+
+
+def describe_change(
+    args: TrainingArguments, state: RunState, phase: Phase, before: int, took_s: float
+) -> dict[str, Any]:
+    """Return the entry for run.json that describes a new phase, and log it.
+
+    Args:
+        before: The number of the last phase. It does not change if a module fell back to a safer recipe.
+    """
+    is_new_phase = phase.number != before
+    change = describe_phase(args.precision, phase.number) if is_new_phase else "precision.on_trouble"
+    logger.info(f"{change}: the model and the engine were rebuilt in {took_s:.1f} s")
+    return {
+        "step": state.step,
+        "phase": change,
+        "new_phase": is_new_phase,
+        "took_s": round(took_s, 2),
+        "fp8": phase.report.fp8,
+        "startup_checks": phase.report.lines,
+    }
+
+
+def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
+    """Export the last checkpoint to hf/, unless it was already exported or does not exist. Call on rank 0 only."""
+    if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
+        logger.info(
+            f"training is complete; exporting {checkpoint}. If the export fails, run the same "
+            f"command{resume_option(args)} to repeat only the export"
+        )
+        log_lines(*export(checkpoint, folder.hf, trained_tokenizer(checkpoint, read_state(checkpoint))))
+        run, root = str(folder.path), Path(__file__).resolve().parent.parent
+        generate, evaluate = (
+            os.path.relpath(root / script)
+            for script in ("fp8_inference_demo/fp8_inference.py", "train/evaluate.py")
+        )
+        log_lines(
+            f"wrote the trained model to the Hugging Face folder {folder.hf}. Next steps:",
+            f"  generate text:      {shlex.join(['python', generate, '--model', run, '--prompt', 'TEXT'])}",
+            f"  evaluate the model: {shlex.join(['python', evaluate, run])}",
+        )
+
+
+def seed_generators(args: TrainingArguments) -> None:
+    """Seed the random generators of this rank. With full_determinism, also select deterministic kernels."""
+    own = args.seed + dist.get_rank()
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+    if args.full_determinism:
+        distributed.make_deterministic()
+
+
+def open_run(args: TrainingArguments, watchdog: Watchdog) -> Run:
+    """Open the data, and read the model and DeepSpeed configurations.
+
+    With data.verify, each rank verifies its share of the shards.
+
+    Raises:
+        DataError, ValueError: The data is damaged or does not fit the model.
+    """
+    data, config = args.data, load_config(args.model.config)
+    train = open_stream(
+        data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
+    )
+    held_out = open_held_out(train, data.sources, data.eval_sources or {}, args.max_eval_samples)
+    check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
+    unigram_loss = compute_unigram_loss(train, held_out["eval_loss"])
+    if data.verify:
+        streams, share = [train, *held_out.values()], (dist.get_rank(), dist.get_world_size())
+        watchdog.phase(
+            "verifying this rank's share of the data", reads=sum(stream.num_bytes for stream in streams)
+        )
+        shards = sum(stream.verify(*share) for stream in streams)
+        logger.info(f"data.verify: rank 0 verified the hashes and token ids of {count(shards, 'shard')}")
+    ds_config = resolve_ds_config(args, dist.get_world_size())
+    return Run(args, config, ds_config, RunFolder(args.output_dir), train, held_out, unigram_loss)
+
+
+def load_start_position(run: Run, watchdog: Watchdog) -> tuple[RunState, Path | None]:
+    """Find the position at which the run starts, and the checkpoint to resume from.
+
+    Returns:
+        The run state, and the path of the checkpoint. The path is None for a new run.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or this run cannot continue from it.
+        ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no steps.
+    """
+    args = run.args
+    state = RunState(
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        world_size=dist.get_world_size(),
+        zero_stage=run.ds_config["zero_optimization"]["stage"],
+        train_config=args.to_dict(),
+        model_config=numeric_settings(run.config),
+        data_fingerprint=run.train.fingerprint(),
+    )
+    checkpoints, given = run.folder.checkpoints, args.resume_from_checkpoint
+    watchdog.phase("waiting for rank 0 to verify the checkpoint", reads=bytes_to_read(checkpoints, given))
+    checkpoint = choose_checkpoint(checkpoints, given)
+    if checkpoint is not None:
+        saved = read_state(checkpoint)
+        log_lines(*resume_state(state, saved, checkpoint, args.allow_changes_on_resume))
+    run.train.seek(state.consumed_samples, state.sources)
+    if problems := phase_end_problems(args, state.step, state.consumed_tokens):
+        raise ConfigurationError(problems=problems)
+    return state, checkpoint
+
+
+def describe_run(run: Run, state: RunState) -> None:
+    """Log a summary of the configuration, the model and the data."""
+    args, config, stream, most = run.args, run.config, run.train, run.args.max_steps
+    tokens_per_step = args.train_batch_size_tokens or 0
+    total = state.consumed_tokens + (most - state.step) * tokens_per_step
+    log_lines(
+        f"output folder: {run.folder.path.resolve()} (settings in train_config.json, messages in train.log)",
+        f"hardware: {state.world_size} ranks, {headline(*describe())}",
+        f"model: {model_name(args.model.config)} ({args.model.variant}), {num_parameters(config) / 1e6:,.1f} M "
+        f"parameters, {flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token",
+        f"data: {stream.describe()}",
+        f"training: steps {state.step + 1:,} to {most:,} with {tokens_per_step:,} tokens each, {args.optim} with a "
+        f"learning rate of up to {args.learning_rate:g}; {total:,} tokens in total, "
+        f"{total / stream.num_tokens:.2f} times the training data",
+    )
+    if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
+        logger.info(
+            f"the msamp section of the DeepSpeed configuration was converted to these precision settings: {settings}"
+        )
+
+
+def predict(run: Run, phase: Phase) -> dict[str, Any] | None:
+    """Predict the memory and speed of a phase, and log them. Return None if they cannot be predicted."""
+    setting = Setting.from_run(phase.args, run.ds_config, run.config, dist.get_world_size())
+    if not (torch.cuda.is_available() and setting.is_planned):
+        return None
+    prediction = Prediction.make(setting, torch.cuda.get_device_name())
+    logger.info(prediction.line())
+    return prediction.to_json()
+
+
+def open_run_folder(run: Run, state: RunState, checkpoint: Path | None) -> MetricsLogger:
+    """Open the run folder for writing. Call this after all checks have passed.
+
+    On a resume, checkpoints and exports of later steps are moved to another folder, and configuration changes are
+    recorded in metrics.jsonl.
+
+    Raises:
+        OSError, ValueError: output_dir or a file in it cannot be read or written.
+    """
+    args, folder, is_main = run.args, run.folder, dist.get_rank() == 0
+    if is_main:
+        if backup := move_later_checkpoints(folder.checkpoints, state.step):
+            logger.info(f"checkpoints after step {state.step} were moved to {backup}")
+        if folder.exported()[0] > checkpoint_name(state.step):
+            backup = folder.hf.rename(unused_backup_path(folder.hf))
+            logger.info(f"the export of a later step was moved to {backup}")
+    metrics = MetricsLogger(folder, args.to_dict(), is_main, state.step, state.evaluation_due)
+    if is_main:
+        folder.stopped.unlink(missing_ok=True)
+        for path, content in (
+            (folder.train_config, args.to_dict()),
+            (folder.ds_config, run.ds_config),
+        ):
+            path.write_text(json.dumps(content, indent=2) + "\n")
+    changed = [change for change in state.changes if change["step"] == state.step]
+    notes: dict[str, Any] = {"changes": changed} if changed else {}
+    if checkpoint is not None and not is_in_folder(checkpoint, folder.checkpoints):
+        notes["began_at"] = state.began_at
+    if notes:
+        metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
+    return metrics
+
+
+def describe_start(run: Run, state: RunState, phase: Phase) -> dict[str, Any]:
+    """Return the facts about this start of the run for run.json, or {} on ranks other than 0.
+
+    Collective: all ranks must call this function.
+    """
+    args, checkpoint = run.args, phase.first_checkpoint
+    hosts = ranks_by_value(socket.gethostname())
+    if dist.get_rank() != 0:
+        return {}
+    machine, versions = describe()
+    return {
+        "step": state.step,
+        "tokens": state.consumed_tokens,
+        "resumed_from": checkpoint and str(checkpoint.resolve()),
+        **origin(args.to_dict()),
+        "hosts": hosts,
+        "gpus": dist.get_world_size() if torch.cuda.is_available() else 0,
+        "machine": machine,
+        "versions": versions,
+        "model": {
+            "config": args.model.config,
+            "variant": args.model.variant,
+            "parameters": num_parameters(run.config),
+        },
+        "data": run.train.describe(),
+        "fp8": phase.report.fp8,
+        "attention": phase.report.attention_by_rank,
+        "startup_checks": phase.report.lines,
+        "initial_gradient_error": phase.gradient_error,
+        "plan": predict(run, phase),
+        "escalations": state.escalations,  # the list grows during training
+    }
