@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -214,17 +213,24 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         results,
         {"model": Path(options.config).name, **{key: getattr(options, key) for key in CONDITION_KEYS}},
         failures=[f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r],
-        panels=panels(results),
+        title=f"{Path(options.config).name}, micro-batch {options.micro_batch} x {options.seq_length} tokens,",
+        plots={"": panels(results)},
     )
 
 
-def panels(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+def panels(results: Sequence[Result]) -> list[report.Panel]:
     """Return the speed of each case, in tokens/s of all GPUs, for the plot. It has one panel per number of GPUs."""
-    speeds: dict[str, dict[str, Any]] = {}
-    for r in results:
-        if "reason" not in r:
-            speeds.setdefault(f"tokens/s, GPUs: {r['ranks']}", {})[r["row"]] = r["tokens_per_second"]
-    return speeds
+    measured = report.measured(results)
+    names = {r["row"]: f"ZeRO {r['stage']}, {r['compute'].replace('fp8', 'FP8')}" for r in measured}
+    labels = report.plain_labels(names)
+    return [
+        report.Panel(
+            "tokens/s",
+            f"{ranks} GPU{'s' * (ranks > 1)}",
+            {labels[r["row"]]: r["tokens_per_second"] for r in measured if r["ranks"] == ranks},
+        )
+        for ranks in dict.fromkeys(r["ranks"] for r in measured)
+    ]
 
 
 BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)

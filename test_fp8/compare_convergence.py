@@ -16,12 +16,13 @@ To continue after an interruption, run the same command again. Unfinished cases 
 trained again. --work_dir keeps the last checkpoint of each case.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
-the training losses in the last tenth of the steps, with its standard error. The plot shows the evaluation loss by
-training time, and the difference for each twentieth of the steps, with a band of two standard errors. The errors are
-those of the mean over the samples. They do not contain the noise between two runs of the same case. To see the seed
-noise, add a case with another seed. Losses are compared step by step only if a case has the seed, batch size, sequence
-length, number of steps and data of the baseline. "equal loss" is the speedup at equal loss: the time until the baseline
-reaches the worse of the two final losses, divided by the time of the other run.
+the training losses in the last tenth of the steps, with its standard error. FILE.png shows the evaluation loss by
+training time. FILE_differences.png shows the differences by step, those of the training loss for each twentieth of the
+steps with a band of two standard errors. The errors are those of the mean over the samples. They do not contain the
+noise between two runs of the same case. To see the seed noise, add a case with another seed. Losses are compared step
+by step only if a case has the seed, batch size, sequence length, number of steps and data of the baseline. "equal loss"
+is the speedup at equal loss: the time until the baseline reaches the worse of the two final losses, divided by the time
+of the other run.
 
 The exit status is 1 if the loss of a case that is compared step by step and has the baseline's optimizer is higher than
 the tolerance allows, and 2 if a run failed.
@@ -34,7 +35,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -363,19 +364,50 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         "parameters": num_parameters(load_sizes(base.model.config)),
     }
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
-    curves = {r["row"]: r["curves"] for r in results}
-    panels: dict[str, dict[str, Any]] = {
-        "evaluation loss by training time (minutes)": {name: late_losses(c) for name, c in curves.items()},
-        "training loss by step, difference from the baseline (%)": {
-            name: difference_band(c) for name, c in curves.items() if c["difference_step"]
-        },
-        "evaluation loss by step, difference from the baseline (%)": {
-            name: (c["eval_step"], c["eval_difference_percent"])
-            for name, c in curves.items()
-            if c["difference_step"]
-        },
+    labels = report.plain_labels(
+        {c.name: plain_name(config) for c, config in zip(cases, configs, strict=True)}
+    )
+    tokens = base.max_steps * (base.train_batch_size_tokens or 0)
+    title = f"{training['model.config']}, {tokens / 1e6:,.0f}M tokens"
+    return report.Outcome(results, more, failures=misses, title=title, plots=plots(results, labels))
+
+
+def plain_name(config: TrainingArguments) -> str:
+    """Describe how a case trains, for plots, such as "te_layer, FP8 delayed, AdamW"."""
+    model, precision = config.model, config.precision
+    name = {"hf": "transformers", "torchao": "transformers with torchao"}.get(model.variant, model.variant)
+    compute = f"FP8 {precision.recipe}" if precision.compute == "fp8" else precision.compute
+    return ", ".join((name, compute, {"adamw": "AdamW", "muon": "Muon"}[config.optim]))
+
+
+def plots(results: Sequence[Result], labels: Mapping[str, str]) -> dict[str, list[report.Panel]]:
+    """Return the panels of the plots: the loss by time, and the differences of the losses from the baseline by step.
+
+    results: entries of the report, the baseline first. labels: labels of the cases by name.
+    """
+    curves = {labels[r["row"]]: r["curves"] for r in results}
+    compared = {label: c for label, c in curves.items() if c["difference_step"]}
+    base = next(iter(curves))
+    return {
+        "": [
+            report.Panel(
+                "training time (minutes)",
+                "evaluation loss (nats per token)",
+                {label: late_losses(c) for label, c in curves.items()},
+                (results[0]["eval_loss"], f"target: final loss of {base}"),
+            )
+        ],
+        "_differences": [
+            report.Panel("step", f"{kind} loss, difference from\n{base} (%)", series)
+            for kind, series in (
+                ("training", {label: difference_band(c) for label, c in compared.items()}),
+                (
+                    "evaluation",
+                    {label: (c["eval_step"], c["eval_difference_percent"]) for label, c in compared.items()},
+                ),
+            )
+        ],
     }
-    return report.Outcome(results, more, failures=misses, panels=panels)
 
 
 BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)

@@ -2,7 +2,7 @@
 
 A report is a JSON file with the keys "command", "date", "commit", "machine", "versions" and "results", and further keys
 of the benchmark. It contains the hardware and the software versions, but no host name, user name or path.
-bench_scaling.py and compare_convergence.py also write a plot to a PNG file with the same name.
+bench_scaling.py and compare_convergence.py also write plots to PNG files next to it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,34 @@ NAMES = ("row", "shape", "precision", "launch", "ranks")
 
 
 @dataclass
+class Panel:
+    """One diagram of a plot.
+
+    x, y: axis labels with units. series: the values by label. A number is drawn as a horizontal bar, a pair (x, y) of
+    lists as a line, and (x, y, lower, upper) as a line with a band. target: a value of y to mark, with its label.
+    """
+
+    x: str
+    y: str
+    series: Mapping[str, Any]
+    target: tuple[float, str] | None = None
+
+
+@dataclass
 class Outcome:
     """The results of a benchmark.
 
     results: one entry per case. more: additional report keys. lines: text to print below the table. failures: reasons
-    to exit with status 1. panels: argument for `plot`.
+    to exit with status 1. title: what was measured, as the title of plots. plots: the panels of each plot, by what its
+    file name has in addition to that of the report.
     """
 
     results: list[Result]
     more: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    panels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    title: str = ""
+    plots: dict[str, list[Panel]] = field(default_factory=dict)
 
 
 class Benchmark:
@@ -96,9 +112,9 @@ class Benchmark:
         print_outcome(outcome, self.columns)
         if options.output:
             write_json(options.output, self.options.command(argv), outcome.results, **outcome.more)
-            if panels := {title: series for title, series in outcome.panels.items() if series}:
-                device = machine.get("gpu", machine["cpu"])
-                plot(options.output, f"{self.options.program} on {device}", panels)
+            title = f"{outcome.title} on {machine.get('gpu', machine['cpu'])}"
+            for suffix, panels in outcome.plots.items():
+                plot(options.output.with_name(f"{options.output.stem}{suffix}.png"), title, panels)
         return int(bool(outcome.failures))
 
 
@@ -151,17 +167,22 @@ def table(results: Sequence[Result], columns: Columns) -> str:
     return "\n".join("  ".join(map(format, line, sides)).rstrip() for line in lines)
 
 
-def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> None:
-    """Plot benchmark results to a PNG file next to the report.
+def plain_labels(names: Mapping[str, str]) -> dict[str, str]:
+    """Return a label for each benchmark case: its plain name, followed by the case's name if others have the same one.
 
-    output: path of the report. panels: maps the title of each panel to its values by label. A number is drawn as a
-    horizontal bar, a pair (x, y) of lists as a line, and (x, y, lower, upper) as a line with a band.
+    names: maps the names of the cases to plain names, such as "te_layer, FP8 delayed, AdamW".
     """
-    labels = list(dict.fromkeys(label for series in panels.values() for label in series))
-    height = 1 + len(panels) * max(3.0, 0.3 * len(labels))
-    with open_figure(output.with_suffix(".png"), len(panels), figsize=(10, height)) as (figure, axes):
-        for axis, (name, series) in zip(axes[:, 0], panels.items(), strict=True):
-            for label, value in series.items():
+    plain = list(names.values())
+    return {case: f"{name} ({case})" if plain.count(name) > 1 else name for case, name in names.items()}
+
+
+def plot(path: Path, title: str, panels: Sequence[Panel]) -> None:
+    """Plot benchmark results to the PNG file `path`, one panel below the other."""
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.series))
+    height = 1 + len(panels) * max(4.0, 0.3 * len(labels))
+    with open_figure(path, len(panels), figsize=(9, height)) as (figure, axes):
+        for axis, panel in zip(axes[:, 0], panels, strict=True):
+            for label, value in panel.series.items():
                 color = f"C{labels.index(label) % 10}"
                 if isinstance(value, tuple):
                     x, y, *bounds = value
@@ -171,8 +192,10 @@ def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]]) -> N
                 else:
                     axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.0f}", fontsize=8)
                     axis.margins(x=0.1)  # space for the label of the longest bar
-            if isinstance(value, tuple):
-                axis.legend(fontsize=8)
-            axis.set_title(name, fontsize=10)
+            if panel.target:
+                axis.axhline(panel.target[0], linestyle="--", color="gray", label=panel.target[1])
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend(fontsize=9)
+            axis.set(xlabel=panel.x, ylabel=panel.y)
             axis.grid(alpha=0.3)
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title)

@@ -213,7 +213,6 @@ def measure(options: argparse.Namespace) -> Outcome:
         more,
         ["*: the fastest bf16 case. x bf16: the speed relative to this case."],
         failures,
-        {"tokens/s": {r["row"]: r["tokens_per_second"] for r in measured(results)}},
     )
 
 

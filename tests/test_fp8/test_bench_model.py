@@ -250,7 +250,6 @@ def run_program(folder: Path) -> None:
     names = ["hf_bf16", "te_layer_fp8_delayed"]
     command = "--config tiny --rounds 1 --seq_length 64 --accumulation 2 --micro_batch 2".split()
     report = report_of(BENCHMARK, folder, *command, "--seconds", "0", "--rows", *names)
-    assert (folder / "results/report.png").stat().st_size > 10_000
     results = {r["row"]: r for r in report["results"]}
     assert list(results) == names
     for name, r in results.items():

@@ -13,10 +13,13 @@ import pytest
 
 from model.config import load_config
 from test_fp8 import compare_convergence
-from test_fp8.common.cases import Case
-from test_fp8.compare_convergence import BENCHMARK
+from test_fp8.common.cases import Case, parse_cases
+from test_fp8.common.report import plain_labels
+from test_fp8.compare_convergence import BENCHMARK, plain_name, plots
 from test_fp8.convergence_data import BENCHMARK as DATA
 from test_fp8.convergence_data import extract, read_texts, skip_reason
+from train.config.load import load_arguments
+from train.files import REPOSITORY as ROOT
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -75,6 +78,29 @@ def test_only_equal_schedules_are_compared_by_step() -> None:
     assert shorter["eval_difference_percent"] == pytest.approx(100 * (4.4 / 3.0 - 1))
 
 
+def test_plots_name_cases_and_axes() -> None:
+    """Of the published report: what each case trains, not the name of its row, and the loss to reach."""
+    file = ROOT / "test_fp8/results/time_to_loss_106m.json"
+    results = json.loads(file.read_text())["results"]
+    words = (
+        ["model.variant=hf", "precision.compute=bf16", "speed.cuda_graphs=false"],
+        ["precision.compute=fp8", "optim=muon"],
+    )
+    cases = parse_cases([["a", *words[0]], ["b", *words[1]], ["c", *words[1]]], [])
+    options = BENCHMARK.options.parse(["train_config_evidence"])
+    names = {
+        name: plain_name(load_arguments(compare_convergence.training_command(case, options)))
+        for name, case in cases.items()
+    }
+    assert names["a"] == "transformers, bf16, AdamW" and names["b"] == "te_layer, FP8 delayed, Muon"
+    labels = plain_labels(names)
+    assert [*labels.values()] == [names["a"], f"{names['b']} (b)", f"{names['b']} (c)"]
+    (time,), differences = plots(results, {r["row"]: r["row"] for r in results}).values()
+    assert time.target is not None and time.target[0] == results[0]["eval_loss"]
+    assert time.x and time.y and all(panel.x and panel.y for panel in differences)
+    assert [*time.series] == [r["row"] for r in results] and len(differences[0].series) == 3
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model on the sources of a package of the standard library."""
@@ -117,7 +143,8 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
         cases += ["--row", f"changed{index}", "precision.compute=bf16", change]
     extra = ["--eval_steps", "4"]
     assert program(config, work, *cases, "--tolerance", "0.1", "--output", str(output), "--", *extra) == 0
-    assert output.with_suffix(".png").stat().st_size > 10_000
+    for plot in ("compare.png", "compare_differences.png"):
+        assert output.with_name(plot).stat().st_size > 10_000
     report = json.loads(output.read_text())
     assert str(config.parent) not in output.read_text() and str(tmp_path) not in output.read_text()
     assert report["training"]["train_batch_size_tokens"] == 256 and report["training"]["max_steps"] == 6

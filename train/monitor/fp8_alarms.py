@@ -44,22 +44,12 @@ from torch import nn
 
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision
-from train.record.fp8_health import OPERANDS, values
+from train.record.fp8_health import LIMITS, values
 
 logger = logging.getLogger(__name__)
 
 Operand = tuple[str, str]  # name of the GEMM, and input | weight | gradient
 
-# Limits by statistic and operand. The limits for gradients are higher: most elements of a gradient are far below the
-# largest element and contribute little, and with few tokens, a single clamped value may cause a large error. At a range
-# of 4, the largest value is clamped to a quarter. Rounding alone causes an error of 0.026 for e4m3, and of 0.053 for
-# e5m2, which has one mantissa bit less (arXiv 2209.05433).
-LIMITS = {
-    **{("underflow", operand): limit for operand, limit in zip(OPERANDS, (0.05, 0.05, 0.6), strict=True)},
-    **{("saturated", operand): 0.05 for operand in OPERANDS},
-    **{("range", operand): 4.0 for operand in OPERANDS},
-    **{("error", operand): limit for operand, limit in zip(OPERANDS, (0.106, 0.106, 0.4), strict=True)},
-}
 END_FRACTION = 0.5  # an alarm is over when all statistics are below this fraction of their limits
 # Number of previous checks. An operand above its limit in the current check and in one of these causes a fallback.
 RECENT_CHECKS = 3

@@ -1,4 +1,4 @@
-"""Format of the FP8 health samples in metrics.jsonl and in trackers.
+"""Format of the FP8 health samples in metrics.jsonl and in trackers, and the limits of their statistics.
 
     "fp8_health": {"model.layers.*.mlp.down_proj": {"input": {"underflow": [1e-05, ...], ...}, "weight": ..., ...}, ...}
 
@@ -21,6 +21,16 @@ FP8_HEALTH = "fp8_health"
 DIGITS = 4  # significant digits of a recorded value
 STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
 OPERANDS = ("input", "weight", "gradient")
+# Limits of the alarms by statistic and operand. The limits for gradients are higher: most elements of a gradient are
+# far below the largest element and contribute little, and with few tokens, a single clamped value may cause a large
+# error. At a range of 4, the largest value is clamped to a quarter. Rounding alone causes an error of 0.026 for e4m3,
+# and of 0.053 for e5m2, which has one mantissa bit less (arXiv 2209.05433).
+LIMITS = {
+    **{("underflow", operand): limit for operand, limit in zip(OPERANDS, (0.05, 0.05, 0.6), strict=True)},
+    **{("saturated", operand): 0.05 for operand in OPERANDS},
+    **{("range", operand): 4.0 for operand in OPERANDS},
+    **{("error", operand): limit for operand, limit in zip(OPERANDS, (0.106, 0.106, 0.4), strict=True)},
+}
 
 
 def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:

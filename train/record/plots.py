@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.files import open_figure
-from train.record.fp8_health import FP8_HEALTH, OPERANDS, STATISTICS, values
+from train.record.fp8_health import FP8_HEALTH, LIMITS, OPERANDS, STATISTICS, values
 from train.record.history import EVALUATION, SET_LOSS, History, smoothed
 
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}
@@ -22,7 +22,7 @@ PANELS = {
     "underflow": ("becomes 0", 1e-5, 1.0, True),
     "saturated": ("saturates", 1e-7, 1e-1, True),
     "range": ("amax x scale / largest value", 1e-3, 1e1, True),
-    "error": ("relative error", 0.02, 0.1, False),
+    "error": ("relative error", 0.02, 0.5, True),
     "kurtosis": ("kurtosis", 1.0, 1e4, True),
 }
 
@@ -35,7 +35,7 @@ def draw(histories: list[History], path: Path) -> None:
     Raises:
         OSError: `path` cannot be written.
     """
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     is_single = len(histories) == 1
     ratios = [height for *_, height in CURVES]
@@ -53,7 +53,12 @@ def draw(histories: list[History], path: Path) -> None:
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
         axes[2].set_yscale("log", nonpositive="clip")
-        axes[3].set(xlabel="tokens", ylim=(0, None))
+        # plain numbers; the default labels would be powers of ten, such as 9 x 10^-1
+        low, high = axes[2].get_ylim()
+        axes[2].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(5))
+        axes[2].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes[2].yaxis.set_minor_locator(NullLocator())
+        axes[3].set(xlabel="training tokens", ylim=(0, None))
         axes[3].xaxis.set_major_formatter(EngFormatter())
         axes[0].legend(fontsize="small")
 
@@ -89,7 +94,8 @@ def _draw_marks(axes: list[Any], history: History) -> None:
 def draw_health(history: History, path: Path) -> bool:
     """Plot the FP8 health samples of a run as heat maps, with one panel for each statistic and GEMM operand.
 
-    The vertical axis shows the GEMMs of all layers, and the horizontal axis shows the steps.
+    The vertical axis shows the GEMMs of all layers, and the horizontal axis shows the steps. A red line in a color bar
+    shows the limit above which an alarm begins.
 
     Returns:
         Whether the run has FP8 health samples. Without samples, no file is written.
@@ -110,13 +116,18 @@ def draw_health(history: History, path: Path) -> bool:
     shown = [name for name in STATISTICS if any(statistic == name for statistic, _ in panels)]
     height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
     with open_figure(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
-        figure.suptitle("FP8 health of the GEMM operands by training step (layers from top to bottom)")
+        figure.suptitle("FP8 health of the GEMM operands (layers from top to bottom; red line: alarm limit)")
+        figure.supxlabel("training step")
         for statistic, axis_row in zip(shown, axes, strict=True):
             for operand, axis in zip(OPERANDS, axis_row, strict=True):
                 if rows := panels.get((statistic, operand), {}):
                     image = _draw_panel(axis, statistic, rows, steps)
-                    axis.set_title(f"{operand}: {PANELS[statistic][0]}", fontsize="small")
-                    figure.colorbar(image, ax=axis)
+                    limit = LIMITS.get((statistic, operand))  # None for kurtosis
+                    bound = "" if limit is None else f", alarm above {limit:g}"
+                    axis.set_title(f"{operand}: {PANELS[statistic][0]}{bound}", fontsize="small")
+                    bar = figure.colorbar(image, ax=axis)
+                    if limit is not None:
+                        bar.ax.axhline(limit, color="red", linewidth=2)
                 else:
                     axis.set_axis_off()
     return True

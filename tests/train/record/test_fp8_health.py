@@ -88,12 +88,20 @@ def test_tracker_scalars() -> None:
 
 
 def test_draw_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row per layer, a column per sample, a panel per statistic and operand."""
+    """A row per layer, a column per sample, a panel per statistic and operand, and the limit of its alarm."""
     drawn = []
     show = Axes.pcolormesh
     monkeypatch.setattr(
         Axes, "pcolormesh", lambda axis, *data, **o: drawn.append(data) or show(axis, *data, **o)
     )
+    limits: list[list[float]] = []  # lines in the color bars
+    line = Axes.axhline
+
+    def axhline(axis: Axes, y: float, **options: Any) -> Any:
+        limits.append(drawn_line := [*line(axis, y, **options).get_ydata()])
+        return drawn_line
+
+    monkeypatch.setattr(Axes, "axhline", axhline)
     first = record(statistics=["error"])  # fewer panels are faster
     second = record(layers=4, factor=0.5, statistics=["error"])
     first[LAYER.format("*")]["weight"] = {}
@@ -108,6 +116,7 @@ def test_draw_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weights, _ = (table.tolist() for *_, table in panels)
     assert inputs[:2] == [[0.1, 0.05], [0.02, 0.02]] and math.isnan(inputs[3][0])
     assert weights[0][1] == 0.05 and math.isnan(weights[0][0])
+    assert limits == [[0.106, 0.106], [0.106, 0.106], [0.4, 0.4]]
 
 
 def test_plot_of_a_single_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

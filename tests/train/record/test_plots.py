@@ -85,6 +85,24 @@ def test_plot_panels(tmp_path, monkeypatch):
     pyplot.close("all")
 
 
+@pytest.mark.parametrize("norms", [(0.7, 0.9), (0.3, 40.0)])
+def test_gradient_norm_ticks_are_plain_numbers(tmp_path, monkeypatch, norms):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or path.touch())
+    monkeypatch.setattr(pyplot, "close", lambda figure: figure.canvas.draw())
+    history = read_history(make_run(tmp_path / "a", lines=2))
+    for record, norm in zip(history.records, norms, strict=False):
+        record["grad_norm"] = norm
+    draw([history], tmp_path / "x.png")
+    axis = figures[0].axes[2]
+    low, high = axis.get_ylim()
+    ticks = [label.get_text() for label in axis.get_yticklabels(which="both")]
+    shown = [float(tick) for tick in ticks if tick]  # raises for "$9\\times10^{-1}$"
+    assert 2 <= len([value for value in shown if low <= value <= high]) <= 9
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
 def test_plot_of_several_runs(tmp_path, capsys, legends, monkeypatch):
     one = make_run(tmp_path / "x/run", starts=[start(0)])
     two = make_run(tmp_path / "y/run", loss=2.0, unigram_loss=5.0)  # of other data
