@@ -100,7 +100,11 @@ def hardware() -> str:
         "checkpoint, GB": lambda sizes: f"{checkpoint_bytes(sizes, 1, 'fp8') / GB:,.1f}",
         **{f"ZeRO {stage}, {ranks} GPU{'s' * (ranks > 1)}": gib(stage, ranks) for stage, ranks in layouts},
     }
-    rows = [[f"`{name}`", *(cell(sizes) for cell in columns.values())] for name, sizes in models.items()]
+    rows = [
+        [f"`{name}`", *(cell(sizes) for cell in columns.values())]
+        for name, sizes in models.items()
+        if num_parameters(sizes) > 1e7  # smaller models need next to nothing
+    ]
     titles = ("model", "`te_layer`", "micro-batch", "peak GiB", "tokens/s", "TFLOP/s", "hours for 1 B tokens")
     return "\n".join(
         [
