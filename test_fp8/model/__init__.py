@@ -3,9 +3,8 @@
 - `cases`, `bench` and `megatron` are used by bench_model.py.
 - `gradients` is used by compare_gradients.py.
 - `cloze` is used by compare_cloze.py.
-- `saves` is used by bench_save.py.
 - `decoding` is used by bench_decode.py.
 
 This package may import model, fp8_inference_demo, test_fp8/common, train.trainer, train.engine, train.data,
-train.config, train.checkpoint and train.evaluation (cloze only). cases does not import torch.
+train.config and train.evaluation (cloze only). cases does not import torch.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from test_fp8.zero_matrix import BENCHMARK as ZERO_MATRIX
 from test_fp8.zero_matrix import compare_runs, make_data, matrix, training_settings
 from tests.model.fp8.test_gemms import without_fp8
 from tests.model.test_head import double_gradient_of_parts, use_torch_cross_entropy
-from tests.reliability.launching import launch
 from tests.test_fp8.running import install_stand_in, report_of
 from train.config.load import build_arguments
 from train.preflight.check import check
@@ -113,24 +111,6 @@ def test_exports_are_compared() -> None:
     assert problems([math.nan, 0.0, 0.0, 0.0]) == 1
     assert problems([0.0] * 4, gap=[0.0, 0.09]) == 1
     assert problems([0.0] * 4, same_ids=0) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_save_report(tmp_path: Path) -> None:
-    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "save.json")]
-    (tmp_path / "disk").mkdir()
-    done = launch(2, "test_fp8/bench_save.py", *options, TMPDIR=str(tmp_path / "disk"))
-    assert done.returncode == 0
-    written = json.loads((tmp_path / "save.json").read_text())
-    assert written["ranks"] == 2 and isinstance(written["lost"], float)
-    kinds = [(r["background"], r["first"]) for r in written["results"]]
-    assert kinds == [(False, True), (True, True), (False, False), (True, False)]
-    for r in written["results"]:
-        assert r["begin_s"] > 0 and r["waited_s"] > 0 and r["gigabytes"] > 0.001
-        assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
-        assert not r["steps_during_s"] or r["background"], "training continues only after a blocking save"
-    assert not list((tmp_path / "disk").iterdir()), "the checkpoints are gone"
 
 
 SMALL_SCALING = "--config tiny --seq_length 16 --accumulation 1 --stages 1 --precisions bf16".split()

@@ -99,7 +99,6 @@ BAD_ARGUMENTS = {
     "test_fp8/test_fp8.py": ["--shapes", "8x8x8"],
     "test_fp8/bench_model.py": ["--config", "tinny"],
     "test_fp8/bench_decode.py": ["--batches", "0"],
-    "test_fp8/bench_save.py": ["--config", "tinny"],
     "test_fp8/bench_scaling.py": ["--stages", "4"],
     "test_fp8/check_exports.py": ["--recipes", "fp9"],
     "test_fp8/compare_cloze.py": ["data", "--model", "nowhere"],
