@@ -19,7 +19,7 @@ from tests.test_docs import PAGES, ROOT, text_of
 
 # What a command needs beyond a clone and a CPU -> the commands that need it.
 NOT_RUN = {
-    "long": r"run_tests\.sh|zero_matrix",
+    "long": r"run_tests\.sh",
     "Slurm": r"^srun |^exec |--executor ",
     "several nodes": r"^NNODES=",
     "a container image": r"^CONTAINER_IMAGE=",

@@ -6,8 +6,7 @@
 - `timing` measures time and GPU memory.
 - `same_model` checks that two models are equal.
 - `launch` starts child processes.
-- `folders` writes prepared data with synthetic tokens, also for the tests.
 
-This package may import model, train.data.format, train.data.stream, train.config, train.launchers, train.files,
+This package may import model, train.data.stream, train.config, train.launchers, train.files,
 train.monitor.signals and train.record. cases, options, report and launch import torch only when they need it.
 """

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
+from tests.folders import make_folder
 from tests.train.runs import metrics, run
 from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import (

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
+from tests.folders import make_folder
 from tests.train.runs import run
 from train.data.format import DataError, read_manifest
 from train.data.stream import open_stream

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from test_fp8.common.folders import make_folder
 from tests.conftest import refused
+from tests.folders import make_folder
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import build_arguments
 from train.data.format import DataError

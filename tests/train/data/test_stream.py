@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from test_fp8.common.folders import make_folder
 from tests.conftest import refused
 from tests.fixtures import corpus_texts, write_jsonl
+from tests.folders import make_folder
 from train.data import source as source_module
 from train.data.format import DataError, read_manifest
 from train.data.order import permutation_key, permute, spread

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_fp8.common.folders import make_folder
+from tests.folders import make_folder
 from train.data.order import MixturePhase
 from train.data.source import TokenSource
 from train.data.stream import Batch, MicroBatches, SampleStream

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from test_fp8.common.folders import make_folder
+from tests.folders import make_folder
 from train.data.stream import NO_LABEL, Batch, open_held_out, open_stream
 from train.engine.held_out import held_out_losses
 

@@ -12,7 +12,6 @@ import torch
 
 from model.fp8 import te_backend
 from model.fp8.precision import PrecisionError
-from test_fp8.zero_matrix import TOLERANCE
 from tests.reliability.launching import run_cases
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
@@ -246,7 +245,7 @@ def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
     ]
     assert fallbacks[0] == fallbacks[1] == fallbacks[2] and len(fallbacks[0]) == len(up)
     # scales of the modules that are at delayed scaling still are of the micro-batches before, on one rank of others
-    assert curve(alone)[0][1] == pytest.approx(curve(whole)[3][1], rel=TOLERANCE["fp8"]["loss"])
+    assert curve(alone)[0][1] == pytest.approx(curve(whole)[3][1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Write prepared data folders with synthetic token ids, for benchmarks and tests.
+"""Write prepared data folders with synthetic token ids.
 
 The token ids are never decoded, so a placeholder file replaces the tokenizer.
 """
