@@ -17,10 +17,9 @@ import torch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
 from train import trainer
-from train.checkpoint import save, staging
+from train.checkpoint import save
 from train.checkpoint.files import RUN_STATE, checkpoint_name, committed, problems, read_manifest
-from train.checkpoint.save import SaveError
-from train.checkpoint.staging import HostBuffer, Snapshot
+from train.checkpoint.save import HostBuffer, SaveError, Snapshot
 from train.monitor import signals
 
 
@@ -144,7 +143,7 @@ def test_missing_host_memory_error(settings: dict, monkeypatch: pytest.MonkeyPat
     def none(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(staging.mmap, "mmap", none)
+    monkeypatch.setattr(save.mmap, "mmap", none)
     with pytest.raises(SaveError):
         run(settings, save_steps=2)
     assert not list(Path(settings["output_dir"], "checkpoints").glob("*"))

@@ -1,7 +1,7 @@
 """Save checkpoints of a run, and resume from checkpoints.
 
 This package may import model, train.monitor, train.engine and their dependencies. `files`: manifest, run state and
-verification, without torch. `save`: save in the background, using host memory from `staging`. `load`: choose and load a
+verification, without torch. `save`: save in the background, from a copy in host memory. `load`: choose and load a
 checkpoint. `reshard`: load a checkpoint with a different number of ranks or ZeRO stage. `resume`: check the
 configuration changes of a resumed run. `rollback`: return to the last checkpoint after a loss spike.
 """
