@@ -2,8 +2,7 @@
 
     models        find and build the model
     texts         read the evaluation data
-    scores        compute the losses
-    evaluation    run the evaluation and build the report
+    evaluation    compute the losses and build the report
 
 May import model, train.checkpoint and its imports, and train.prepare.corpus, which reads text. Evaluation during
 training is in train/trainer.py.

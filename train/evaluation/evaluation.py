@@ -5,24 +5,174 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import math
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
 
+from model.fp8.gemms import count_gemms
 from model.fp8.machine import describe, headline
+from model.fp8.precision import Precision
 from model.fp8.recipes import fp8_multiple
+from model.startup_check import StartupCheckError
 from train import launchers
-from train.evaluation import scores
-from train.evaluation.models import Plan, find_model, plan_model
-from train.evaluation.texts import Documents, Packed, is_prepared
+from train.data.stream import NO_LABEL
+from train.evaluation.models import EvaluationError, Plan, find_model, plan_model
+from train.evaluation.texts import Documents, Packed, Rows, Source, is_prepared
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0  # time between two progress messages if stderr is not a terminal
+# Columns of the table of sums, which has one row per source: loss in nats; loss on text tokens (without BOS and EOS);
+# number of predicted tokens; bytes of their text; number of documents.
+LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    precision: Precision,
+    batches: Iterator[Rows],
+    sources: Sequence[Source],
+    scored: Callable[[int], Any] = lambda tokens: None,
+) -> tuple[torch.Tensor, list[str]]:
+    """Compute the loss of a model on batches.
+
+    Args:
+        model: The model to evaluate.
+        precision: The precision of the model.
+        batches: The batches to predict.
+        sources: The data sources. Batches refer to sources by index.
+        scored: Function called after each batch with the number of predicted tokens.
+
+    Returns:
+        The sums for each source, float64 [number of sources, 5], and log lines about the GEMMs that ran.
+
+    Raises:
+        EvaluationError: If a loss is not finite, or a token id is not in the vocabulary.
+        StartupCheckError: If a module did not run in the configured precision.
+    """
+    sums = np.zeros((len(sources), 5))
+    vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
+    with count_gemms(model, precision) as gemms:
+        for batch, places, begun in batches:
+            passes += 1
+            if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
+                raise EvaluationError(
+                    f"{_names(sources, places)}: the token id {largest} is outside the model's vocabulary of "
+                    f"{vocabulary} ids; the data is damaged, or was prepared for a different model",
+                    code="unknown_token",
+                    key=_names(sources, places),
+                )
+            input_ids, labels, documents = batch.to(precision.device)
+            # Compute the loss row by row, because the float32 logits of a batch may not fit into memory.
+            rows = [
+                F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
+                for row, label in zip(model(input_ids, documents=documents).logits, labels, strict=True)
+            ]
+            losses = torch.stack(rows).double().cpu().numpy()
+            if not np.isfinite(losses).all():
+                raise EvaluationError(
+                    f"{_names(sources, places)}: the loss is NaN or infinite, because weights are not finite or "
+                    "activations overflowed. Pass --precision bf16 or fp32, or evaluate an earlier checkpoint",
+                    code="loss_not_finite",
+                    key=_names(sources, places),
+                )
+            counted = batch.labels.numpy() != NO_LABEL
+            for row, source in enumerate(places):
+                inputs, predicted = (
+                    ids[row].numpy()[counted[row]] for ids in (batch.input_ids, batch.labels)
+                )
+                of_row = losses[row][counted[row]]
+                sums[source] += _row_sums(of_row, inputs, predicted, sources[source])
+                sums[source, DOCUMENTS] += begun[row]
+            scored(int(counted.sum()))
+    if passes and (problem := gemms.problem(passes, backward=False)):
+        raise StartupCheckError(problem)
+    return torch.from_numpy(sums), gemms.lines()
+
+
+def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
+    return ", ".join(sources[place].name for place in dict.fromkeys(places))
+
+
+def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source) -> np.ndarray:
+    """Return the sums of losses, tokens and bytes for one row of a batch.
+
+    Args:
+        losses: Loss of each predicted token in nats, [n].
+        inputs: The token before each predicted token, [n].
+        labels: The predicted tokens, [n].
+        source: The data source of the row.
+    """
+    text = (labels != source.encoder.bos_id) & (labels != source.encoder.eos_id)
+    size = source.encoder.text_bytes(inputs, labels) if source.text_bytes is None else 0
+    return np.array([losses.sum(), losses[text].sum(), len(labels), size, 0])
+
+
+def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
+    """Compute the results for each data source and in total from the sums of `score`.
+
+    A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
+    are counted in the input text if it is known, or else in the tokens. If there are no bytes, `bytes` and
+    `bits_per_byte` are None. If --max_samples selects samples of prepared data, `documents` is None. Bits per byte
+    exclude BOS and EOS. Sources without predicted tokens are omitted, for example with a small --max_samples.
+
+    Raises:
+        EvaluationError: If no source has predicted tokens.
+    """
+    table, by_source = sums.numpy().copy(), {}
+    for row, source in zip(table, sources, strict=True):
+        if source.text_bytes is not None:
+            row[BYTES] = source.text_bytes
+        if row[TOKENS]:
+            by_source[source.name] = _result(row)
+    if not by_source:
+        names = ", ".join(source.name for source in sources)
+        raise EvaluationError(
+            f"DATA {names} contains no tokens to predict; pass more data or a larger --max_samples",
+            code="nothing_to_predict",
+            key=names,
+        )
+    return by_source, _result(table.sum(axis=0))
+
+
+def _result(row: np.ndarray) -> dict[str, Any]:
+    loss = float(row[LOSS] / row[TOKENS])
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else None,  # exp overflows for larger values
+        "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if row[BYTES] else None,
+        "tokens": int(row[TOKENS]),
+        "documents": None if math.isnan(row[DOCUMENTS]) else int(row[DOCUMENTS]),
+        "bytes": int(row[BYTES]) if row[BYTES] else None,
+    }
+
+
+def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
+    """Return the evaluation results as the lines of a text table."""
+    rows = by_source if len(by_source) == 1 else by_source | {"all": everything}
+    width = max(map(len, rows))
+    lines = [
+        f"{'source':<{width}}{'documents':>12}{'tokens':>16}{'loss':>10}{'perplexity':>14}{'bits/byte':>11}"
+    ]
+    for name, row in rows.items():
+        documents, perplexity, bits = (
+            "?" if row[key] is None else format(row[key], form)
+            for key, form in (("documents", ",d"), ("perplexity", ",.2f"), ("bits_per_byte", ".4f"))
+        )
+        lines.append(
+            f"{name:<{width}}{documents:>12}{row['tokens']:>16,}{row['loss']:>10.4f}{perplexity:>14}{bits:>11}"
+        )
+    return lines
 
 
 class LogLines(io.TextIOBase):
@@ -132,18 +282,18 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=rank > 0, **output) as progress:
         for part in data:
             batches = part.batches(rank, world)
-            of_part, gemms = scores.score(model, precision, batches, part.sources, progress.update)
+            of_part, gemms = score(model, precision, batches, part.sources, progress.update)
             sums.append(of_part)
     total = torch.cat(sums).to(precision.device)
     if world > 1:
         dist.all_reduce(total)
         dist.destroy_process_group()
     sources = [source for part in data for source in part.sources]
-    by_source, everything = scores.compute_results(total.cpu(), sources)
+    by_source, everything = compute_results(total.cpu(), sources)
     if precision.fp8:
         logger.info("\n".join(gemms))
     if rank == 0:
-        print("\n".join(scores.table(by_source, everything)), flush=True)
+        print("\n".join(table(by_source, everything)), flush=True)
     notes = [note for part in data for note in part.notes]
     if missing := [source.name for source in sources if source.name not in by_source]:
         notes.append(f"no result for {', '.join(missing)}: the selected data contains no tokens to predict")

@@ -20,7 +20,7 @@ from tests.conftest import numbers
 from tests.conftest import refused as raises_error
 from train.checkpoint.files import RunState, read_state
 from train.data.format import read_manifest
-from train.evaluation import models, scores
+from train.evaluation import evaluation, models
 from train.evaluation.models import EvaluationError, plan_model
 
 
@@ -248,19 +248,19 @@ def test_unknown_text_bytes() -> None:
     sources: list[Any] = [
         SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
     ]
-    by_source, everything = scores.compute_results(sums.double(), sources)
+    by_source, everything = evaluation.compute_results(sums.double(), sources)
     bits = [by_source[name]["bits_per_byte"] for name in "abc"]
     assert bits == [pytest.approx(5 / math.log(2) / 2), None, pytest.approx(8 / math.log(2) / 4)]
     assert everything["bytes"] == 6
     assert (everything["loss"], everything["tokens"], everything["documents"]) == (2.0, 10, 4)
-    assert scores.table(by_source, everything)[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
+    assert evaluation.table(by_source, everything)[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
     by_source["a"]["perplexity"] = None
-    assert scores.table(by_source, everything)[1].split()[4] == "?"
-    sums[1, scores.TOKENS] = 0
-    assert set(scores.compute_results(sums.double(), sources)[0]) == {"a", "c"}
-    sums[:, scores.TOKENS] = 0
+    assert evaluation.table(by_source, everything)[1].split()[4] == "?"
+    sums[1, evaluation.TOKENS] = 0
+    assert set(evaluation.compute_results(sums.double(), sources)[0]) == {"a", "c"}
+    sums[:, evaluation.TOKENS] = 0
     with raises_error(EvaluationError, code="nothing_to_predict", key="a, b, c"):
-        scores.compute_results(sums.double(), sources)
+        evaluation.compute_results(sums.double(), sources)
 
 
 def test_training_data_lookup(
