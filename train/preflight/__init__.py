@@ -3,10 +3,9 @@
 The following modules run before the ranks start and do not need torch. train/launch.py calls them, or train/train.py if
 another launcher is used.
 
-- `check` runs all checks and reports all problems in one message.
+- `check` runs all checks, also of the configuration of `accelerate launch`, and reports all problems in one message.
 - `sizes` checks GPU memory and disk space.
 - `machine` lists the GPUs of this host.
-- `accelerate` compares the configuration of `accelerate launch` with that of the run.
 
 The following modules run on all ranks, depending on the configuration key "preflight".
 

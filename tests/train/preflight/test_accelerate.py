@@ -1,4 +1,4 @@
-"""train/preflight/accelerate.py: what `accelerate launch` sets in the environment of its programs, and which of it is
+"""train/preflight/check.py: what `accelerate launch` sets in the environment of its programs, and which of it is
 an error; train_args/accelerate_fp8.yaml is that of train_config_fp8.json, by accelerate itself where it is installed.
 """
 
@@ -17,7 +17,7 @@ from tests.train.runs import ROOT, curve
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
 from train.preflight import check
-from train.preflight.accelerate import contradictions
+from train.preflight.check import contradictions
 
 YAML = ROOT / "train_args/accelerate_fp8.yaml"
 # accelerate 1.15.0, launch --config_file train_args/accelerate_fp8.yaml
