@@ -12,9 +12,8 @@ from tests.train.prepare.megatron_datasets import contents, interrupted_move
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, decoded
 from train.data.format import DataError
 from train.data.stream import open_stream
-from train.prepare.blocks import load_encoder
 from train.prepare.corpus import WORK_NAME, read_share
-from train.prepare.preparation import Preparation
+from train.prepare.preparation import Preparation, load_encoder
 from train.prepare.tally import Pipeline
 from train.prepare_data import parse_arguments
 
@@ -96,13 +95,13 @@ def test_old_data_stays_until_new_data_is_complete(tmp_path, prepare, corpus, re
     options = {"eval_fraction": 0.2, "tasks": 2}
     assert prepare(out, other, bad, **options, overwrite=True) == 2
     with pytest.MonkeyPatch.context() as patch:  # nothing is read again
-        patch.setattr("train.prepare.blocks.read_share", None)
+        patch.setattr("train.prepare.preparation.read_share", None)
         assert prepare(out, other, bad, **options, overwrite=True) == 2
     assert prepare(out, other, bad, tasks=3) == 2
     assert (reported[-1].code, reported.pop().key) == ("other_preparation", "eval_fraction")
     assert {name: data for name, data in contents(out).items() if not name.startswith(WORK_NAME)} == before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.prepare.blocks.read_share", None)
+        patch.setattr("train.prepare.preparation.read_share", None)
         assert prepare(out, other, bad, **options, max_dropped=1) == 0  # what was allowed once goes on
     assert sorted(decoded(out) + decoded(out, "eval")) == sorted(corpus_texts(40))
 
@@ -172,7 +171,7 @@ def test_changed_input_is_not_committed(tmp_path, prepare, reported, monkeypatch
         inputs[1].write_bytes(inputs[1].read_bytes() + GOOD)
         inputs[2].unlink()
 
-    monkeypatch.setattr("train.prepare.blocks.read_share", changing)
+    monkeypatch.setattr("train.prepare.preparation.read_share", changing)
     assert prepare(tmp_path / "out", *inputs, eval_fraction=0.2) == 2
     assert (reported[-1].code, reported[-1].key) == ("input_changed", str(inputs[1]))
     assert numbers(reported[-1])[0] == 2 and not (tmp_path / "out" / "manifest.json").exists()

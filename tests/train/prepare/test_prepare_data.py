@@ -116,7 +116,7 @@ def test_bad_inputs_are_counted(tmp_path, prepare, monkeypatch, reported):
     dropped = Counter(reason for name, (_, reason) in BAD.items() if not name.endswith(DAMAGED))
     assert prepare(tmp_path / "out", *inputs, all_train=True) == 2
     limits = {"max_dropped": dropped.total() - dropped["empty document"], "max_damaged_files": len(damaged)}
-    monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
+    monkeypatch.setattr("train.prepare.preparation.read_share", None)  # to accept that, nothing is read again
     for option, number in limits.items():
         assert f"--{option} {number}" in str(reported[0])
         assert prepare(tmp_path / "out", *inputs, all_train=True, **{**limits, option: number - 1}) == 2

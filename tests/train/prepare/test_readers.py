@@ -19,8 +19,8 @@ from tests.train.prepare.test_corpus import read_documents, shares, texts_of
 from tests.train.prepare.test_prepare_data import decoded
 from train.data.format import DataError, read_manifest
 from train.prepare import readers
-from train.prepare.blocks import cut_for_eval
 from train.prepare.corpus import list_sources, separator
+from train.prepare.preparation import cut_for_eval
 from train.prepare.readers import Damaged, Dropped
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
