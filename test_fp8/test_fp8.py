@@ -64,7 +64,7 @@ COLUMNS: report.Columns = {
 def measure(options: argparse.Namespace) -> report.Outcome:
     import torch
 
-    from model.autotune.timing import release_memory
+    from model.autotune import release_memory
     from test_fp8.linear.bench import measure_shape
 
     gpu = torch.cuda.is_available()

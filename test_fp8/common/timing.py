@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from model.autotune.timing import release_memory
+from model.autotune import release_memory
 from model.config import GIB
 from model.fp8 import te_backend
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.autotune.timing import one_line
+from model.autotune import one_line
 from model.errors import UserError
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.autotune.timing import release_memory
+from model.autotune import release_memory
 from model.build import build_model
 from model.config import load_config
 from model.fp8.calibration import calibrate, relative_error

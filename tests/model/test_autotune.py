@@ -1,4 +1,4 @@
-"""model/autotune: the choice among measured candidates, and that measuring times what it names and leaves no trace."""
+"""The choice among measured candidates, and that measuring times what it names and leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from model import autotune as module
 from model import startup_check
-from model.autotune import measure
-from model.autotune.measure import Candidate, Choice, Task, autotune, choose, measure_steps
+from model.autotune import Candidate, Choice, Task, autotune, choose, measure_steps
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
@@ -41,7 +41,7 @@ class Script:
 
     def __init__(self, *visits: float) -> None:
         # each visit times one cycle to size its windows, then the windows
-        self.times = iter([ms for ms in visits for _ in range(measure.ROUNDS + 1)])
+        self.times = iter([ms for ms in visits for _ in range(module.ROUNDS + 1)])
 
     def __call__(self, run: Callable[[], Any]) -> float:
         run()
@@ -108,7 +108,7 @@ def test_candidate_failing_later_is_rejected() -> None:
 
 
 def test_cuda_graphs_are_timed_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "use_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr(module, "use_cuda_graphs", lambda *_: None)
     task = task_of(graphs_allowed=True)
     candidates = measure_steps(task, ["auto"], Script(*[300.0, 240.0] * 3))
     assert [c.choice for c in candidates] == [FP8, FP8_GRAPHS, BF16, BF16_GRAPHS]
@@ -141,14 +141,14 @@ def test_missing_or_wrong_attention_is_not_timed(
     gpu: Any = SimpleNamespace(
         te=SimpleNamespace(name="transformer_engine"), config=PrecisionConfig(compute="bf16")
     )
-    assert measure.attention_backends(task_of(), gpu) == offered
-    assert measure.attention_backends(task_of(document_mask=True), gpu) == ["flash"]
-    assert measure.attention_backends(task_of(attention_backend="fused"), gpu) == ["fused"]
+    assert module.attention_backends(task_of(), gpu) == offered
+    assert module.attention_backends(task_of(document_mask=True), gpu) == ["flash"]
+    assert module.attention_backends(task_of(attention_backend="fused"), gpu) == ["fused"]
 
 
 def test_optimizer_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_memory_gib", lambda task: 8.5)
-    monkeypatch.setattr(measure, "measure_steps", lambda *_: [Candidate(BF16, [2.0], 9.0)])
+    monkeypatch.setattr(module, "_memory_gib", lambda task: 8.5)
+    monkeypatch.setattr(module, "measure_steps", lambda *_: [Candidate(BF16, [2.0], 9.0)])
     task = task_of(speed=SpeedConfig(cuda_graphs=True), attention_backend="flash")
     assert autotune(task) == Choice("fp8", True, "flash")  # as configured
 
@@ -192,7 +192,7 @@ def test_unresolved_auto_raises() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 def test_autotune_on_gpu(variant: str, monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
-    monkeypatch.setattr(measure, "WINDOW_MS", 20.0)
+    monkeypatch.setattr(module, "WINDOW_MS", 20.0)
     task = task_of(variant, graphs_allowed=True, accumulation=4, main_grad=True)
     # embedding and head of 32 MiB each: no model can stay in memory unnoticed
     sizes = dict(vocab_size=32768, hidden_size=512, intermediate_size=1024, num_attention_heads=16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from model.autotune.measure import Choice, Task, autotune
+from model.autotune import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters, state_parts_gib
 from model.variants import cuda_graphs_problem
 from train.checkpoint.files import read_state

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.autotune import measure
-from model.autotune.measure import Choice, Task, autotune
+from model import autotune as module
+from model.autotune import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
@@ -171,6 +171,6 @@ def test_resume_without_graphs_keeps_the_choice(
 def test_auto_equals_explicit_configuration_on_gpu(
     prepared: dict, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "WINDOW_MS", 20.0)
+    monkeypatch.setattr(module, "WINDOW_MS", 20.0)
     prepared["model"]["variant"] = variant
     assert check_runs(prepared)["model"]["attention_backend"] in ("fused", "flash")

@@ -1,4 +1,7 @@
-"""Time training steps with each candidate setting and choose the fastest.
+"""precision.auto: time training steps with each candidate setting on the current GPU, and choose the fastest.
+
+A candidate combines an attention backend, FP8 or bf16, and execution with or without CUDA graphs. On a GPU that does
+not support FP8, only bf16 candidates are timed. train/planning/autotune.py creates the task for a training run.
 
 Candidates are ordered by preference. cuDNN attention comes first, because it needs no additional package (with a
 document mask, the order is that of `te_backend.document_backends`). FP8, which the user configured, comes before bf16.
@@ -7,18 +10,20 @@ Execution without CUDA graphs comes before CUDA graphs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import MistralConfig
 
-from model.autotune.timing import Timer, cuda_ms, one_line, release_memory, undisturbed
 from model.build import build_model, choose_attention
 from model.config import GIB
 from model.documents import random_documents
@@ -31,6 +36,7 @@ from model.startup_check import verify_attention, verify_fp8
 from model.variants import GradientCheckpointing, SpeedConfig
 
 logger = logging.getLogger(__name__)
+Timer = Callable[[Callable[[], Any]], float]
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
 ATTENTION = ("fused", "flash")
 MEMORY_SHARE = 0.95  # the rest is for NCCL, cuBLAS workspaces and fragmentation
@@ -40,6 +46,47 @@ WINDOW_MS = 300.0
 TIE = 0.01  # relative; repeated medians on one GPU agree within it
 # The first micro-batch of a step quantizes the weights. Beyond 4 micro-batches the mean changes by less than 0.2 %.
 LONGEST_CYCLE = 4
+
+
+def cuda_ms(run: Callable[[], Any]) -> float:
+    """Measure the time in ms from the call to `run` until its last kernel finishes, including launch time."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@contextmanager
+def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
+    """Restore random generators, FP8 state and attention backend on exit from this context manager.
+
+    GPU memory is also freed.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(te):
+            yield
+    finally:
+        te_backend.choose_attention_backend(attention_backend)
+        release_memory()
+
+
+def release_memory() -> None:
+    """Free unused GPU memory and reset the peak memory statistics."""
+    gc.collect()  # modules and their hooks are reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 @dataclass
