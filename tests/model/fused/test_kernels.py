@@ -21,8 +21,8 @@ from model.fp8.precision import Precision
 from model.fp8.quantizers import Source
 from model.fp8.recipes import PrecisionConfig
 from model.modeling_mistral_fp8_trans import split_and_rotate
+from model.te_reference.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.quantize import dequantize, quantize_blocks
-from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from tests.conftest import random_ids, small_config
 
 pytestmark = pytest.mark.gpu
