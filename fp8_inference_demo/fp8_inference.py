@@ -225,8 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = find_model_folder(Path(local_folder(str(arguments.model))))
     import torch
 
-    from fp8_inference_demo.interactive import answer_lines, hold_conversation
-    from fp8_inference_demo.prompts import complete_file
+    from fp8_inference_demo.prompts import answer_lines, complete_file, hold_conversation
     from fp8_inference_demo.session import Session
 
     session = Session(arguments, folder)
