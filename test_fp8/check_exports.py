@@ -31,8 +31,8 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import VARIANTS
-from test_fp8.common import report, vllm_site
-from test_fp8.common.launch import Program, run
+from test_fp8.common import report
+from test_fp8.common.launch import Program, run, run_vllm_script, vllm_environment
 from test_fp8.common.options import option
 from test_fp8.common.report import Result
 
@@ -67,7 +67,7 @@ COLUMNS: report.Columns = {
 
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train, export and compare. Raises ValueError if vLLM is not installed or a program fails."""
-    environment = vllm_site.vllm_environment()
+    environment = vllm_environment()
     if environment is None:
         raise ValueError(
             "vLLM is not installed. Install it, or set VLLM_PYTHONPATH to the folder of its packages"
@@ -79,11 +79,11 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         exports = export_models(options.recipes, Path(name))
         request: dict[str, Any] = {"reader": "vllm", "folders": list(map(str, exports.values()))}
         request["arguments"] = [{"texts": texts, "new": NEW_TOKENS} for _ in exports]
-        vllm = vllm_site.run_script(script, request, environment)
+        vllm = run_vllm_script(script, request, environment)
         print("measured vLLM", flush=True)
         request |= {"reader": "transformers"}
         request["arguments"] = [{"texts": texts, "scored": scored} for scored in vllm["found"]]
-        transformers = vllm_site.run_script(script, request, environment)
+        transformers = run_vllm_script(script, request, environment)
     results = [
         {"row": recipe, "format": form, **compare(by_vllm, by_transformers)}
         for (recipe, form), by_vllm, by_transformers in zip(

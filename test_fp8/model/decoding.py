@@ -20,7 +20,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import Weights, pack
 from model.config import GIB, flops_per_token, num_parameters, weight_shapes
 from model.fp8.hf_fp8 import quantization_config
-from test_fp8.common import vllm_site
+from test_fp8.common.launch import run_vllm_script, vllm_environment
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
     if options.transformers_batches:
         results += decode_with_transformers(options, config, generator)
         torch.cuda.empty_cache()
-    if environment := vllm_site.vllm_environment():
+    if environment := vllm_environment():
         results += decode_with_vllm(options, config, prompts, environment)
     else:
         print("vLLM is not installed: skipping its cases", flush=True)
@@ -160,7 +160,7 @@ def decode_with_vllm(
             request |= {"cache": options.cache, "rounds": options.rounds}
             for settings in VLLM_SETTINGS:
                 try:
-                    answer = vllm_site.run_script(script, request, {**environment, **settings})
+                    answer = run_vllm_script(script, request, {**environment, **settings})
                 except ValueError as error:
                     print(f"skipping vLLM in {precision} with {settings}: {error}", flush=True)
                     continue
