@@ -1,10 +1,10 @@
 """Mistral model variants with FP8 precision.
 
-config.py and variants.py define the supported models, build.py builds a model, and startup_check.py checks the model
+config.py and variants.py define the supported models, build.py builds a model, and checks/startup.py checks the model
 before training starts.
 
 This package never imports train/. config, variants, keys and fp8/recipes do not import torch, so that commands can
-check their arguments quickly. Only hf_baseline imports transformers' model class.
+check their arguments quickly. Only hf.py imports transformers' model class.
 """
 
 import importlib.util

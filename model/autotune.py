@@ -25,6 +25,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.build import build_model, choose_attention
+from model.checks.startup import verify_attention, verify_fp8
 from model.config import GIB
 from model.documents import random_documents
 from model.fp8 import te_backend
@@ -32,7 +33,6 @@ from model.fp8.modules import use_main_grads
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import Compute, PrecisionConfig
 from model.graphs import use_cuda_graphs
-from model.startup_check import verify_attention, verify_fp8
 from model.variants import GradientCheckpointing, SpeedConfig
 
 logger = logging.getLogger(__name__)

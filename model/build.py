@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
+from model import conversion, te_layer, te_linear
 from model.config import ModelConfigError, head_dim
 from model.fp8 import te_backend
 from model.fp8.modules import apply_precision
@@ -115,9 +115,9 @@ def make_modules(
     The modules are on `precision.device`, which can be the meta device.
     """
     if VARIANTS[variant].te:
-        module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
+        module = te_linear if variant == "te_linear" else te_layer
         return module.MistralForCausalLM(config, precision, speed, document_mask)
-    from model.hf_baseline import HuggingFaceLlama, HuggingFaceMistral
+    from model.hf import HuggingFaceLlama, HuggingFaceMistral
 
     kind = HuggingFaceLlama if config.model_type == "llama" else HuggingFaceMistral
     return kind.build(config, precision, variant)

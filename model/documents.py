@@ -115,7 +115,7 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents
     number of tokens in the batch.
 
     Args:
-        attention: a module returned by `mistral_base.causal_attention`.
+        attention: a module returned by `decoder.causal_attention`.
         q: [B, T, N, D].
         k, v: [B, T, K, D].
 

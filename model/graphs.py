@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.checks.gemm_counts import count_gemms, count_replay
+from model.checks.health import HealthCheck, add_replay_totals, is_collecting, pause_collection
 from model.documents import Documents
-from model.fp8.gemms import count_gemms, count_replay
-from model.fp8.health import HealthCheck, add_replay_totals, is_collecting, pause_collection
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.fp8.gemms import pause_counting
-from model.fp8.quantizers import Source, report_operand
+from model.checks.gemm_counts import pause_counting
+from model.checks.quantize_hooks import Source, report_operand
 from model.fp8.recipes import HEAD_ROWS
 
 

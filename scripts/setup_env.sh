@@ -263,7 +263,7 @@ build_communication() {
     die "$TORCH_EXTENSIONS_DIR cannot be written; set TORCH_EXTENSIONS_DIR to a folder of your own"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
   rm -f "$log"
-  PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.distributed import init_distributed; init_distributed()' 2>&1 |
+  PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.process_group import init_distributed; init_distributed()' 2>&1 |
     news "$log" || die "DeepSpeed's CPU communication op could not be built: $(<"$log")"
   : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
 }

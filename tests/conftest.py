@@ -166,7 +166,7 @@ def only_process_group() -> Iterator[dict[str, str]]:
     """
     import torch.distributed as dist
 
-    from train.engine.distributed import init_distributed
+    from train.engine.process_group import init_distributed
 
     before = dict(os.environ)
     init_distributed()

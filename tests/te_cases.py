@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.modeling_mistral_fp8_trans import FusedTransformerLayer
+from model.te_layer import FusedTransformerLayer
 from model.variants import SpeedConfig
 
 ROWS, COLUMNS = 16, 144

@@ -10,7 +10,9 @@ import pytest
 from scripts.check_requirements import parse
 from tests.imports import ROOT, TOP, arrows, imported_files, imported_modules, reached, room_of, sources
 
-TRANSFORMER_ENGINE = {f"model/fp8/{name}.py" for name in ("te_backend", "te_patches", "quantizers")}
+TRANSFORMER_ENGINE = {
+    f"model/{name}.py" for name in ("fp8/te_backend", "fp8/te_patches", "checks/quantize_hooks")
+}
 ONLY_IN = {
     "transformer_engine": TRANSFORMER_ENGINE,
     "transformer_engine_torch": TRANSFORMER_ENGINE,
@@ -34,7 +36,7 @@ PRIVATE = re.compile(
 KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
 # Of the folder train/: each line may import the lines above it, and of its own line only the room itself.
 LAYERS = [
-    ["train/files.py", "train/launchers.py"],
+    ["train/files.py", "train/rank_env.py"],
     ["train/data", "train/record"],
     ["train/config", "train/prepare"],
     ["train/engine"],

@@ -38,7 +38,7 @@ require_packages("evaluation", "pydantic", "psutil", "torch", "transformers")
 
 from model.hub import local_folder
 from model.keys import between, json_file, unicode
-from train import launchers
+from train import rank_env
 from train.command import command
 from train.files import write_durably
 from train.preflight.machine import out_of_memory
@@ -157,6 +157,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     status = main()
-    if status and launchers.world_size() > 1:
+    if status and rank_env.world_size() > 1:
         os._exit(status)  # the other ranks may wait in a collective
     sys.exit(status)

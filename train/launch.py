@@ -63,12 +63,12 @@ from train.config.arguments import TrainingArguments
 from train.config.ds_config import load_deepspeed
 from train.config.load import CONFIGURATION, load_arguments, read_configuration
 from train.files import describe_error, is_transient, remove_dead_buffers, write_durably
-from train.launchers import check_only_node, first_hostname, step_port
 from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import completion
+from train.rank_env import check_only_node, first_hostname, step_port
 from train.record.log import configure_logging
 from train.record.run_folder import RunFolder
 

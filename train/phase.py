@@ -19,12 +19,12 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.build import build_model, choose_attention
+from model.checks.numerics import choose_kernels
+from model.checks.startup import attention_in_use, backend_in_use, check_startup, verify_attention
 from model.fp8.calibration import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gradients, relative_error
 from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision
 from model.fp8.recipes import PrecisionConfig
-from model.numeric_check import choose_kernels
-from model.startup_check import attention_in_use, backend_in_use, check_startup, verify_attention
 from model.variants import VARIANTS
 from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import fits_fp8_state, load_checkpoint, read_weights
@@ -33,8 +33,8 @@ from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_arguments, phase_precisions
 from train.data.order import next_position
 from train.data.stream import SampleStream
-from train.engine import distributed
-from train.engine.states import check_packed_adamw
+from train.engine import process_group
+from train.engine.packed_adamw import check_packed_adamw
 from train.engine.step import MicroStep, build_engine, free_memory
 from train.files import total_bytes
 from train.monitor.watchdog import Watchdog
@@ -71,7 +71,7 @@ def bytes_to_read(*places: Path | str | None) -> int:
 
     Only rank 0 reads the file sizes, to limit the load on a shared file system.
     """
-    return distributed.call_on_rank_0(lambda: total_bytes(*(Path(place) for place in places if place)))
+    return process_group.call_on_rank_0(lambda: total_bytes(*(Path(place) for place in places if place)))
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
@@ -370,7 +370,7 @@ def build_engine_and_resume(
     """
     engine = build_engine(model, args, copy.deepcopy(run.ds_config))
     if checkpoint is not None:
-        with distributed.suppress_prints():
+        with process_group.suppress_prints():
             is_partitioned = is_partitioned_differently(read_state(checkpoint), state)
             load_checkpoint(engine, checkpoint, precision, is_partitioned)
     micro_step = MicroStep(engine, precision, args)

@@ -33,7 +33,7 @@ from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import load_arguments, resolve_arguments
 from train.files import write_durably
-from train.planning.plan import lines, parse_tokens, plan
+from train.planning.prediction import lines, parse_tokens, plan
 from train.planning.setting import PlanError, Setting
 from train.planning.speed import GPUS
 

@@ -45,7 +45,7 @@ from train.config.schedule import describe_phase, phase_end_problems
 from train.data.format import count
 from train.data.source import check_fit
 from train.data.stream import compute_unigram_loss, open_held_out, open_stream
-from train.engine import distributed
+from train.engine import process_group
 from train.engine.step import free_memory, release
 from train.export import export
 from train.files import unused_backup_path
@@ -61,7 +61,7 @@ from train.monitor.signals import (
 from train.monitor.watchdog import Watchdog
 from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value
 from train.planning.autotune import resolve_auto
-from train.planning.plan import Prediction
+from train.planning.prediction import Prediction
 from train.planning.setting import Setting
 from train.preflight.gradients import check_gradients
 from train.preflight.ranks import check_alike, check_configured_alike, is_enabled
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 def run(args: TrainingArguments) -> int:
     """Initialize the process group, lock the run folder and train. Return the exit status, 0 or STOPPED."""
-    distributed.init_distributed()
+    process_group.init_distributed()
     status = 0
     with contextlib.ExitStack() as folder:
         with Watchdog(args.hang_timeout_s) as watchdog:
@@ -240,7 +240,7 @@ def seed_generators(args: TrainingArguments) -> None:
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
     if args.full_determinism:
-        distributed.make_deterministic()
+        process_group.make_deterministic()
 
 
 def open_run(args: TrainingArguments, watchdog: Watchdog) -> Run:

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     signals.install()  # before the imports, which take seconds
 
 from model.errors import UserError
-from train import launchers
+from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments
 from train.files import describe_error, is_persistent
@@ -73,11 +73,11 @@ def main(argv: list[str]) -> int:
     configure_logging()
     try:
         arguments = load_arguments(argv)  # `--help` works without a rank
-        launchers.export_torch_variables()
-        configure_logging(arguments.log_level, launchers.rank())
-        if launchers.rank() == 0 and not os.environ.get(CHECKED):
+        rank_env.export_torch_variables()
+        configure_logging(arguments.log_level, rank_env.rank())
+        if rank_env.rank() == 0 and not os.environ.get(CHECKED):
             for remark in check(
-                arguments, launchers.world_size(), launchers.local_world_size(), cuda_devices()
+                arguments, rank_env.world_size(), rank_env.local_world_size(), cuda_devices()
             ):
                 logger.info(remark)
         if complete := completion(arguments):
@@ -107,7 +107,7 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
         The exit status. The function returns only in a single-process run.
     """
     with contextlib.suppress(UserError):
-        launchers.export_torch_variables()  # not called yet if the arguments are invalid
+        rank_env.export_torch_variables()  # not called yet if the arguments are invalid
     is_expected = isinstance(error, ValueError | OSError | UserError)
     is_transient = (
         not is_persistent(error)
@@ -119,7 +119,7 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
     is_lost = not is_expected and any(part in str(error) for part in LOST_CONNECTION)
     shows_traceback = os.environ.get("FP8_TRACEBACK") == "1" or not (is_expected or memory or is_lost)
     logger.debug("the run failed", exc_info=True)  # the log file has the traceback
-    rank = launchers.rank()
+    rank = rank_env.rank()
     if rank:
         # SIGTERM ends this rank immediately with the status of the error, because no step follows
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
@@ -131,7 +131,7 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
         if is_lost
         else memory or str(error)
     )
-    where = f"rank {rank} ({socket.gethostname()}): " if launchers.world_size() > 1 else ""
+    where = f"rank {rank} ({socket.gethostname()}): " if rank_env.world_size() > 1 else ""
     logger.error(f"{where}{text}", exc_info=shows_traceback)
     return exit_rank(status)
 
@@ -141,7 +141,7 @@ def exit_rank(status: int) -> int:
 
     A normal exit would wait for the other ranks.
     """
-    if launchers.world_size() > 1:
+    if rank_env.world_size() > 1:
         os._exit(status)
     return status
 

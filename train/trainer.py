@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from model.checks.gemm_counts import Gemms, count_gemms
+from model.checks.health import HealthCheck, check_due, has_health_checks
+from model.checks.startup import check_attention
 from model.config import GIB, flops_per_token
 from model.errors import UserError
-from model.fp8.gemms import Gemms, count_gemms
-from model.fp8.health import HealthCheck, check_due, has_health_checks
 from model.fp8.modules import uses_transformer_engine
-from model.startup_check import check_attention
 from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.resume import resume_option
 from train.checkpoint.rollback import roll_back
@@ -37,9 +37,9 @@ from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import SkipDecision
 from train.monitor.fp8_alarms import find_fallbacks
-from train.monitor.health import Health, ranks_without_finite_loss, samples_record, samples_text
 from train.monitor.replicas import check_replicas
 from train.monitor.signals import Stopped, StopVote
+from train.monitor.spikes import Health, ranks_without_finite_loss, samples_record, samples_text
 from train.monitor.watchdog import Watchdog
 from train.phase import Phase, Run
 from train.record.fp8_health import FP8_HEALTH, health_record

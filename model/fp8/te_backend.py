@@ -1,7 +1,7 @@
 """Load Transformer Engine if there is a GPU, otherwise the CPU reference implementation.
 
 `load` returns the same namespace of modules for both backends, so that model code is written once. Only this file,
-te_patches.py and quantizers.py import transformer_engine.
+te_patches.py and checks/quantize_hooks.py import transformer_engine.
 """
 
 from __future__ import annotations

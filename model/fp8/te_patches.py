@@ -1,6 +1,6 @@
 """Changes to Transformer Engine (TE) 2.20.2 that make its modules faster or smaller.
 
-They rely on private parts of TE. The numeric check at the start of a run (model/numeric_check.py) detects wrong
+They rely on private parts of TE. The numeric check at the start of a run (model/checks/numerics.py) detects wrong
 results.
 """
 

@@ -7,6 +7,6 @@
     cross_entropy   the loss, with its gradient in the logits' dtype or in FP8
     operand_totals  sums for the FP8 health check
 
-Models use these functions through model/fp8/te_backend.py, except operand_totals, which model/fp8/health.py calls.
+Models use these functions through model/fp8/te_backend.py, except operand_totals, which model/checks/health.py calls.
 Without CUDA, Triton is not imported. The kernels depend on no other project file except a constant in te_reference.
 """

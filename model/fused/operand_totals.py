@@ -1,4 +1,4 @@
-"""Sums over a GEMM operand and its quantized values, for the FP8 health check on a GPU (model/fp8/health.py).
+"""Sums over a GEMM operand and its quantized values, for the FP8 health check on a GPU (model/checks/health.py).
 
 One kernel reads each element once. If another kernel computed the operand and cast it in one step, this kernel
 recomputes the operand in float32 without writing it.
@@ -105,7 +105,7 @@ def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, mo
     / scale_inv, which is NaN if x contains NaN.
 
     Args:
-        source: the tensor that was quantized (model.fp8.quantizers.Source).
+        source: the tensor that was quantized (model.checks.quantize_hooks.Source).
         codes: float8 [M, N].
         scale_inv: float32, one for the tensor or one per tile ([M, N / 128] or [M / 128, N / 128]).
     """

@@ -7,6 +7,6 @@
 - `same_model` checks that two models are equal.
 - `launch` starts child processes.
 
-This package may import model, train.data.stream, train.config, train.launchers, train.files,
+This package may import model, train.data.stream, train.config, train.rank_env, train.files,
 train.monitor.signals and train.record. cases, options, report and launch import torch only when they need it.
 """

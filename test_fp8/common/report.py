@@ -21,7 +21,7 @@ from typing import Any
 from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common.options import Option, Options, choose_defaults
-from train import launchers
+from train import rank_env
 from train.files import describe_error, open_figure, write_durably
 from train.record.provenance import commit
 
@@ -94,8 +94,8 @@ class Benchmark:
         """
         options = self.options.parse(argv)
         try:
-            launchers.export_torch_variables()
-            if launchers.rank():
+            rank_env.export_torch_variables()
+            if rank_env.rank():
                 options.output, sys.stdout = None, open(os.devnull, "w", encoding="utf-8")
             choose_defaults(options)
             machine, versions = describe()

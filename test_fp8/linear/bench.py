@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from model.autotune import one_line
+from model.checks.startup import verify_fp8
 from model.errors import UserError
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
 from test_fp8.common.timing import time_alternately
 from test_fp8.linear.shapes import Shape

@@ -25,20 +25,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.build import build_model
-from model.config import GIB, flops_per_token, load_config, num_parameters
-from model.conversion import to_hf_state_dict
-from model.errors import UserError
-from model.fp8.modules import fp8_modules
-from model.fp8.precision import Precision
-from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
-from model.fp8.te_backend import is_installed
-from model.mistral_base import causal_lm_loss
-from model.startup_check import (
+from model.checks.startup import (
     attention_in_use,
     check_attention,
     check_startup,
     verify_fp8,
 )
+from model.config import GIB, flops_per_token, load_config, num_parameters
+from model.conversion import to_hf_state_dict
+from model.decoder import causal_lm_loss
+from model.errors import UserError
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from model.fp8.te_backend import is_installed
 from model.variants import VARIANTS, cuda_graphs_problem
 from test_fp8.common.cases import Case, Unavailable
 from test_fp8.common.report import Outcome, Result, measured
@@ -56,7 +56,7 @@ from test_fp8.model.cases import BASELINE, SEED, Setting, chosen_cases
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import call_on_rank_0, init_distributed, make_deterministic
+from train.engine.process_group import call_on_rank_0, init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, release
 from train.phase import build_model_and_precision
 

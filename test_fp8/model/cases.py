@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from model.fp8.hardware import HOPPER_RECIPES
 from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.cases import Case, CaseError, parse_cases, select
-from train import launchers
+from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.load import build_arguments, resolve_arguments
 
@@ -116,7 +116,7 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[Case, dict[Setting, 
     cases = PRESETS | added
     selected = select([*options.rows, *added], cases, "--rows")
     found = [(case, candidate_settings(case, options)) for case in selected]
-    if launchers.world_size() > 1:
+    if rank_env.world_size() > 1:
         for case, settings in found:
             if case.megatron is not None or len(settings) > 1:
                 raise CaseError(
@@ -132,7 +132,7 @@ def candidate_settings(case: Case, options: argparse.Namespace) -> dict[Setting,
     The settings combine every micro-batch size, starting with the smallest, with every attention backend and loss
     implementation.
     """
-    sizes, ranks = sorted(options.micro_batch), launchers.world_size()
+    sizes, ranks = sorted(options.micro_batch), rank_env.world_size()
     te = VARIANTS[training_arguments(case, options, "auto", sizes[0], ranks).model.variant].te
     losses, attentions = (["own"], options.attention) if te else (options.loss, options.sdpa)
     return {

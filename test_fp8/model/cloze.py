@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from model.fp8.gemms import count_gemms
+from model.checks.gemm_counts import count_gemms
+from model.checks.startup import StartupCheckError
 from model.fp8.precision import Precision
 from model.fp8.recipes import fp8_multiple
-from model.startup_check import StartupCheckError
 from test_fp8.common.cases import CaseError
 from test_fp8.common.report import Outcome, Result
 from test_fp8.common.timing import free_memory

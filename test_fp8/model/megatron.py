@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.checks.startup import verify_attention
 from model.config import GIB, head_dim, rope_parameters, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
-from model.startup_check import verify_attention
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common.cases import Unavailable
 from test_fp8.common.report import Result

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from model import autotune as module
-from model import startup_check
 from model.autotune import Candidate, Choice, Task, autotune, choose, measure_steps
 from model.build import build_model
+from model.checks import startup
+from model.checks.startup import attention_errors
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import attention_errors
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
-from tests.model.fp8.test_gemms import without_fp8
+from tests.model.checks.test_gemm_counts import without_fp8
 
 FP8, FP8_GRAPHS = Choice("fp8", False, "auto"), Choice("fp8", True, "auto")
 BF16, BF16_GRAPHS = Choice("bf16", False, "auto"), Choice("bf16", True, "auto")
@@ -137,7 +137,7 @@ def test_missing_or_wrong_attention_is_not_timed(
     monkeypatch.setattr(te_backend, "choose_attention_backend", chosen.append)
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: chosen[-1])
     monkeypatch.setattr(te_backend, "document_backends", lambda: ("flash",))
-    monkeypatch.setattr(startup_check, "attention_errors", errors)
+    monkeypatch.setattr(startup, "attention_errors", errors)
     gpu: Any = SimpleNamespace(
         te=SimpleNamespace(name="transformer_engine"), config=PrecisionConfig(compute="bf16")
     )

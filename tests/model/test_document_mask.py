@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.build import build_model
+from model.checks.startup import attention_errors, check_startup
 from model.config import ModelConfigError
 from model.documents import FEWEST_PIECES, Documents, random_documents, reached
 from model.fp8 import te_backend
@@ -19,7 +20,6 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state, snapshot_fp8_state
 from model.graphs import CAPACITY_FACTOR, use_cuda_graphs
-from model.startup_check import attention_errors, check_startup
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from model.build import build_model, make_modules
+from model.checks.gemm_counts import count_gemms
 from model.fp8 import te_patches
-from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig

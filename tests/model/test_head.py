@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from model.build import build_model
+from model.checks.gemm_counts import count_gemms
+from model.checks.health import measure, statistics
+from model.checks.quantize_hooks import Source, intercept_quantizations, quantizer_slots
+from model.decoder import causal_lm_loss
 from model.fp8 import te_backend
-from model.fp8.gemms import count_gemms
-from model.fp8.health import measure, statistics
 from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision
-from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
-from model.mistral_base import causal_lm_loss
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
 from tests.conftest import random_ids, small_config

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from model import mistral_base, te_reference
+from model import decoder, te_reference
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
@@ -30,7 +30,7 @@ from train.monitor import signals
 from train.monitor.replicas import ReplicaError
 from train.trainer import TrainingError
 
-RIGHT_LOSS = mistral_base.causal_lm_loss
+RIGHT_LOSS = decoder.causal_lm_loss
 
 
 def spoil(kind: str | None) -> None:
@@ -56,7 +56,7 @@ def spoil(kind: str | None) -> None:
                 return loss + (logits.float() * 0).sum().clamp(min=0).sqrt()  # 0, with gradient 0 * inf
         return loss * 10
 
-    mistral_base.causal_lm_loss = RIGHT_LOSS if kind is None else wrong
+    decoder.causal_lm_loss = RIGHT_LOSS if kind is None else wrong
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -35,7 +35,7 @@ from tests.reliability.number_ranks import reduced_state, run_with_given_losses,
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
 from tests.train.preflight.preflight_ranks import alike, gradients
-from train.engine.distributed import init_distributed
+from train.engine.process_group import init_distributed
 from train.monitor import signals
 from train.record import plots
 

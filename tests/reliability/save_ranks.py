@@ -45,7 +45,7 @@ from train.checkpoint.save import SaveError
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import suppress_prints
+from train.engine.process_group import suppress_prints
 from train.engine.step import MicroStep, build_engine
 
 RANKS = 2

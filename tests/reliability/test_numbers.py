@@ -15,7 +15,7 @@ from tests.conftest import small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics
 from train.data.stream import open_stream
-from train.monitor.health import SpikeDetector
+from train.monitor.spikes import SpikeDetector
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from tests.reliability.launching import launch
 from tests.train.runs import ROOT
 
-START = """from train.engine.distributed import init_distributed
+START = """from train.engine.process_group import init_distributed
 import torch, torch.distributed as dist
 init_distributed()
 group = dist.group.WORLD._get_backend(torch.device("cpu"))

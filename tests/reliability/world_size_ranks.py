@@ -21,8 +21,8 @@ from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine.distributed import suppress_prints
-from train.engine.states import PackedAdamW
+from train.engine.packed_adamw import PackedAdamW
+from train.engine.process_group import suppress_prints
 from train.engine.step import MicroStep
 from train.engine.zero import base_optimizer, masters, parameter_name
 

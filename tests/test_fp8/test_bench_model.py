@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from model import build, conversion, startup_check
+from model.checks.startup import StartupCheckError
 from model.config import weight_shapes
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import StartupCheckError
 from test_fp8.bench_model import BENCHMARK
 from test_fp8.common.cases import Case, Unavailable, select
 from test_fp8.common.same_model import Conditions, DifferentModel, Reference, check_same_model, loss_error
@@ -25,7 +25,7 @@ from test_fp8.model.bench import Series, add_ratios, measure_case
 from test_fp8.model.cases import PRESETS, Setting
 from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import random_ids, small_config
-from tests.model.fp8.test_gemms import without_fp8
+from tests.model.checks.test_gemm_counts import without_fp8
 from tests.test_fp8.running import report_of
 from train import phase
 from train.config.arguments import TrainingArguments

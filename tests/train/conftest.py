@@ -67,7 +67,7 @@ def world(tmp_path: Path, data: Path, small_model: Path, monkeypatch: pytest.Mon
     def goes_on(*_: object) -> None:
         raise AssertionError("the mistake was not seen")
 
-    monkeypatch.setattr("train.engine.distributed.init_distributed", goes_on)
+    monkeypatch.setattr("train.engine.process_group.init_distributed", goes_on)
     monkeypatch.setattr(launch.signals, "install", lambda *_: None)  # of this process
     monkeypatch.setattr(launch.Children, "run_ranks", goes_on)
     found = World(tmp_path, data, small_model, monkeypatch)

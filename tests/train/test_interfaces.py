@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from model import mistral_base
+from model import decoder
 from tests.fixtures import settings_of
 from tests.train.runs import PRECISIONS, metrics, run
 from train import train
@@ -172,7 +172,7 @@ def eventful(
     folder = tmp_path_factory.mktemp("eventful") / "run"
     # step -> factors of the loss, one for each time that the step is computed
     factors = {4: [math.nan], 6: [1e3], 7: [1e6], 19: 4 * [1e3]}
-    right = mistral_base.causal_lm_loss
+    right = decoder.causal_lm_loss
 
     def loss_of_step(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         file = folder / "metrics.jsonl"
@@ -185,7 +185,7 @@ def eventful(
     schedule = [{"until_step": 2, "compute": "bf16", "on_trouble": "warn"}, {}]
     escalates = {"health_steps": 1, "on_trouble": "escalate", "schedule": schedule}
     with environment.context() as patch:
-        patch.setattr(mistral_base, "causal_lm_loss", loss_of_step)
+        patch.setattr(decoder, "causal_lm_loss", loss_of_step)
         return run(settings, precision=PRECISIONS["delayed"] | escalates)
 
 

@@ -24,8 +24,8 @@ from tests.conftest import refused
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, plan_of, progress
 from train import launch
 from train.launch import LaunchError, exit_status, grace_period_s, should_restart
-from train.launchers import LauncherError
 from train.monitor.signals import SIGNALS
+from train.rank_env import LauncherError
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # srun of several nodes
 REAL_PYTHON = sys.executable

@@ -196,7 +196,7 @@ def test_several_mistakes_are_one_error(world: World) -> None:
 def test_only_one_rank_checks(world: World, monkeypatch: pytest.MonkeyPatch, rank: int, checks: int) -> None:
     """Under torchrun or srun, where train/launch.py has not checked."""
     checked: list[int] = []
-    monkeypatch.setattr(train.launchers, "rank", lambda: rank)
+    monkeypatch.setattr(train.rank_env, "rank", lambda: rank)
     monkeypatch.setattr(train, "check", lambda *_: checked.append(rank) or [])
     monkeypatch.setattr(
         train, "end_after_error", lambda error, _: "goes on" if "was not seen" in str(error) else 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from model.checks.startup import StartupCheckError
 from model.fp8.precision import PrecisionError
-from model.startup_check import StartupCheckError
 from tests.conftest import refused
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
 from train import phase

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from model.checks.startup import StartupCheckError
 from model.fp8 import te_backend
-from model.startup_check import StartupCheckError
 from tests.conftest import numbers, refused
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train import trainer
@@ -22,8 +22,8 @@ from train.checkpoint import save
 from train.checkpoint.files import checkpoint_name, committed, problems
 from train.checkpoint.save import SaveError, Saver, write_tensors
 from train.engine.step import MicroStep
-from train.monitor.health import Health, Spike
 from train.monitor.replicas import ReplicaError
+from train.monitor.spikes import Health, Spike
 from train.trainer import TrainingError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model import mistral_base
+from model import decoder
+from model.checks.startup import StartupCheckError
 from model.fp8.precision import PrecisionError
-from model.startup_check import StartupCheckError
 from tests import programs
 from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
@@ -288,7 +288,7 @@ def test_new_start_keeps_the_old_run(own_trained: Path, settings: dict) -> None:
 
 
 def test_checkpoint_after_non_finite_loss(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = mistral_base.causal_lm_loss
+    right = decoder.causal_lm_loss
     calls = []
 
     def nan_later(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ def test_checkpoint_after_non_finite_loss(settings: dict, monkeypatch: pytest.Mo
         # check, two for each step
         return right(logits, labels) * (float("nan") if len(calls) > 4 + 4 + 1 + 1 + 2 * 3 else 1)
 
-    monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_later)
+    monkeypatch.setattr(decoder, "causal_lm_loss", nan_later)
     with pytest.raises(trainer.TrainingError) as error:
         run(settings, logging_steps=6, save_steps=1, save_total_limit=9, max_skipped_steps=3)
     assert numbers(error.value)[:2] == [3, 6]

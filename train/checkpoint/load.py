@@ -40,7 +40,7 @@ from train.checkpoint.reshard import (
     read_partitioned_weights,
 )
 from train.config.differences import same_precision
-from train.engine.distributed import call_on_rank_0
+from train.engine.process_group import call_on_rank_0
 from train.engine.zero import preserve_settings, replace_loader, unlink_moments
 from train.files import escape_glob_path, unused_backup_path
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from train.checkpoint.files import CheckpointError, RunState, rank_file
 from train.engine import zero
 from train.engine.optimizer import parameter_groups
-from train.engine.states import MOMENTS, DecodedSlice, PackedAdamW, decoded_slices
+from train.engine.packed_adamw import MOMENTS, DecodedSlice, PackedAdamW, decoded_slices
 
 WEIGHT = "float32 weight"
 

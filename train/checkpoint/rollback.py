@@ -18,7 +18,7 @@ from train.checkpoint.files import RunState, read_state, record_rollback
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, load_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import ALLOW_KEY, is_partitioned_differently
 from train.data.stream import SampleStream
-from train.monitor.health import Health, Spike, samples_record, samples_text
+from train.monitor.spikes import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from train.checkpoint.files import (
     remove_unfinished,
     write_manifest,
 )
-from train.engine.distributed import GROUP_TIMEOUT
+from train.engine.process_group import GROUP_TIMEOUT
 from train.engine.zero import capture_checkpoint
 from train.files import is_transient, write_durably
 

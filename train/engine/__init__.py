@@ -2,9 +2,9 @@
 
     step          build_engine, MicroStep, SkipDecision
     optimizer     AdamW and Muon, learning_rate_at
-    states        AdamW with less memory
+    packed_adamw  AdamW with less memory
     held_out      losses on held-out sets
-    distributed   process group
+    process_group  setup, determinism, calls on rank 0
     zero          private attributes of DeepSpeed, which no other module uses
 
 This package may import model, train.data, train.config and train.files. train/checkpoint/reshard.py reads DeepSpeed's

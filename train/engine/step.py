@@ -21,8 +21,8 @@ import deepspeed
 import torch
 from torch import nn
 
+from model.checks.health import has_health_checks
 from model.fp8 import te_backend
-from model.fp8.health import has_health_checks
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reduce_amaxes, reset_fp8_state
@@ -31,8 +31,8 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, cuda_graphs_problem
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.distributed import suppress_prints
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
+from train.engine.process_group import suppress_prints
 from train.engine.zero import (
     GradientBuffer,
     gradient_buffers,

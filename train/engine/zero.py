@@ -1,6 +1,6 @@
 """Access private attributes of DeepSpeed 0.19.8 and work around its bugs.
 
-Before an update of DeepSpeed, check this file, optimizer.py, distributed.py, train/monitor/watchdog.py and
+Before an update of DeepSpeed, check this file, optimizer.py, process_group.py, train/monitor/watchdog.py and
 train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint files. The tensors that AdamW or Muon updates
 (`masters`) depend on DeepSpeed's optimizer wrapper:
 
@@ -37,7 +37,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from train.engine.states import MOMENTS, PackedAdamW
+from train.engine.packed_adamw import MOMENTS, PackedAdamW
 
 
 def enum_member(enum: type[Enum], name: str) -> Enum:
@@ -215,7 +215,7 @@ def undo_initial_step(engine: Any) -> None:
 
 
 def pack_states(engine: Any, moments: str) -> None:
-    """Make DeepSpeed's BF16_Optimizer use PackedAdamW (train/engine/states.py). Call this on a new engine.
+    """Make DeepSpeed's BF16_Optimizer use PackedAdamW (train/engine/packed_adamw.py). Call this on a new engine.
 
     The optimizer then stores only the 16 bits of each float32 weight that the bf16 weight lacks.
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from model.fp8.gemms import count_gemms
+from model.checks.gemm_counts import count_gemms
+from model.checks.startup import StartupCheckError
 from model.fp8.machine import describe, headline
 from model.fp8.precision import Precision
 from model.fp8.recipes import fp8_multiple
-from model.startup_check import StartupCheckError
-from train import launchers
+from train import rank_env
 from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError, Plan, find_model, plan_model
 from train.evaluation.texts import Documents, Packed, Rows, Source, is_prepared
@@ -186,10 +186,10 @@ class LogLines(io.TextIOBase):
 
 def join_ranks() -> tuple[int, int]:
     """Initialize the process group if there are several ranks. Return the rank and the number of ranks."""
-    launchers.export_torch_variables()
-    if launchers.world_size() == 1:
+    rank_env.export_torch_variables()
+    if rank_env.world_size() == 1:
         return 0, 1
-    from train.engine.distributed import init_distributed  # imports deepspeed
+    from train.engine.process_group import init_distributed  # imports deepspeed
 
     init_distributed()
     return dist.get_rank(), dist.get_world_size()

@@ -3,7 +3,7 @@
     lock         another run uses the same output_dir
     signals      a signal requests a stop
     watchdog     a rank hangs
-    health       the loss or the gradient norm has a spike
+    spikes       the loss or the gradient norm has a spike
     replicas     the weights differ between ranks
     fp8_alarms   FP8 is too inaccurate for an operand of a GEMM
 

@@ -50,7 +50,7 @@ def hold_lock(folder: RunFolder) -> Iterator[None]:
         LockError: Another run holds the lock.
         OSError: The folder cannot be written.
     """
-    from train.engine.distributed import call_on_rank_0
+    from train.engine.process_group import call_on_rank_0
 
     lock = Lock(folder.lock)
     call_on_rank_0(lock.acquire)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from train import launchers
+from train import rank_env
 from train.files import write_durably
 from train.record.run_folder import RunFolder
 
@@ -93,11 +93,11 @@ def _record(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     # torchrun sends each SIGINT to its ranks a second time
     is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
-    if not received and (name != "SIGINT" or launchers.rank() == 0):  # every rank receives a Ctrl-C
+    if not received and (name != "SIGINT" or rank_env.rank() == 0):  # every rank receives a Ctrl-C
         when = " after the current step (press Ctrl-C again to stop immediately)" if _is_training else ""
         # print raises if the signal arrives during another print; os.write raises on a full disk
         with contextlib.suppress(OSError):
-            os.write(2, f"rank {launchers.rank()}: {name}: the run stops{when}\n".encode())
+            os.write(2, f"rank {rank_env.rank()}: {name}: the run stops{when}\n".encode())
     if not _is_training:
         # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
         for other in SIGNALS:
@@ -139,7 +139,7 @@ class StopVote:
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        from train.engine.distributed import GROUP_TIMEOUT
+        from train.engine.process_group import GROUP_TIMEOUT
 
         self.group = None
         if dist.get_world_size() > 1:

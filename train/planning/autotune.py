@@ -15,7 +15,7 @@ from train.checkpoint.files import read_state
 from train.checkpoint.resume import checkpoint_to_resume
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
-from train.engine.distributed import call_on_rank_0
+from train.engine.process_group import call_on_rank_0
 
 logger = logging.getLogger(__name__)
 

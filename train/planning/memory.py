@@ -35,7 +35,7 @@ BLOCK_SCALES = 1 + 4 / 128
 MUON_BYTES = 4 * 4 + 3 * 2
 MAX_MICRO_BATCH = 2**24
 # Number of temporary float32 tensors with STATE_CHUNK elements in a step with packed optimizer states
-# (train/engine/states.py).
+# (train/engine/packed_adamw.py).
 STEP_TENSORS = 6
 
 
@@ -291,8 +291,8 @@ def checkpoint_bytes(
 
     Float32 weights and moments take 12 bytes per parameter, or 8 bytes for parameters that Muon trains. The weights in
     the model's data type are saved in addition, with two exceptions: ZeRO 3 saves only the float32 weights, and float32
-    models without ZeRO have a single copy. With packed optimizer states (train/engine/states.py), the bf16 weights are
-    saved twice.
+    models without ZeRO have a single copy. With packed optimizer states (train/engine/packed_adamw.py), the bf16
+    weights are saved twice.
 
     Args:
         optimizer_bytes: Size of AdamW's states in bytes per parameter. Packed states take less than FULL_STATES.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from model.config import load_config, numeric_settings
 from model.errors import UserError
 from model.fp8.machine import describe
-from train import launchers
+from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.schema import flatten
 from train.data.stream import open_stream
@@ -60,7 +60,7 @@ class Rank:
 
 def is_enabled(args: TrainingArguments) -> bool:
     """Return whether the preflight checks run. By default, they run if the ranks are on several nodes."""
-    return launchers.is_multi_node() if args.preflight is None else args.preflight
+    return rank_env.is_multi_node() if args.preflight is None else args.preflight
 
 
 def check_configured_alike(args: TrainingArguments) -> None:

@@ -3,7 +3,7 @@
     "fp8_health": {"model.layers.*.mlp.down_proj": {"input": {"underflow": [1e-05, ...], ...}, "weight": ..., ...}, ...}
 
 Each list has one value per layer. In the module name, `*` replaces the layer number. A value is null if it is not
-finite, or if the layer has no value, for example because the layer is in precision.bf16_modules. model/fp8/health.py
+finite, or if the layer has no value, for example because the layer is in precision.bf16_modules. model/checks/health.py
 defines the statistics.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model.fp8.health import HealthCheck
+    from model.checks.health import HealthCheck
 
 FP8_HEALTH = "fp8_health"
 DIGITS = 4  # significant digits of a recorded value
@@ -44,7 +44,7 @@ def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    from model.fp8.health import SUMS, statistics
+    from model.checks.health import SUMS, statistics
 
     totals = check.totals().clone()
     sums, largest = totals[..., : len(SUMS)].contiguous(), totals[..., len(SUMS) :].contiguous()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from model.build import build_model
+from model.checks.gemm_counts import count_gemms
+from model.checks.startup import StartupCheckError, attention_errors, check_startup
 from model.fp8 import recipes
-from model.fp8.gemms import count_gemms
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError, first_key
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.fp8.te_patches import quantize_weights_again
-from model.startup_check import StartupCheckError, attention_errors, check_startup
 from model.variants import compiles
 from tests.conftest import random_ids, refused, small_config
 

@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import MistralForCausalLM
 
 from model.build import build_model
+from model.checks.startup import StartupCheckError, backend_in_use, check_startup
 from model.conversion import to_hf_state_dict
 from model.fp8 import torchao_fp8
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import StartupCheckError, backend_in_use, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
 
 RECIPES = ["tensorwise", "rowwise"]

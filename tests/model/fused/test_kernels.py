@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.build import build_model
+from model.checks.health import TOTALS, measure
+from model.checks.quantize_hooks import Source
 from model.fp8 import te_backend, te_patches
-from model.fp8.health import TOTALS, measure
 from model.fp8.precision import Precision
-from model.fp8.quantizers import Source
 from model.fp8.recipes import PrecisionConfig
-from model.modeling_mistral_fp8_trans import split_and_rotate
+from model.te_layer import split_and_rotate
 from model.te_reference.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.quantize import dequantize, quantize_blocks
 from tests.conftest import random_ids, small_config

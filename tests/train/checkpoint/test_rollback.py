@@ -29,7 +29,7 @@ from train.checkpoint.files import (
 from train.checkpoint.load import move_later_checkpoints
 from train.checkpoint.resume import resume_state
 from train.data.order import next_position
-from train.monitor.health import Health, Spike
+from train.monitor.spikes import Health, Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
 DELAYED = PrecisionConfig(recipe="delayed", backend="reference")

@@ -11,11 +11,11 @@ from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.train.engine.test_states import FLOAT32, INT8, Trained
+from tests.train.engine.test_packed_adamw import FLOAT32, INT8, Trained
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments
-from train.engine.distributed import suppress_prints
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
+from train.engine.process_group import suppress_prints
 from train.engine.zero import base_optimizer, preserve_settings, skip_non_finite_steps
 
 

@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.fp8.gemms import Gemms
+from model.checks.gemm_counts import Gemms
 from tests.conftest import numbers
 from tests.conftest import refused as raises_error
 from train.checkpoint.files import RunState, read_state

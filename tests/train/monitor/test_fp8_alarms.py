@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from model.build import build_model
-from model.fp8.health import check_due
+from model.checks.health import check_due
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config

@@ -34,7 +34,7 @@ def test_dry_run_takes_no_lock(settings: dict, tmp_path: Path, monkeypatch: pyte
     """It would make the folder, or write into that of another run."""
     config, ran = tmp_path / "config.json", []
     config.write_text(json.dumps(settings))
-    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr("train.run.run_training", lambda args: ran.append(Path(args.output_dir).exists()))
     assert train.main([str(config), "--dry_run"]) == 0
@@ -52,6 +52,6 @@ def test_out_of_memory_is_transient(
     def runs_out(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)
     monkeypatch.setattr("train.run.run_training", runs_out)
     assert train.main([str(config)]) == 1

@@ -13,7 +13,7 @@ import torch
 
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
-from tests.train.engine.test_states import Trained
+from tests.train.engine.test_packed_adamw import Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
 from train.data.stream import Batch

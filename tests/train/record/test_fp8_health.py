@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from model.fp8.health import OPERANDS, STATISTICS, TOTALS, measure
-from model.fp8.quantizers import Source
+from model.checks.health import OPERANDS, STATISTICS, TOTALS, measure
+from model.checks.quantize_hooks import Source
 from tests.train.record.test_plots import make_run
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from train import plot

@@ -1,4 +1,4 @@
-"""train/monitor/health.py: what is known of the last steps, and what spikes are judged by."""
+"""train/monitor/spikes.py: what is known of the last steps, and what spikes are judged by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from train.monitor.health import Health
+from train.monitor.spikes import Health
 
 
 def recorded(*steps: tuple[float, float | None], norm: Any = 3.0) -> Health:

@@ -17,8 +17,8 @@ from train.config.ds_config import load_deepspeed, resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import states, zero
-from train.engine.distributed import suppress_prints
-from train.engine.states import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
+from train.engine.packed_adamw import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
+from train.engine.process_group import suppress_prints
 from train.engine.step import MicroStep, build_engine
 from train.phase import build_model_and_precision
 

@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
 from model.errors import UserError
-from train import launchers
+from train import rank_env
 from train.files import try_lock
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def init_distributed() -> None:
         LauncherError: The environment variables are incomplete, or the nodes have different numbers of ranks.
         ConnectionError: Some ranks did not connect in time, or rank 0 cannot be reached.
     """
-    launchers.export_torch_variables()
+    rank_env.export_torch_variables()
     if not os.environ.get("RANK"):  # port 0: any free port
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
@@ -89,7 +89,7 @@ def init_distributed() -> None:
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise launchers.LauncherError(
+        raise rank_env.LauncherError(
             f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another process on this host. Set "
             "MASTER_PORT to a free port, and use the same value for all ranks",
             code="port_in_use",
@@ -161,9 +161,9 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     Raises:
         LauncherError, ConnectionError: See `init_distributed`.
     """
-    if not launchers.is_multi_node(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not rank_env.is_multi_node(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    rank, world = launchers.rank(environment), launchers.world_size(environment)
+    rank, world = rank_env.rank(environment), rank_env.world_size(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     timeout_s = float(environment.get(NODES_TIMEOUT) or NODES_TIMEOUT_S)
     try:
@@ -173,7 +173,7 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
         )
         store.set(
             f"arrived/{rank}",
-            f"{world} ranks in total, {launchers.local_world_size(environment)} on the node of this rank",
+            f"{world} ranks in total, {rank_env.local_world_size(environment)} on the node of this rank",
         )
         if rank == 0:
             store.set("arrived", json.dumps(_await_arrivals(store, world, timeout_s)))
@@ -191,7 +191,7 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     if rank == 0 and (is_unequal or missing):
         time.sleep(ANSWER_S)  # other ranks still read from the store of this process
     if is_unequal:
-        raise launchers.LauncherError(
+        raise rank_env.LauncherError(
             f"the nodes have different numbers of ranks: {arrived}. Start the same number of ranks on each node",
             code="ranks_differ",
         )

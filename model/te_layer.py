@@ -1,7 +1,7 @@
 """The te_layer variant: decoder layers with the fused modules of te.TransformerLayer.
 
 The layers have the same modules (norm + QKV projection, attention, norm + SwiGLU MLP), parameter names and results as
-te.TransformerLayer. The variant computes the same model as modeling_mistral_fp8.py with fewer, larger kernels, so
+te.TransformerLayer. The variant computes the same model as te_linear.py with fewer, larger kernels, so
 prefer it for training. conversion.py maps its parameters to Hugging Face names.
 
 te.TransformerLayer itself is not used, because `speed.fused_rope` replaces the copies and rotations between the QKV
@@ -18,10 +18,10 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.config import head_dim
+from model.decoder import MistralBase, causal_attention
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
 from model.fp8.te_backend import BackendError
-from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
 

@@ -1,12 +1,12 @@
-"""train/launchers.py: what srun and mpirun say of a rank, in the names of torch; what is refused."""
+"""train/rank_env.py: what srun and mpirun say of a rank, in the names of torch; what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.conftest import refused
-from train import launchers, train
-from train.launchers import (
+from train import rank_env, train
+from train.rank_env import (
     TORCH_VARIABLES,
     LauncherError,
     export_torch_variables,
@@ -150,12 +150,12 @@ def test_step_port() -> None:
 
 
 def test_ranks_without_launcher_variables() -> None:
-    assert (launchers.rank({}), launchers.world_size({}), launchers.local_world_size({})) == (0, 1, 1)
+    assert (rank_env.rank({}), rank_env.world_size({}), rank_env.local_world_size({})) == (0, 1, 1)
     described = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}  # deepspeed
-    assert launchers.rank(described) == 5 and launchers.world_size(described) == 8
-    assert launchers.local_world_size(described) == 4
-    assert launchers.local_world_size(described | {"LOCAL_WORLD_SIZE": "2"}) == 2
-    assert launchers.rank({"RANK": "x"}) == 0 and launchers.world_size({"WORLD_SIZE": "0"}) == 1
+    assert rank_env.rank(described) == 5 and rank_env.world_size(described) == 8
+    assert rank_env.local_world_size(described) == 4
+    assert rank_env.local_world_size(described | {"LOCAL_WORLD_SIZE": "2"}) == 2
+    assert rank_env.rank({"RANK": "x"}) == 0 and rank_env.world_size({"WORLD_SIZE": "0"}) == 1
 
 
 def test_help_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +173,13 @@ def test_only_rank_0_reports_invalid_arguments(monkeypatch: pytest.MonkeyPatch) 
     ended = list[int]()
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setattr(train.time, "sleep", lambda _: None)  # so that rank 0 is first
-    monkeypatch.setattr(train.os, "_exit", lambda status: ended.append(launchers.rank()))
+    monkeypatch.setattr(train.os, "_exit", lambda status: ended.append(rank_env.rank()))
     train.main(["no_such_configuration.json"])
     assert ended == [9]
 
 
 def test_multi_node_detection() -> None:
-    assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    assert launchers.is_multi_node({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
+    assert rank_env.is_multi_node({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    assert rank_env.is_multi_node({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
     for here in ({}, {"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}):
-        assert not launchers.is_multi_node({"WORLD_SIZE": "4"} | here)
+        assert not rank_env.is_multi_node({"WORLD_SIZE": "4"} | here)

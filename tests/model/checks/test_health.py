@@ -1,4 +1,4 @@
-"""model/fp8/health.py: what quantization did to the operands of GEMMs, against a count in float64 of what was
+"""model/checks/health.py: what quantization did to the operands of GEMMs, against a count in float64 of what was
 multiplied, made from the modules' inputs, outputs and gradients."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from model.build import build_model
-from model.fp8 import health
-from model.fp8.health import (
+from model.checks import health
+from model.checks.health import (
     SUMS,
     HealthCheck,
     check_due,

@@ -1,4 +1,4 @@
-"""train/engine/distributed.py: what other packages print at a start, and ranks of several nodes that do not arrive."""
+"""train/engine/process_group.py: what other packages print, and ranks of several nodes that do not arrive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from tests.conftest import numbers
 from tests.programs import ROOT
-from train.engine import distributed
+from train.engine import process_group
 from train.launch import free_port
-from train.launchers import LauncherError
+from train.rank_env import LauncherError
 
 
 @pytest.mark.interpreter
@@ -47,7 +47,7 @@ def arrive(*environments: dict[str, str]) -> list[Exception | None]:
 
     def one(environment: dict[str, str]) -> Exception | None:
         try:
-            stores.append(distributed.wait_for_ranks(environment))
+            stores.append(process_group.wait_for_ranks(environment))
         except (ValueError, OSError) as error:
             return error
         return None
@@ -81,4 +81,4 @@ def test_unreachable_rank_0_error() -> None:
 
 def test_no_wait_on_one_node() -> None:
     for environment in {}, {**rank(1, 1), "WORLD_SIZE": "2"}, rank(1, 1, TORCHELASTIC_USE_AGENT_STORE="True"):
-        assert distributed.wait_for_ranks(environment) is None
+        assert process_group.wait_for_ranks(environment) is None

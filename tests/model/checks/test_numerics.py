@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model.checks.numerics import KERNELS, choose_kernels
+from model.checks.startup import StartupCheckError
 from model.config import CONFIGS, load_config
+from model.decoder import MistralBase
 from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.mistral_base import MistralBase
-from model.modeling_mistral_fp8_trans import split_and_rotate
-from model.numeric_check import KERNELS, choose_kernels
-from model.startup_check import StartupCheckError
+from model.te_layer import split_and_rotate
 from model.te_reference import gemm as reference_gemm
 from model.variants import SpeedConfig
 from tests.conftest import numbers

@@ -1,4 +1,4 @@
-"""model/startup_check.py: it counts FP8 GEMMs and checks the selected attention at the sequence length of the run."""
+"""model/checks/startup.py: it counts FP8 GEMMs and checks the selected attention at the sequence length of the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8 import te_backend
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
-from model.startup_check import (
+from model.checks.startup import (
     StartupCheckError,
     attention_errors,
     check_attention,
     check_startup,
     verify_fp8,
 )
+from model.fp8 import te_backend
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from tests.conftest import numbers, random_ids, refused, small_config
 
 

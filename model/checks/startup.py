@@ -1,6 +1,6 @@
 """Startup check: verify that FP8 and attention run as configured before training starts.
 
-A small random batch runs forward and backward through the model, and its FP8 GEMMs are counted (model/fp8/gemms.py).
+A small random batch runs forward and backward through the model, and its FP8 GEMMs are counted (gemm_counts.py).
 Attention outputs and gradients are compared with torch's scaled_dot_product_attention (SDPA) in float32 at the training
 sequence length. Transformer Engine chooses a backend for each length, and FlashAttention-4 has returned wrong results
 at full speed because it interpreted a window of (-1, 0) literally.
@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
+from model.checks.gemm_counts import count_gemms
 from model.config import head_dim, softmax_scale, window_size
+from model.decoder import causal_attention
 from model.documents import Documents, attend, random_documents
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.gemms import count_gemms
 from model.fp8.modules import uses_transformer_engine
 from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
-from model.mistral_base import causal_attention
 from model.variants import VARIANTS
 
 PROBE_TOKENS = 256

@@ -5,9 +5,9 @@
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 
-quantizers.intercept_quantizations passes each operand to the check, together with the tensor that was quantized. The
-check does not change results and draws no random numbers. Only the first quantization of an operand is counted, because
-recomputation repeats it. Weights are quantized only in the first micro-batch of a step.
+`intercept_quantizations` in quantize_hooks.py passes each operand to the check, together with the tensor that was
+quantized. The check does not change results and draws no random numbers. Only the first quantization of an operand is
+counted, because recomputation repeats it. Weights are quantized only in the first micro-batch of a step.
 
 No function here waits for the GPU, so a CUDA graph (model/graphs.py) can contain the check.
 """
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from model.checks.quantize_hooks import Source, intercept_quantizations, quantizer_slots
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
-from model.fp8.quantizers import Source, intercept_quantizations, quantizer_slots
 from model.fp8.recipes import RECIPES
 from model.te_reference.quantize import FP8_MAX, dequantize
 

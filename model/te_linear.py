@@ -1,7 +1,7 @@
 """The te_linear variant: Hugging Face's Mistral architecture built from te.Linear modules, with the same parameter
 names.
 
-Read this variant first. modeling_mistral_fp8_trans.py contains the fused variant. mistral_base.py explains the shape
+Read this variant first. te_layer.py contains the fused variant. decoder.py explains the shape
 suffixes.
 """
 
@@ -13,9 +13,9 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.config import head_dim
+from model.decoder import MistralBase, causal_attention
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
-from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
 

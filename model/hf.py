@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.decoder import causal_lm_loss
 from model.fp8.precision import Precision
-from model.mistral_base import causal_lm_loss
 
 
 class _Baseline:

@@ -1,4 +1,4 @@
-"""model/fp8/gemms.py: FP8 is what ran with FP8 operands, forward and backward; nothing else counts."""
+"""model/checks/gemm_counts.py: FP8 is what ran with FP8 operands, forward and backward; nothing else counts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.gemms import count_gemms, count_replay
+from model.checks.gemm_counts import count_gemms, count_replay
+from model.checks.startup import StartupCheckError, check_startup
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.startup_check import StartupCheckError, check_startup
 from model.te_reference import gemm, quantize
 from tests.conftest import numbers, random_ids, refused, small_config
 

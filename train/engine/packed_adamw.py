@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from model.checks.startup import StartupCheckError
 from model.fp8.recipes import STATE_BLOCK, STATE_CHUNK
 from model.fp8.torchao_fp8 import STATE_DTYPES, dequantize_state, quantize_state
-from model.startup_check import StartupCheckError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,6 +1,6 @@
 """Numeric check before training: compare the loss and gradients of a one-layer model with a float32 reference.
 
-The startup check (startup_check.py) counts FP8 GEMMs, but does not check their results. A kernel can apply a scale
+The startup check (startup.py) counts FP8 GEMMs, but does not check their results. A kernel can apply a scale
 twice, drop the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight. Training would
 then continue with wrong gradients.
 
@@ -26,6 +26,7 @@ from transformers import MistralConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.build import build_model
+from model.checks.startup import StartupCheckError
 from model.config import head_dim, rope_parameters
 from model.conversion import to_hf, to_hf_state_dict
 from model.documents import Documents
@@ -34,7 +35,6 @@ from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import HEAD_ROWS, fp8_multiple
 from model.initialization import init_weights
-from model.startup_check import StartupCheckError
 from model.variants import GradientCheckpointing, SpeedConfig
 
 # Limits for the relative error and the scale error of the loss and of each gradient, keyed by precision.compute.
