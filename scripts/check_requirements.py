@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -102,11 +101,7 @@ def main() -> int:
     arguments = parser.parse_args()
     wanted, remarks = [], []
     for file in arguments.files:
-        try:
-            found = to_install(parse(file.read_text(encoding="utf-8")), arguments.exact, arguments.optional)
-        except (OSError, ValueError) as error:
-            print(f"{file}: {error}", file=sys.stderr)
-            return 1
+        found = to_install(parse(file.read_text(encoding="utf-8")), arguments.exact, arguments.optional)
         wanted += found[0]
         remarks += found[1]
     if arguments.keep:

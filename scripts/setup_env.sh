@@ -26,7 +26,6 @@ TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
 CPU_BUILDS="https://download.pytorch.org/whl/cpu"
 ANSWER_S=8 # timeout in seconds for the index of CPU builds
-NEWS_S=6   # seconds between two progress lines
 DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
@@ -73,14 +72,9 @@ has_torch() {
   "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
 }
 
-has_cuda_torch() {
-  "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
-}
-
 # Prints the requirements in the given files that pip must install. Prints remarks to standard error.
 missing_requirements() {
-  "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} ${OPTIONAL:+"$OPTIONAL"} "$@" ||
-    die "a requirements file could not be read; see the message above"
+  "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} ${OPTIONAL:+"$OPTIONAL"} "$@"
 }
 
 need_compiler() {
@@ -108,49 +102,16 @@ need_path_without_space() {
       "in a path without white space (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and try again"
 }
 
-need_disk() {
-  local need_gib="$1" free_kib
-  free_kib="$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')"
-  ((free_kib >= need_gib * 1024 * 1024)) ||
-    die "the packages require $need_gib GiB of free disk space in $ROOT, but only $((free_kib / 1024 / 1024)) GiB are free"
-}
-
-# Every NEWS_S seconds, prints the elapsed time and the last line of standard input. Copies the input to file $1, if
-# given.
-news() {
-  local line part="" last="" status began="$SECONDS" told="$SECONDS"
-  while true; do
-    status=0
-    IFS= read -r -t "$NEWS_S" line || status=$?
-    part+="$line"
-    if ((status <= 128)); then # a line or the end of the input, not a timeout
-      if [[ -n "${1:-}" ]]; then printf '%s\n' "$part" >>"$1"; fi
-      if [[ -n "$part" ]]; then last="$part"; fi
-      part=""
-    fi
-    if ((status > 0 && status <= 128)); then return 0; fi
-    if ((SECONDS - told >= NEWS_S)); then
-      say "set-up: $((SECONDS - began)) s${last:+, ${last:0:100}}"
-      told="$SECONDS"
-    fi
-  done
-}
-
 # If KEEP is set, pip gets the installed versions as constraints. It then fails instead of replacing a package.
 pip_install() {
-  "$PY" -m pip --version >/dev/null 2>&1 ||
-    die "$PY has no pip. Install pip, or use another environment. Packages to install: $*"
-  # standard error does not pass through `news`, because warnings and errors must be visible
   { [[ -z "${KEEP:-}" ]] || "$PY" -m pip list --format=freeze --disable-pip-version-check; } |
-    "$PY" -m pip install --use-pep517 --disable-pip-version-check -c /dev/stdin "$@" | news ||
+    "$PY" -m pip install --use-pep517 --disable-pip-version-check -c /dev/stdin "$@" ||
     die "pip could not install $*. See the messages above. Check the network, or set PIP_INDEX_URL to a mirror${KEEP:+. $KEEP}"
 }
 
 # Returns success if a package index is configured for pip. torch is then installed from this index too.
 pip_is_configured() {
-  local configuration
-  configuration="$("$PY" -m pip config list 2>/dev/null)" || true
-  [[ "$configuration" =~ \.(index-url|extra-index-url|find-links|no-index)= ]]
+  [[ "$("$PY" -m pip config list 2>/dev/null)" =~ \.(index-url|extra-index-url|find-links|no-index)= ]]
 }
 
 # Returns success if the URL $1 is reachable. The alarm also limits the time for the DNS lookup.
@@ -182,13 +143,17 @@ install_torch() {
 }
 
 make_venv() {
-  need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
-  local site=()
-  if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the torch installed in the image
+  local need_gib="$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))" free_gib site=()
+  free_gib="$(df -Pk "$ROOT" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')"
+  ((free_gib >= need_gib)) ||
+    die "the packages require $need_gib GiB of free disk space in $ROOT, but only $free_gib GiB are free"
+  if "$PY" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
+    site=(--system-site-packages) # keep the torch installed in the image
+  fi
   say "set-up: creating .venv with $("$PY" --version)"
-  { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
-    rm -rf "$ROOT/.venv"
-    die "$PY could not create a virtual environment. On Debian and Ubuntu, run apt-get install python3-venv"
+  "$PY" -m venv "${site[@]}" "$ROOT/.venv" || {
+    rm -rf "$ROOT/.venv" # without pip, the next start could not use it
+    die "$PY could not create .venv. See the messages above"
   }
 }
 
@@ -259,12 +224,10 @@ build_communication() {
   export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
   if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
   say "set-up: building DeepSpeed's CPU communication op; this happens only once and takes about a minute"
-  { mkdir -p "$TORCH_EXTENSIONS_DIR" && [[ -w "$TORCH_EXTENSIONS_DIR" ]]; } ||
-    die "$TORCH_EXTENSIONS_DIR cannot be written; set TORCH_EXTENSIONS_DIR to a folder of your own"
+  mkdir -p "$TORCH_EXTENSIONS_DIR"
   log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
-  rm -f "$log"
-  PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.process_group import init_distributed; init_distributed()' 2>&1 |
-    news "$log" || die "DeepSpeed's CPU communication op could not be built: $(<"$log")"
+  PYTHONPATH="$ROOT" "$PY" -c 'from train.engine.process_group import init_distributed; init_distributed()' >"$log" 2>&1 ||
+    die "DeepSpeed's CPU communication op could not be built: $(<"$log")"
   : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
 }
 
@@ -275,26 +238,16 @@ setup_env() {
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
-  # If several nodes or terminals start in one folder, one of them creates the environment and the others wait.
-  local lock="" kind=-x
-  if command -v flock >/dev/null 2>&1; then
-    { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""
-  fi
-  if [[ -n "$lock" ]]; then
-    local status=0
-    flock -n "$kind" "$lock" || status=$?
-    if ((status == 1)); then
-      say "set-up: waiting for another set-up in $ROOT"
-      flock "$kind" "$lock"
-    elif ((status)); then # for example, Lustre without locks; flock has printed the error
-      say "set-up: the file system of $ROOT does not support locks, so do not start two set-ups at the same time"
-    fi
+  # One of several set-ups in the same folder installs the packages, and the others wait.
+  local lock=""
+  if command -v flock >/dev/null 2>&1 && { exec {lock}>"$ROOT/.setup.lock"; } 2>/dev/null; then
+    flock -n "$lock" || { say "set-up: waiting for another set-up in $ROOT" && flock "$lock"; } || true
   fi
   choose_environment "${files[@]}"
   need_compiler
   ((HAS_GPU)) || need_python_headers
   PATH="$(dirname "$PY"):$PATH"
-  export PATH PY HAS_GPU EXACT
+  export PATH PY HAS_GPU EXACT KEEP
   install_torch
   install_requirements "${files[@]}"
   command -v ninja >/dev/null 2>&1 || die "the package ninja is installed, but the command ninja is not on PATH. Add its folder to PATH"

@@ -90,6 +90,17 @@ def test_active_environment_is_kept(
         assert "SETUP_REPLACE=1" in run.stderr and metadata.version("pytest") in run.stderr
 
 
+def test_later_installations_keep_the_active_environment(machine: dict[str, str], tmp_path: Path) -> None:
+    """train/launch.py installs the packages that prepare the built-in corpus in another shell."""
+    given = tmp_path / "constraints.txt"
+    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ cat > {given}; exit 0; }}'
+    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    later = '; bash -c "source scripts/setup_env.sh; pip_install absent==1.0"'
+    run = set_up(machine, tmp_path, argument=later)
+    assert run.returncode == 0, run.stderr
+    assert f"pytest=={metadata.version('pytest')}\n" in given.read_text()
+
+
 def test_cpu_op_is_built_once(machine: dict[str, str], tmp_path: Path) -> None:
     folder, built = tmp_path / "venv/torch_extensions", tmp_path / "built.txt"
     (tmp_path / "venv/pyvenv.cfg").touch()
@@ -121,7 +132,7 @@ def installing_torch(
     python = executable(tmp_path / "python", "\n".join(lines))
     script = f"set -euo pipefail; source scripts/setup_env.sh; PY={python}"
     environment = {**os.environ, "TORCH_INDEX_URL": torch_index}
-    command = ["bash", "-c", f"{script}; HAS_GPU=0; NEWS_S=1; install_torch"]
+    command = ["bash", "-c", f"{script}; HAS_GPU=0; install_torch"]
     return subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
