@@ -11,6 +11,6 @@ PY="${1:-.venv/bin/python}"
 # MkDocs reads its whole source folder. A copy of the pages excludes large folders such as .venv.
 pages="$(mktemp -d)"
 trap 'rm -rf "$pages"' EXIT
-tar c README.md LICENSE mkdocs.yml docs tests/README.md test_fp8/results | tar x -C "$pages"
+tar c *.md LICENSE mkdocs.yml docs examples tests/README.md test_fp8/results | tar x -C "$pages"
 export NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true
 "$PY" -m mkdocs build --strict -f "$pages/mkdocs.yml" -d "$ROOT/output/site"

@@ -20,12 +20,13 @@ from tests.test_docs import PAGES, ROOT, text_of
 # What a command needs beyond a clone and a CPU -> the commands that need it.
 NOT_RUN = {
     "long": r"run_tests\.sh",
-    "Slurm": r"^srun |^exec |--executor ",
+    "Slurm": r"^srun |^sbatch |^exec |--executor ",
     "several nodes": r"^NNODES=",
     "a container image": r"^CONTAINER_IMAGE=",
     "a GPU": r"train_config_(fp8\.json(?! --gpus)|evidence|fastest)|--nproc [28] |bench_|compare_",
-    "network": r"pip install|hf:|convergence_data",
-    "a file or run of the user": r"\b(CONFIG|FOLDER|RUN|OUT|PREFIX)\b|TEXT\.\.\.|output/run\b|data/pretrain|^\$D ",
+    "network": r"pip install|hf:|convergence_data|HuggingFaceTB",
+    "a file or run of the user": r"\b(CONFIG|FOLDER|RUN|OUT|PREFIX|YOUR_FORK|WEB)\b|TEXT\.\.\.|"
+    r"output/run\b|data/pretrain|^\$D ",
     "an OpenAI server": r"OpenAI",
 }
 NO_COMMAND = re.compile(
