@@ -35,10 +35,9 @@ if [[ "$mode" == downstream && "${1:-}" == --gpu ]]; then
   exec "$PY" test_fp8/check_exports.py --output test_fp8/results/exports.json "$@"
 fi
 
-lint() {
+style() {
   "$PY" -m ruff format --check .
   "$PY" -m ruff check .
-  "$PY" -m mypy
 }
 
 has_module() { "$PY" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)" "$1"; }
@@ -50,7 +49,12 @@ if [[ "$mode" == gpu ]]; then
   has_module torchao || die "torchao is missing: $PY -m pip install -c requirements.txt torchao"
   gpus="$("$PY" -c 'import torch; print(torch.cuda.device_count())')"
   ((gpus > 0)) || die "--gpu needs a CUDA device, but torch finds none"
-  if has_module ruff && has_module mypy; then lint; else say "ruff or mypy is missing: skipping lint and types"; fi
+  if has_module ruff && has_module mypy; then
+    style
+    "$PY" -m mypy
+  else
+    say "ruff or mypy is missing: skipping lint and types"
+  fi
   if ((gpus > 1)); then marks="gpu or multi_gpu"; else marks="gpu and not multi_gpu"; fi
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
   # Only import files with GPU tests: a GPU node may lack the packages that other files need.
@@ -69,9 +73,8 @@ print(sum(f(i).total_memory // (40 * 2**30) for i in range(torch.cuda.device_cou
 fi
 
 setup_env dev
-"$PY" -m ruff format --check .
-"$PY" -m ruff check .
-"$PY" -m codespell_lib README.md docs fp8_inference_demo model scripts test_fp8 tests train -- *.sh
+style
+"$PY" -m codespell_lib *.md docs examples fp8_inference_demo model scripts test_fp8 tests train -- *.sh
 scripts/build_docs.sh "$PY"
 types="$(mktemp)"
 trap 'rm -f "$types"' EXIT

@@ -5,6 +5,7 @@
 #   ./run_training.sh                                            train a tiny model on the built-in corpus
 #   ./run_training.sh train_args/train_config_fp8.json           train on all GPUs of this host
 #   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    override any key of CONFIG
+#   ./run_training.sh --version                                  print the version
 #
 # Without CONFIG, the script uses at most two GPUs. Relative paths are then relative to the repository root. With
 # CONFIG, they are relative to the current folder.
@@ -73,6 +74,10 @@ source "$ROOT/scripts/setup_env.sh"
 case "${1:-}" in
   -h | --help)
     awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$ROOT/run_training.sh"
+    exit 0
+    ;;
+  --version)
+    sed -n 's/^version = "\(.*\)"/\1/p' "$ROOT/pyproject.toml"
     exit 0
     ;;
   "" | --*)

@@ -23,7 +23,8 @@ from train.config.load import build_arguments, load_arguments, resolve_arguments
 from train.config.schema import all_keys
 from train.record.run_folder import RunFolder
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "examples/README"))]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 # A program of this project in a command, and the rest of the line.
 COMMAND = re.compile(r"((?:train|test_fp8|fp8_inference_demo|scripts)/\w+\.py|run_training\.sh)(.*)")
 OPTION = re.compile(r"(?<!\S)--([\w.]+)")
@@ -97,7 +98,7 @@ def check_command(program: str, rest: str) -> None:
 def options_of(program: str) -> set[str]:
     """Return the options that the sources of a program and of its direct imports name."""
     if program in ("run_training.sh", "train/train.py"):
-        return {*all_keys(), "help", "schema"}
+        return {*all_keys(), "help", "schema", "version"}
     files = [Path(program), *imported_files(Path(program))]
     found = {option for file in files for option in re.findall(r'"--(\w+)"', text_of(ROOT / file))}
     return found | {"help"} | (set(all_keys()) if program == "train/plan.py" else set())

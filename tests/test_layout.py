@@ -130,7 +130,11 @@ def test_architecture_page_names_at_most_three_files() -> None:
 
 # Packages that the machine chooses or that come with another one, and other people's that a benchmark looks for.
 NOT_LISTED = {"torch", "triton", "nvidia", "megatron", "pythainlp", "vllm"}
-NAMES = {"fasttext": "fasttext-numpy2-wheel", "transformer_engine_torch": "transformer_engine"}
+NAMES = {
+    "yaml": "pyyaml",
+    "fasttext": "fasttext-numpy2-wheel",
+    "transformer_engine_torch": "transformer_engine",
+}
 
 
 def test_requirements_list_all_imports() -> None:
@@ -143,11 +147,11 @@ def test_requirements_list_all_imports() -> None:
     }
     own = {path.stem for path in ROOT.iterdir()} | {"check_requirements", "__future__"}
     missing = set()
-    for top in (*TOP, "scripts", "tests"):
+    for top in (*TOP, "examples", "scripts", "tests"):
         for file in sorted((ROOT / top).rglob("*.py")):
             path = file.relative_to(ROOT)
             kinds = ["", "-gpu"]
-            if top in ("scripts", "tests"):
+            if top in ("examples", "scripts", "tests"):
                 kinds += ["-prep", "-dev"]
             elif room_of(path) in PREPARATION:
                 kinds += ["-prep"]

@@ -54,7 +54,18 @@ STATISTICS = {
     for statistic in ("underflow", "saturated", "range", "error")
 }
 RUN_JSON = {
-    *("step", "tokens", "time", "resumed_from", "command", "commit", "config_sha256", "hosts", "gpus"),
+    *(
+        "step",
+        "tokens",
+        "time",
+        "resumed_from",
+        "command",
+        "version",
+        "commit",
+        "config_sha256",
+        "hosts",
+        "gpus",
+    ),
     *(
         "machine",
         "versions",

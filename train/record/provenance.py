@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,11 @@ class RunRecord:
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the command, the commit, and the hash of the resolved configuration."""
+    """Return the command, the version, the commit, and the hash of the resolved configuration."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     return {
         "command": sys.argv,
+        "version": tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"],
         "commit": commit(),
         "config_sha256": hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest(),
     }
