@@ -21,10 +21,10 @@ from transformers import MistralConfig
 from model.build import build_model, choose_attention
 from model.checks.numerics import choose_kernels
 from model.checks.startup import attention_in_use, backend_in_use, check_startup, verify_attention
-from model.fp8.calibration import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gradients, relative_error
 from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision
 from model.fp8.recipes import PrecisionConfig
+from model.fp8.state import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gradients, relative_error
 from model.variants import VARIANTS
 from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import fits_fp8_state, load_checkpoint, read_weights

@@ -3,7 +3,7 @@
 - recipes.py: the recipes and the "precision" section, without importing torch.
 - precision.py: the "precision" section resolved for the current hardware.
 - modules.py: selects the modules that run FP8.
-- state.py, calibration.py: state and initial scales for delayed scaling.
+- state.py: state and initial scales for delayed scaling.
 - te_backend.py, torchao_fp8.py: interfaces to Transformer Engine and torchao.
 
 From model/, this package imports only modules that do not build models (errors, keys, variants, config, documents,

@@ -13,10 +13,10 @@ from model.autotune import release_memory
 from model.build import build_model
 from model.checks.startup import verify_fp8
 from model.config import load_config
-from model.fp8.calibration import calibrate, relative_error
 from model.fp8.modules import full_gradients, use_main_grads
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.fp8.state import calibrate, relative_error
 from test_fp8.common.report import Outcome, Result
 from test_fp8.model.cases import PRECISIONS, SEED
 from train.data.encoder import check_model_tokenizer

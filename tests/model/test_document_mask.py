@@ -15,10 +15,9 @@ from model.checks.startup import attention_errors, check_startup
 from model.config import ModelConfigError
 from model.documents import FEWEST_PIECES, Documents, random_documents, reached
 from model.fp8 import te_backend
-from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.state import reset_fp8_state, snapshot_fp8_state
+from model.fp8.state import calibrate, reset_fp8_state, snapshot_fp8_state
 from model.graphs import CAPACITY_FACTOR, use_cuda_graphs
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from model.build import build_model
 from model.conversion import to_hf_state_dict
-from model.fp8.calibration import calibrate, decoder_gradients, relative_error
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.fp8.state import calibrate, decoder_gradients, relative_error
 from tests.conftest import random_ids, small_config
 
 FLOAT32 = PrecisionConfig(compute="fp32", backend="reference")

@@ -10,11 +10,10 @@ from model.build import build_model
 from model.checks.gemm_counts import count_gemms
 from model.checks.health import HealthCheck, check_due
 from model.checks.startup import StartupCheckError, check_startup
-from model.fp8.calibration import calibrate
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FALLBACK_ORDER, PrecisionConfig
-from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
+from model.fp8.state import calibrate, fp8_state, load_fp8_state, snapshot_fp8_state
 from tests.conftest import numbers, random_ids, refused, small_config
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
