@@ -25,7 +25,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.text import TextNormConfig, simplify_text
 
-from train.prepare.ngrams import hash_text, split_words
+from train.prepare.filters import hash_text, split_words
 from train.prepare.tally import Tally
 
 BANDS, HASHES_PER_BAND, NGRAM = 14, 8, 5

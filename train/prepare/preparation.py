@@ -25,8 +25,7 @@ from train.files import write_durably
 from train.prepare.corpus import WORK_NAME, Source, list_sources, read_share
 from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
 from train.prepare.executors import incomplete_tasks, run_local, run_ray, running_slurm, submit_slurm
-from train.prepare.filters import find_step_options, make_filters
-from train.prepare.ngrams import build_index, read_report
+from train.prepare.filters import build_index, find_step_options, make_filters, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder, SplitWriter
 from train.prepare.readers import Damaged, Dropped
 from train.prepare.steps import StepOptions

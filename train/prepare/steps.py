@@ -2,7 +2,7 @@
 
     --languages       the language that fastText detects         datatrove's LanguageFilter (filters.py)
     --quality         heuristics of Gopher, C4 and FineWeb       datatrove's filters of these names (filters.py)
-    --decontaminate   n-grams shared with evaluation sets        our own datatrove filter (ngrams.py)
+    --decontaminate   n-grams shared with evaluation sets        our own datatrove filter (filters.py)
     --dedup           exact or near duplicates                   our own datatrove blocks (dedup.py)
 
 The filters run in this order, so deduplication sees only the documents that the other filters kept. The result depends

@@ -22,7 +22,7 @@ from tests.train.prepare.prepare_documents import (
 )
 from train.prepare import dedup as prepare_dedup
 from train.prepare.dedup import link_to_first, minhash_bands, minhash_signature
-from train.prepare.ngrams import hash_text
+from train.prepare.filters import hash_text
 from train.prepare.steps import StepOptions
 
 BOTH = pytest.mark.parametrize("dedup", ["exact", "minhash"])

@@ -9,7 +9,7 @@ from tests.conftest import refused
 from tests.train.prepare.prepare_documents import parse, pipelines_of, run, text_of
 from train.data.format import DataError
 from train.files import sha256_file
-from train.prepare.ngrams import ngram_hashes, read_report, split_words
+from train.prepare.filters import ngram_hashes, read_report, split_words
 
 
 def test_words_in_scripts_without_spaces() -> None:
