@@ -83,19 +83,3 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
             f"choose {' or '.join(found.recipes)}, or set precision.compute to bf16"
         )
     return ""
-
-
-def table_rows() -> list[list[str]]:
-    """Return the rows of the architecture table in docs/hardware.md.
-
-    The columns are the architecture with example GPUs, its supported recipes, and the features that are on by default
-    but disabled on this architecture.
-    """
-    rows = []
-    for (major, minor), found in ARCHITECTURES.items():
-        recipes = ", ".join(found.recipes) or "none"
-        if found.recipes != found.measured:
-            recipes += " (not tested)"
-        off = ", ".join(found.disabled) or "-"
-        rows.append([f"{found.name} {major}.{minor}: {found.gpus}", recipes, off])
-    return rows
