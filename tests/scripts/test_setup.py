@@ -51,7 +51,7 @@ def test_gpu_package_constraints(tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "requirements-gpu.txt").write_text("-c constraints-gpu.txt\nabsent==1.0\n")
-    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; exit 0; }}'
+    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; cat >/dev/null; exit 0; }}'
     python = executable(tmp_path / "python", f'{stand_in}\nexec {sys.executable} "$@"')
     script = f"ROOT={tmp_path} PY={python}; source scripts/setup_env.sh; nvcc() {{ :; }}"
     command = ["bash", "-euo", "pipefail", "-c", f"{script}; install_requirements $ROOT/requirements-gpu.txt"]

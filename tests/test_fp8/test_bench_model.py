@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model import build, conversion, startup_check
+from model import build, conversion
+from model.checks import startup
 from model.checks.startup import StartupCheckError
 from model.config import weight_shapes
 from model.fp8 import te_backend
@@ -323,7 +324,7 @@ def test_megatron_configuration(name: str) -> None:
 def test_megatron_attention_check(
     ran: str, errors: tuple[float, float], is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup_check, "attention_errors", lambda *_, **__: errors)
+    monkeypatch.setattr(startup, "attention_errors", lambda *_, **__: errors)
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
     precision = Precision(PrecisionConfig(compute="bf16"))
     with contextlib.nullcontext() if is_right else pytest.raises((DifferentModel, StartupCheckError)):

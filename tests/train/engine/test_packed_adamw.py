@@ -16,7 +16,7 @@ from train.checkpoint.save import Saver
 from train.config.ds_config import load_deepspeed, resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
-from train.engine import states, zero
+from train.engine import packed_adamw, zero
 from train.engine.packed_adamw import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
 from train.engine.process_group import suppress_prints
 from train.engine.step import MicroStep, build_engine
@@ -50,7 +50,7 @@ def test_split_and_join_float32() -> None:
 )
 def test_step_equals_float32(monkeypatch: pytest.MonkeyPatch, moments: str, tolerance: float) -> None:
     """With float32 moments to the last bit, however the weights are cut into chunks."""
-    monkeypatch.setattr(states, "STATE_CHUNK", 256)
+    monkeypatch.setattr(packed_adamw, "STATE_CHUNK", 256)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(3 * 256 + 77, generator=generator).bfloat16()
     whole, half = torch.nn.Parameter(start.float()), start.clone()
@@ -90,14 +90,14 @@ def test_eight_bit_moments_equal_torchao(kind: str) -> None:
             OptimState8bit.zeros((8 * 256,), signed) if kind == "int8" else OptimStateFp8.zeros((8 * 256,))
         )
         theirs.copy_(numbers)
-        state = states.new_moment(moment, 8 * 256, kind, numbers.device)
-        states.encode_moment(numbers, state, moment, 0)
+        state = packed_adamw.new_moment(moment, 8 * 256, kind, numbers.device)
+        packed_adamw.encode_moment(numbers, state, moment, 0)
         found, expected = decode_moment(state, moment, 0, 8 * 256), theirs.dequantize().view(-1)
         kept = torch.ones_like(expected, dtype=torch.bool) if signed else expected != 0
         assert torch.equal(found[kept], expected[kept]) and (signed or 0 < kept.float().mean() < 1)
         assert signed or found.min() > 0
         assert torch.equal(decode_moment(state, moment, 300, 1000), found[300:1000])
-        states.encode_moment(numbers[512:], state, moment, 512)
+        packed_adamw.encode_moment(numbers[512:], state, moment, 512)
         assert torch.equal(decode_moment(state, moment, 0, 8 * 256), found)
 
 
