@@ -304,7 +304,7 @@ def test_edited_file_does_not_change_a_job(machine: Machine) -> None:
     (machine.folder / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
     values = json.loads(machine.config.read_text()) | {"deepspeed": str(machine.folder / "zero.json")}
     machine.config.write_text(json.dumps(values))
-    edit = "sed -i s/10/20/ config.json; sed -i s/1/3/ zero.json"
+    edit = r"""sed -i 's/"max_steps": 10/"max_steps": 20/' config.json; sed -i s/1/3/ zero.json"""
     read = f"cd {ROOT}; {REAL_PYTHON} -c '{READ}' \"$@\" >> {machine.folder}/read.txt; cd -"
     machine.plan(
         f"{read}; {checkpoint(4)}; {edit}; exit 1", f"{read}; {STOPPED}", f"{read}; exit 0", f"{read}; exit 0"
