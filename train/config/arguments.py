@@ -106,10 +106,10 @@ class ModelArguments:
     )
     # free: it has no effect on a resume
     initialization: Initialization = option(
-        'How random initial weights are drawn. "scaled" uses a standard deviation of 1 for the embedding and of '
-        "1 / sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
-        'down_proj. The model learns faster, and FP8 gradients are more accurate, than with "normal", which uses '
-        "initializer_range for all matrices, as transformers does.",
+        'How random initial weights are drawn. "scaled" uses a standard deviation of 1 for the embedding (if it is '
+        "tied, 1 / sqrt(hidden size)) and of 1 / sqrt(input width) for the matrices of the decoder layers, divided by "
+        "sqrt(2 * layers) for o_proj and down_proj. The model learns faster, and FP8 gradients are more accurate, than "
+        'with "normal", which uses initializer_range for all matrices, as transformers does.',
         "scaled",
         resume="free",
     )
