@@ -128,11 +128,11 @@ def run_training(args: TrainingArguments) -> None:
             with defer_stop():
                 checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
             while state.step < args.max_steps:
-                number, began = phase.number, time.time()
+                number, change_began = phase.number, time.monotonic()
                 release(phase.engine)
                 del phase  # before the memory of the next phase is allocated
                 phase = build_next_phase(run, state, checkpoint)
-                record.add_phase(describe_change(args, state, phase, number, time.time() - began))
+                record.add_phase(describe_change(args, state, phase, number, time.monotonic() - change_began))
                 with defer_stop():
                     checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
             record.part = "export"

@@ -1,7 +1,7 @@
 """FP8 health check: statistics of the quantized operands of each GEMM.
 
     check = HealthCheck(model, precision)
-    with check.watching():
+    with check.collecting():
         model(ids, labels=labels, is_first_microbatch=True).loss.backward()
     shares = statistics(check.totals())
 

@@ -1,8 +1,8 @@
 """Numeric check before training: compare the loss and gradients of a one-layer model with a float32 reference.
 
-The startup check (startup.py) counts FP8 GEMMs, but does not check their results. A kernel can apply a scale
-twice, drop the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight. Training would
-then continue with wrong gradients.
+The startup check (startup.py) counts FP8 GEMMs, but does not check their results. A kernel can apply a scale twice,
+drop the mantissa of a scale, transpose bytes wrongly or use an outdated FP8 copy of a weight. Training would then
+continue with wrong gradients.
 
 `choose_kernels` therefore runs the forward and backward pass of a model with one layer and random weights. It uses the
 same kernels as the training run. The reference computes the loss and the gradient of every weight with plain torch

@@ -56,8 +56,8 @@ class Outcome:
     """The results of a benchmark.
 
     results: one entry per case. more: additional report keys. lines: text to print below the table. failures: reasons
-    to exit with status 1. title: what was measured, as the title of plots. plots: the panels of each plot, by what its
-    file name has in addition to that of the report.
+    to exit with status 1. title: title of the plots. plots: the panels of each plot, keyed by the suffix of its file
+    name.
     """
 
     results: list[Result]

@@ -1,5 +1,6 @@
-"""model/checks/health.py: what quantization did to the operands of GEMMs, against a count in float64 of what was
-multiplied, made from the modules' inputs, outputs and gradients."""
+"""model/checks/health.py: statistics of quantized GEMM operands, compared with float64 statistics of the same operands,
+which are computed from the modules' inputs, outputs and gradients.
+"""
 
 from __future__ import annotations
 
