@@ -231,7 +231,7 @@ class Trainer:
         args, state, engine, stream = self.args, self.state, self.engine, self.run.train
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon sets lr_scale
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # see parameter_groups
         first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()

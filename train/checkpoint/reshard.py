@@ -82,7 +82,9 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
         CheckpointError: if a file is missing, unreadable or incomplete, or the checkpoint belongs to another model.
     """
     # order of the parameters in the optimizer state without ZeRO
-    groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
+    optim = state.train_config.get("optim", "adamw")
+    scale = state.train_config.get("embedding_lr_scale", 1.0)
+    groups = parameter_groups(engine.module, 0.0, optim, scale)
     ordered = [zero.parameter_name(engine, p) for group in groups for p in group["params"]]
     saved = read(path, state, ordered)
     check(

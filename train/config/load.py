@@ -372,6 +372,12 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             "muon_momentum has an effect only with optim muon; remove muon_momentum",
         ),
         (
+            args.embedding_lr_scale != 1 and args.model.init_from is not None,
+            "embedding_lr_scale model.init_from",
+            "the factor is meant for the initial weights of a new model, and damages a trained embedding; remove "
+            "embedding_lr_scale",
+        ),
+        (
             args.keep_every_steps % args.save_steps if args.save_steps else args.keep_every_steps,
             "keep_every_steps save_steps",
             "no checkpoint is saved at some of the steps to keep; set keep_every_steps to a multiple of save_steps",

@@ -27,12 +27,17 @@ MUON_UPDATE = original_muon.muon_update
 MUON_RMS = 0.2
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw") -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, optim: str = "adamw", embedding_lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
     """Return the parameter groups for the optimizer.
 
-    AdamW has two groups. Matrices, including embeddings, have weight decay. Vectors (norms and biases) do not. With
-    `optim` "muon", the matrices of the decoder layers are in additional groups, which come first. There is one such
-    group for each number of columns, and its `lr_scale` is a factor for the learning rate.
+    AdamW has two groups. Matrices, including embeddings, have weight decay. Vectors (norms and biases) do not. With an
+    `embedding_lr_scale` other than 1, the embedding is in a group of its own, which comes last. With `optim` "muon",
+    the matrices of the decoder layers are in additional groups, which come first, one for each number of columns.
+
+    The learning rate of a group is multiplied by its `lr_scale`, if it has one. Its weight decay is divided by it,
+    because the optimizer multiplies the weight decay by the learning rate of the group.
 
     Parameters are grouped by shape and position in the model, not by name. So fused weights decay like their parts. A
     tied weight appears once. Parameters without a gradient and empty groups are omitted.
@@ -42,13 +47,22 @@ def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw"
     by_columns: dict[int, list[nn.Parameter]] = {}
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
+    embedding: list[nn.Parameter] = []
+    own_group: Any = None if embedding_lr_scale == 1 else model.model.embed_tokens.weight
     for parameter in model.parameters():
         shape = full_shape(parameter)
-        if id(parameter) in of_muon:
+        if parameter is own_group:
+            embedding.append(parameter)
+        elif id(parameter) in of_muon:
             by_columns.setdefault(shape[1], []).append(parameter)
         elif parameter.requires_grad:
             (matrices if len(shape) >= 2 else vectors).append(parameter)
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    decay = weight_decay / embedding_lr_scale
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": embedding, "weight_decay": decay, "lr_scale": embedding_lr_scale},
+    ]
     if optim == "muon":
         groups = [_muon_group(*item, weight_decay) for item in sorted(by_columns.items())] + [
             group | {"use_muon": False} for group in groups
@@ -62,8 +76,7 @@ def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: floa
     DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale`, the total factor
     is 0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" in torch.optim.Muon).
     The elements of the update are then as large as in AdamW, so the learning rate and weight decay of AdamW can be
-    used. The weight decay is divided by `lr_scale`, because the optimizer multiplies it by the learning rate of the
-    group.
+    used.
     """
     scale = MUON_RMS * math.sqrt(columns)
     # DeepSpeed's Muon uses this order
@@ -79,7 +92,7 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
     parameters except the matrices of the decoder layers. DeepSpeed's ZeRO accepts only these classes without
     `zero_allow_untested_optimizer`.
     """
-    groups = parameter_groups(model, arguments.weight_decay, arguments.optim)
+    groups = parameter_groups(model, arguments.weight_decay, arguments.optim, arguments.embedding_lr_scale)
     adamw = {
         "lr": arguments.learning_rate,
         "betas": (arguments.adam_beta1, arguments.adam_beta2),

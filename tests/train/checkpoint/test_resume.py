@@ -38,7 +38,7 @@ FREE = set(
     "save_total_limit keep_every_steps save_async on_save_failure resume_from_checkpoint allow_changes_on_resume "
     "report_to run_name wandb_project dry_run preflight log_level".split()
 )
-NEVER = {"model.variant", "optim"}
+NEVER = {"model.variant", "optim", "embedding_lr_scale"}
 # what a change of the key has to be allowed by, where that is not the key alone
 BY = {
     "gradient_accumulation_steps": ["train_batch_size_tokens"],

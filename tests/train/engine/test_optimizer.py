@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.train.engine.test_packed_adamw import FLOAT32, INT8, Trained
+from tests.train.runs import run
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
@@ -76,6 +78,26 @@ def test_parameter_groups():
     }
     assert {id(p) for p in rest["params"]} == {id(model.fc.bias), id(model.scale)}
     assert len(decay["params"]) == 3
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_embedding_learning_rate(settings: dict, tmp_path: Path, optim: str) -> None:
+    """The first step moves the embedding 10 times as far, and all other weights as before."""
+    settings |= {"optim": optim, "precision": {"compute": "fp32"}, "deepspeed": "ds_config_zero0.json"}
+    settings |= {"max_steps": 1, "warmup_steps": 0}
+    folders = {
+        name: run(settings, output_dir=str(tmp_path / name), weight_decay=0.0, **changes)
+        for name, changes in {
+            "before": {"learning_rate": 1e-30},
+            "plain": {},
+            "scaled": {"embedding_lr_scale": 10.0},
+        }.items()
+    }
+    before, plain, scaled = (load_file(folder / "hf/model.safetensors") for folder in folders.values())
+    for name, old in before.items():
+        factor = 10 if name == "model.embed_tokens.weight" else 1
+        assert torch.allclose(scaled[name] - old, factor * (plain[name] - old), atol=1e-5), name
+    assert not torch.equal(plain[name], old)
 
 
 def test_optimizer_arguments():
