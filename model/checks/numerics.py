@@ -160,11 +160,12 @@ class _Probe:
     def errors(self, speed: SpeedConfig) -> Errors:
         """Return the errors of the loss and of each weight's gradient, relative to the float32 reference.
 
-        An FP8 model runs four passes. The first pass uses different weights, so the second pass must replace their FP8
-        copies. The last two passes reuse the FP8 copies from the second pass. With delayed scaling, the passes also set
-        the scales. The last two passes are compared, the last one with speed.main_grad, if it is on.
+        An FP8 model runs five passes. The first pass uses different weights, so the second pass must replace their FP8
+        copies. The other passes reuse the FP8 copies from the second pass. With delayed scaling, the first three passes
+        also set the scales: while a scale is too small, the gradients of the modules below are rounded to zero. The
+        last two passes are compared, the last one with speed.main_grad, if it is on.
         """
-        passes = [True, True, False, False] if self.precision.fp8 else [None, None]
+        passes = [True, True, False, False, False] if self.precision.fp8 else [None, None]
         errors: Errors = {}
         devices = [self.precision.device] if self.precision.device.type == "cuda" else []
         with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(self.precision.te):
