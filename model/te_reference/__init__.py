@@ -16,10 +16,9 @@ raise an error. MXFP8 follows the sources of Transformer Engine and has not been
 
 from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
+from model.te_reference.base import autocast
 from model.te_reference.gemm import fp8_gradients, linear_in_float32
-from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
-from model.te_reference.norm import RMSNorm
-from model.te_reference.state import autocast
+from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 
 REFERENCE_OF = "Transformer Engine 2.20.2"
 

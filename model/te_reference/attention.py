@@ -183,20 +183,18 @@ def _check_layout(layout: str, mask_type: str) -> None:
 
 class RotaryPositionEmbedding(nn.Module):
     """Angles for rotary position embeddings (https://arxiv.org/abs/2104.09864). Channel i is paired with channel i +
-    dim / 2.
+    dim / 2, and the base of the frequencies is 10000.
 
     Args:
         dim: number of channels to rotate.
-        rotary_base: base of the geometric sequence of frequencies.
     """
 
     inv_freq: Tensor
 
-    def __init__(self, dim: int, rotary_base: float = 10000.0):
+    def __init__(self, dim: int):
         super().__init__()
-        self.rotary_base = rotary_base
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
+        self.register_buffer("inv_freq", 1.0 / (10000.0**exponents))
 
     def forward(self, max_seq_len: int) -> Tensor:
         """Return the rotary angles for positions 0 to max_seq_len - 1: float32 [max_seq_len, 1, 1, dim]."""

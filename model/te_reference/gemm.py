@@ -14,11 +14,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, Quantizer, check_fp8_shapes
-from model.te_reference.norm import rms_norm_backward, rms_norm_forward
+from model.te_reference.base import (
+    INPUT,
+    WEIGHT,
+    FP8Call,
+    FP8Module,
+    Quantizer,
+    check_fp8_shapes,
+    update_scales,
+)
 from model.te_reference.quantize import BLOCK, MX_BLOCK, QuantizedMatrix, fp8_matmul, quantize_blocks
 from model.te_reference.recipe import MXFP8BlockScaling
-from model.te_reference.state import update_scales
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute RMSNorm of x [..., H] over the last dimension, y = x / sqrt(mean(x^2) + eps) * weight.
+
+    Returns y [..., H] and 1 / rms [..., 1], both in float32.
+    """
+    x = x.float()
+    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * inverse_rms).mul_(weight.float()), inverse_rms
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the RMSNorm gradients for x and weight in float32, and round them to the dtypes of x and weight."""
+    grad, y = grad.float(), x.float() * inverse_rms
+    grad_weight = (grad * y).flatten(0, -2).sum(0)
+    grad_y = grad * weight.float()
+    grad_x = (grad_y - y * (grad_y * y).mean(-1, keepdim=True)) * inverse_rms
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, inverse_rms = rms_norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *rms_norm_backward(grad, *ctx.saved_tensors), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute RMSNorm over the last dimension of x, rounded once to the dtype of x. Gradients are supported."""
+    return _RMSNorm.apply(x, weight, eps)
 
 
 def _swiglu_forward(x: Tensor) -> Tensor:

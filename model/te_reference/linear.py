@@ -1,4 +1,5 @@
-"""FP8 modules with GEMMs: Linear, RMSNorm + Linear, and RMSNorm + SwiGLU MLP (CPU reference implementation).
+"""RMSNorm, and the FP8 modules with GEMMs: Linear, RMSNorm + Linear, and RMSNorm + SwiGLU MLP (CPU reference
+implementation).
 
 The forward GEMM y = x @ W.T and both gradient GEMMs have FP8 operands. The result of a norm or activation is quantized
 directly for the following GEMM.
@@ -10,8 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from model.te_reference.base import FP8Module, check_supported, make_weight
-from model.te_reference.gemm import SwiGLU, fp8_gemm, linear_in_float32
-from model.te_reference.norm import rms_norm
+from model.te_reference.gemm import SwiGLU, fp8_gemm, linear_in_float32, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """CPU version of te.RMSNorm: normalizes the last dimension. The output has the dtype of the weight.
+
+    Args:
+        normalized_shape: size of the last dimension.
+        dtype: dtype of the weight.
+        device: device of the weight.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=dtype, device=device))
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Apply RMSNorm to the last dimension. The shape does not change."""
+        return rms_norm(inp.to(self.weight.dtype), self.weight, self.eps)
 
 
 class Linear(FP8Module):
