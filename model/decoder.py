@@ -88,7 +88,7 @@ class MistralModel(nn.Module):
 class MistralBase(nn.Module):
     """Causal language model that contains the decoder layers of a model variant.
 
-    The parameters outside of the decoder layers have Hugging Face names.
+    The parameters outside of the decoder layers have Hugging Face names. Subclasses set `variant` and `layer_class`.
 
     Args:
         document_mask: whether attention stays within documents and positions restart at 0 in each document. The model's
@@ -96,6 +96,7 @@ class MistralBase(nn.Module):
     """
 
     variant: ClassVar[str]
+    layer_class: ClassVar[type[nn.Module]]
 
     def __init__(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, document_mask: bool = False
@@ -108,7 +109,7 @@ class MistralBase(nn.Module):
         fused = speed.fused_cross_entropy and precision.dtype != torch.float16
         self.fused_cross_entropy = precision.te.cross_entropy if fused else None
         layers = (
-            self.make_layer(config, precision, speed, index) for index in range(config.num_hidden_layers)
+            self.layer_class(config, precision, speed, index) for index in range(config.num_hidden_layers)
         )
         self.model = MistralModel(config, precision, speed, layers)
         self.lm_head = make_head(
@@ -150,23 +151,6 @@ class MistralBase(nn.Module):
             return forward(hidden_BTH, **arguments)
         return checkpoint(forward, hidden_BTH, use_reentrant=False, **arguments)
 
-    def make_layer(
-        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
-    ) -> nn.Module:
-        """Build decoder layer `index`, a module called as layer(hidden, is_first_microbatch=..., **arguments)."""
-        raise NotImplementedError
-
-    def enter_layers(
-        self, hidden_BTH: torch.Tensor, documents: Documents | None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Prepare the hidden states and keyword arguments for the decoder layers."""
-        freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
-        if documents is None:
-            return hidden_BTH, {"rotary_pos_emb": freqs}
-        # Flatten the batch into one row, with an angle for each token instead of one for each position.
-        freqs = freqs[documents.positions.flatten()]
-        return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
-
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the rotary angles for positions 0 to `length` - 1: float32 [length, 1, 1, D], with head dimension D.
 
@@ -203,18 +187,33 @@ class MistralBase(nn.Module):
 
         Raises ValueError if `documents` is given, but the model has no document mask.
         """
-        documents = self._documents(documents, input_ids)
+        if documents is not None and not self.document_mask:
+            raise ValueError(
+                "documents were passed to a model without a document mask; build the model with "
+                "document_mask=True"
+            )
+        B, T = input_ids.shape
+        if documents is None and self.document_mask:
+            documents = Documents.whole_rows(B, T, input_ids.device)
         with self.precision.autocast():
             hidden_BTH = self.model.embed_tokens(input_ids)
-            hidden_BTH, arguments = self.enter_layers(hidden_BTH, documents)
+            freqs = self.rope_freqs(T, input_ids.device)
+            if documents is not None:
+                # Flatten the batch into one row, with an angle for each token instead of one for each position.
+                hidden_BTH, freqs = hidden_BTH.flatten(0, 1)[None], freqs[documents.positions.flatten()]
             for layer in self.model.layers:
-                hidden_BTH = layer(hidden_BTH, is_first_microbatch=is_first_microbatch, **arguments)
+                hidden_BTH = layer(
+                    hidden_BTH,
+                    rotary_pos_emb=freqs,
+                    is_first_microbatch=is_first_microbatch,
+                    documents=documents,
+                )
             hidden_BTH = self.model.norm(hidden_BTH)
             if labels is not None and self._head_computes_loss():
                 return CausalLMOutput(loss=self.lm_head(hidden_BTH, labels=labels))
             logits_BTV = self.lm_head(hidden_BTH, is_first_microbatch=is_first_microbatch)
             if documents is not None:
-                logits_BTV = logits_BTV.view(*input_ids.shape, -1)
+                logits_BTV = logits_BTV.view(B, T, -1)
         if labels is None:
             return CausalLMOutput(logits=logits_BTV)
         if self.fused_cross_entropy is not None and torch.is_grad_enabled():
@@ -225,23 +224,6 @@ class MistralBase(nn.Module):
         """Return whether lm_head also computes the loss (model/head.py)."""
         possible = getattr(self.lm_head, "fp8_gradients", False) and self.precision.te.fp8_cross_entropy
         return bool(possible and self.fused_cross_entropy and torch.is_grad_enabled())
-
-    def _documents(self, documents: Documents | None, input_ids: torch.Tensor) -> Documents | None:
-        """Return the documents that attention is restricted to, or None for plain causal attention.
-
-        Raises ValueError if `documents` is given, but the model has no document mask.
-        """
-        if documents is None:
-            if not self.document_mask:
-                return None
-            B, T = input_ids.shape
-            return Documents.whole_rows(B, T, input_ids.device)
-        if not self.document_mask:
-            raise ValueError(
-                "documents were passed to a model without a document mask; build the model with "
-                "document_mask=True"
-            )
-        return documents
 
 
 def _drop_extra_state(model: nn.Module) -> None:

@@ -109,11 +109,7 @@ class FusedTransformerLayer(nn.Module):
 
 class MistralForCausalLM(MistralBase):
     variant = "te_layer"
-
-    def make_layer(
-        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
-    ) -> nn.Module:
-        return FusedTransformerLayer(config, precision, speed, index)
+    layer_class = FusedTransformerLayer
 
     def pack_swiglu(self) -> None:
         """Store the input of SwiGLU in 8 bits and recompute its output in the backward pass (delayed scaling).

@@ -101,8 +101,4 @@ class MistralDecoderLayer(nn.Module):
 
 class MistralForCausalLM(MistralBase):
     variant = "te_linear"
-
-    def make_layer(
-        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
-    ) -> nn.Module:
-        return MistralDecoderLayer(config, precision, speed, index)
+    layer_class = MistralDecoderLayer

@@ -15,7 +15,6 @@ from model.checks.numerics import KERNELS, choose_kernels
 from model.checks.startup import StartupCheckError
 from model.config import CONFIGS, load_config
 from model.decoder import MistralBase
-from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.te_layer import split_and_rotate
@@ -151,8 +150,10 @@ def test_wrong_rope_scaling_is_found(rope: dict[str, Any], monkeypatch: pytest.M
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_across_documents_is_found(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disabled(variant, "bf16", document_mask=True) == set()
-    rows = Documents.whole_rows
-    monkeypatch.setattr(MistralBase, "_documents", lambda _, __, ids: rows(*ids.shape, ids.device))
+    forward = MistralBase.forward
+    monkeypatch.setattr(
+        MistralBase, "forward", lambda *given, documents, **options: forward(*given, **options)
+    )
     with pytest.raises(StartupCheckError):
         disabled(variant, "bf16", document_mask=True)
 
