@@ -40,7 +40,7 @@ require_packages("decoding", "pydantic", "torch", "transformers")
 
 from fp8_inference_demo.errors import InferenceError
 from model.errors import UserError
-from model.hub import local_folder
+from model.hf_folder import local_folder
 from model.keys import between, file_problem, unicode
 
 

@@ -12,10 +12,9 @@ import torch
 from transformers import MistralConfig
 
 from fp8_inference_demo.errors import InferenceError
-from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
-from model.te_reference.quantize import BLOCK
+from model.te_reference.quantize import BLOCK, Quantized, quantize_rows
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

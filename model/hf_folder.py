@@ -1,4 +1,4 @@
-"""Find, check and read weights in Hugging Face model folders.
+"""Download Hugging Face model folders, and find, check and read their weights.
 
 Training, evaluation, the inference demo and exports use these functions. Weights keep the dtype in the file; the dtype
 in config.json is ignored. `find_weights` reads only config.json and the headers of safetensors files, and does not
@@ -8,6 +8,7 @@ import torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
     from model.te_reference.quantize import Quantized
 
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
-"""Suffixes for the names of scales in the two FP8 formats of model/fp8/hf_fp8.py."""
+"""Suffixes for the names of scales in the two FP8 formats of model/serving.py."""
 BLOCK = 128  # rows and columns of a block that shares a scale
 FP8, FP8_MAX, FP8_NAN = "F8_E4M3", 448, 0x7F
 COMPUTE = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32"}
 """Supported dtypes of safetensors files, and the precision.compute that can hold their values."""
+HUB_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class HubError(UserError, ValueError):
+    """An error raised when a Hugging Face Hub repository cannot be downloaded."""
+
+    code = "hub"
 
 
 class WeightsError(UserError, ValueError):
@@ -51,6 +60,37 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     scale: StoredTensor | None = None
+
+
+def local_folder(name: str, weights: bool = True) -> str:
+    """Download a Hugging Face Hub repository and return its local folder. Local paths are returned unchanged.
+
+    `name` is a repository if it has the form org/name and is not a local path. Several processes on a node may call
+    this function at the same time, because huggingface_hub locks each file while downloading.
+
+    Args:
+        weights: whether to also download *.safetensors.
+
+    Raises HubError if the download fails.
+    """
+    path = Path(name)
+    if not HUB_ID.fullmatch(name) or path.exists() or path.parent.exists() or path.suffix == ".json":
+        return name
+    from huggingface_hub import snapshot_download  # takes half a second
+
+    try:
+        return snapshot_download(
+            name,
+            allow_patterns=[*HUB_FILES, *["*.safetensors"] * weights],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise HubError(
+            f"{name} is not a local folder and cannot be downloaded from the Hugging Face Hub ({reason}). Check the "
+            f"name, or run `hf download {name} --local-dir DIR` on a host with access to the Hub and pass DIR",
+            key=name,
+        ) from error
 
 
 def check_init_from(folder: str, config: Any) -> None:

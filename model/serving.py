@@ -3,6 +3,16 @@
 For a model trained in Transformer Engine's FP8, the exported codes and scales are the ones that training multiplies
 with. The CPU reference implementation, which matches Transformer Engine bit for bit, computes them from checkpoint
 tensors. Weights of other models are quantized with one scale per row.
+
+transformers, vLLM and SGLang support these two formats for a matrix with R rows and C columns:
+
+| quantization_config in config.json                 | tensors in model.safetensors for each FP8 matrix NAME [R, C]  |
+|----------------------------------------------------|---------------------------------------------------------------|
+| compressed-tensors, float-quantized, a scale a row | NAME float8_e4m3fn, NAME_scale [R, 1]                         |
+| fp8, weight_block_size [128, 128]                  | NAME float8_e4m3fn, NAME_scale_inv [ceil(R/128), ceil(C/128)] |
+
+In both formats, a weight is code * scale, although one format names the scale "scale_inv". The inference server
+quantizes activations with one scale per row or per 128 values in a row.
 """
 
 from __future__ import annotations
@@ -17,12 +27,12 @@ from torch import nn
 
 from model.build import make_modules
 from model.conversion import Parts, hf_parts, load_hf_state_dict
-from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.modules import apply_precision, bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig, forward_recipe
 from model.fp8.state import load_fp8_state
-from model.te_reference.quantize import BLOCK
+from model.hf_folder import BLOCK_SCALE, ROW_SCALE
+from model.te_reference.quantize import BLOCK, Quantized, quantize_rows
 from model.variants import SpeedConfig
 
 if TYPE_CHECKING:
@@ -218,3 +228,45 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
             code="not_finite",
             key=name,
         )
+
+
+def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
+    """Return the quantization_config entry of config.json for FP8 weights.
+
+    Args:
+        blocks: whether each 128 x 128 block has a scale; otherwise each row has a scale.
+        unquantized: names of the Linear modules that are not quantized.
+    """
+    if blocks:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": unquantized,
+        }
+    fp8 = {"type": "float", "num_bits": 8, "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**fp8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**fp8, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": unquantized,
+    }
+
+
+def to_stored_tensors(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
+    """Return the tensors to store for `weights`, keyed by name. All FP8 weights must have the same format."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Quantized):
+            suffix = ROW_SCALE if weight.by_row else BLOCK_SCALE
+            tensors |= {name: weight.codes, name + suffix: weight.scale}
+        else:
+            tensors[name] = weight
+    return tensors

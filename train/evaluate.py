@@ -36,7 +36,7 @@ from model import require_packages
 
 require_packages("evaluation", "pydantic", "psutil", "torch", "transformers")
 
-from model.hub import local_folder
+from model.hf_folder import local_folder
 from model.keys import between, json_file, unicode
 from train import rank_env
 from train.command import command

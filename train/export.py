@@ -206,7 +206,6 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     from huggingface_hub import save_torch_state_dict
 
     from model import serving
-    from model.fp8 import hf_fp8
     from model.fp8.recipes import RECIPES, PrecisionConfig
     from model.hf_folder import read_hf_folder
     from train.checkpoint.reshard import load_shard
@@ -227,10 +226,10 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         model.config.dtype = torch.bfloat16
         weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     model.config.architectures = [type(model).__name__]
-    model.config.quantization_config = hf_fp8.quantization_config(blocks, kept)
+    model.config.quantization_config = serving.quantization_config(blocks, kept)
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
-    save_torch_state_dict(hf_fp8.to_stored_tensors(weights | quantized), out)
+    save_torch_state_dict(serving.to_stored_tensors(weights | quantized), out)
     written = read_hf_folder(out, model.config, model.config.dtype)
     assert not serving.differences(written, quantized), f"the FP8 weights in {out} differ from those written"
     return [

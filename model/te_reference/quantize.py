@@ -287,6 +287,17 @@ class Quantized:
         return dequantize(self.codes, self.scale, dtype)
 
 
+def quantize_rows(weight: torch.Tensor) -> Quantized:
+    """Quantize a matrix [R, C] (R rows, C columns) to FP8 with one scale per row.
+
+    The scale is the largest magnitude in the row divided by 448 (the e4m3 maximum), or 1 for a row of zeros. float64
+    input is converted to float32 first.
+    """
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    codes, scale = quantize_blocks(weight, (1, weight.shape[1]), torch.float8_e4m3fn, power_2_scale=False)
+    return Quantized(codes, scale)
+
+
 def fp8_matmul(
     left: Sequence[Tensor | None],
     right: Sequence[Tensor | None],

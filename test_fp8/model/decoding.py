@@ -19,7 +19,7 @@ from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import Weights, pack
 from model.config import GIB, flops_per_token, num_parameters, weight_shapes
-from model.fp8.hf_fp8 import quantization_config
+from model.serving import quantization_config
 from test_fp8.common.launch import run_vllm_script, vllm_environment
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms

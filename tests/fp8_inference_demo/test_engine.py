@@ -17,7 +17,7 @@ from fp8_inference_demo.reference import attend_prompt
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import pack
 from model.config import weight_shapes
-from model.fp8.hf_fp8 import Quantized, quantize_rows
+from model.te_reference.quantize import Quantized, quantize_rows
 from tests.conftest import refused
 
 GREEDY = Sampling(temperature=0)

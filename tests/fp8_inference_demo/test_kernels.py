@@ -15,7 +15,7 @@ from fp8_inference_demo.forward import Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Matrix, Weights, pack
 from model.config import CONFIGS, load_sizes, weight_shapes
-from model.fp8.hf_fp8 import quantize_rows
+from model.te_reference.quantize import quantize_rows
 
 pytestmark = pytest.mark.gpu
 

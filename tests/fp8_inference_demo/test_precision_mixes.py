@@ -11,7 +11,7 @@ from transformers import MistralForCausalLM
 
 from fp8_inference_demo.forward import Cache, Forward
 from fp8_inference_demo.weights import pack
-from model.fp8.hf_fp8 import Quantized, quantize_rows
+from model.te_reference.quantize import Quantized, quantize_rows
 from tests.conftest import small_config
 
 # The matrices of a layer as the engine reads them, and what they are fused of.

@@ -18,13 +18,19 @@ from transformers import MistralForCausalLM
 from model.build import build_model
 from model.config import load_config, load_sizes, weight_shapes
 from model.conversion import hf_parts, to_hf_state_dict
-from model.fp8.hf_fp8 import Quantized, quantization_config, quantize_rows, to_stored_tensors
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
-from model.hf_folder import BLOCK, WeightsError, read_header, read_hf_folder
-from model.hub import local_folder
-from model.serving import TrainedFP8, differences, quantize_by_row, untrained_fp8
+from model.hf_folder import BLOCK, WeightsError, local_folder, read_header, read_hf_folder
+from model.serving import (
+    TrainedFP8,
+    differences,
+    quantization_config,
+    quantize_by_row,
+    to_stored_tensors,
+    untrained_fp8,
+)
+from model.te_reference.quantize import Quantized, quantize_rows
 from tests.conftest import numbers, random_ids, refused, small_config
 from train.evaluation.models import plan_model
 from train.preflight.check import check_weights

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.config import load_config
-from model.fp8.hf_fp8 import Quantized
 from model.hf_folder import read_hf_folder
+from model.te_reference.quantize import Quantized
 from test_fp8.check_exports import BENCHMARK as EXPORTS
 from tests.conftest import random_ids
 from tests.test_fp8.running import install_stand_in, report_of

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from model import end_with_reader
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
-from model.hub import local_folder
+from model.hf_folder import local_folder
 from model.keys import RESUME
 from model.variants import VARIANTS, cuda_graphs_problem, supports_mlp, variant_problems
 from train.config.arguments import (

@@ -172,7 +172,7 @@ class Plan:
         return model.eval(), precision
 
     def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        from model.fp8.hf_fp8 import Quantized
+        from model.te_reference.quantize import Quantized
         from train.checkpoint.load import read_hf_weights
 
         if self.state is not None:

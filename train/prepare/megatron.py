@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from model.hub import local_folder
+from model.hf_folder import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
 from train.prepare.output import OutputFolder, SplitWriter

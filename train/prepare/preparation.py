@@ -18,7 +18,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from model.hub import local_folder
+from model.hf_folder import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Shard, token_dtype
 from train.files import write_durably

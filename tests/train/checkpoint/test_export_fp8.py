@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import MistralForCausalLM
 
+from model import serving
 from model.config import load_config
-from model.fp8 import hf_fp8
-from model.fp8.hf_fp8 import Quantized
 from model.fp8.precision import PrecisionError
 from model.hf_folder import check_init_from, read_hf_folder
+from model.te_reference.quantize import Quantized
 from tests.conftest import numbers, random_ids, refused
 from tests.train.runs import run
 from train import export
@@ -111,8 +111,8 @@ def test_export_with_delayed_scaling(settings: dict, tmp_path: Path) -> None:
 
     # again, over the old one; and where other codes are written, nothing is left
     with pytest.MonkeyPatch.context() as patch:
-        flat = hf_fp8.to_stored_tensors
-        patch.setattr(hf_fp8, "to_stored_tensors", lambda weights: flat(upside_down(weights)))
+        flat = serving.to_stored_tensors
+        patch.setattr(serving, "to_stored_tensors", lambda weights: flat(upside_down(weights)))
         with pytest.raises(AssertionError):
             export_fp8(settings, checkpoint, tmp_path / "other")
         assert not (tmp_path / "other").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from model.fp8.hf_fp8 import quantization_config
+from model.serving import quantization_config
 from tests.train.record.test_plots import make_run, start
 from train.record.model_card import MARK, write_card
 
