@@ -207,15 +207,12 @@ def make_config(values: dict[str, Any]) -> MistralConfig:
     `sliding_window` is set to None on a LlamaConfig, so that all other code can treat Llama as Mistral without a
     sliding window.
     """
-    config = _config_class(values).from_dict(values)
-    config.sliding_window = getattr(config, WINDOW, None)
-    return config
-
-
-def _config_class(values: dict[str, Any]) -> Any:
     from transformers import LlamaConfig, MistralConfig
 
-    return LlamaConfig if values.get("model_type") == "llama" else MistralConfig
+    kind = LlamaConfig if values.get("model_type") == "llama" else MistralConfig
+    config: Any = kind.from_dict(values)
+    config.sliding_window = getattr(config, WINDOW, None)
+    return config
 
 
 def load_sizes(name_or_path: str) -> Any:

@@ -52,9 +52,7 @@ class _Passes:
                 stand_in.main_grad = parameter.main_grad  # type: ignore[attr-defined]
 
     def forward(self, first: bool | None) -> torch.Tensor:
-        arguments: dict[str, Any] = {"labels": self.labels, "is_first_microbatch": first}
-        if self.documents is not None:
-            arguments["documents"] = self.documents
+        arguments = {"labels": self.labels, "is_first_microbatch": first, "documents": self.documents}
         return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
 
     def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
@@ -225,9 +223,13 @@ def use_cuda_graphs(
             graphs = checking_graphs
         training = model.training and torch.is_grad_enabled() and labels is not None and not others
         if graphs is None or not training or not passes.take(input_ids, labels, documents):
-            if documents is not None:
-                others["documents"] = documents
-            return eager(input_ids, labels=labels, is_first_microbatch=is_first_microbatch, **others)
+            return eager(
+                input_ids,
+                labels=labels,
+                is_first_microbatch=is_first_microbatch,
+                documents=documents,
+                **others,
+            )
         return CausalLMOutput(loss=_Replay.apply(graphs, *graphs.parameters))
 
     model.forward = forward  # type: ignore[method-assign]

@@ -48,12 +48,14 @@ class Matrix:
     Attributes:
         module: name of the FP8 module.
         gemm: index of the matrix among the module's GEMMs.
+        columns: number of columns.
         parts: (name, rows) of each Hugging Face tensor, top to bottom. With per-tensor scaling, these tensors share a
             scale.
     """
 
     module: str
     gemm: int
+    columns: int
     parts: Parts
 
 
@@ -94,7 +96,7 @@ class TrainedFP8:
         apply_precision(self.model, self.precision)
         self.blocks = precision.recipe == "block"
         self.matrices = [
-            Matrix(name, gemm, hf_parts(f"{name}.{parameter}", weight.shape, config))
+            Matrix(name, gemm, weight.shape[1], hf_parts(f"{name}.{parameter}", weight.shape, config))
             for name in fp8_modules(self.model, self.precision).planned
             # a folder holds the scales of one recipe
             if name != "lm_head"
@@ -117,12 +119,12 @@ class TrainedFP8:
             self._check_sizes()
 
     def _check_sizes(self) -> None:
-        uneven = []
-        for matrix in self.matrices:
-            columns = _module_matrices(self.model.get_submodule(matrix.module))[matrix.gemm][1].shape[1]
-            uneven += [
-                f"{name} {(rows, columns)}" for name, rows in matrix.parts if rows % BLOCK or columns % BLOCK
-            ]
+        uneven = [
+            f"{name} {(rows, matrix.columns)}"
+            for matrix in self.matrices
+            for name, rows in matrix.parts
+            if rows % BLOCK or matrix.columns % BLOCK
+        ]
         if uneven:
             more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
             raise PrecisionError(
@@ -156,9 +158,9 @@ class TrainedFP8:
         for matrix in self.matrices:
             module = self.model.get_submodule(matrix.module)
             if matrix.gemm == 0:
-                inputs = _module_matrices(module)[0][1].shape[1]
                 with self.precision.autocast():
-                    module(torch.zeros(16, inputs, dtype=self.precision.dtype), is_first_microbatch=True)
+                    inputs = torch.zeros(16, matrix.columns, dtype=self.precision.dtype)
+                    module(inputs, is_first_microbatch=True)
             kept, first = module._fp8_workspaces[matrix.gemm], 0
             for name, rows in matrix.parts:
                 scale = kept.rows_scale_inv

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from model.checks import pushed
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules, gemm_modules, matrices, uses_transformer_engine
 from model.fp8.precision import Precision
@@ -122,21 +123,15 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
             stack.enter_context(te_backend.intercept_gemms(precision.te, gemms._record_gemm))
         elif precision.torchao:
             stack.enter_context(torchao_fp8.intercept_gemms(precision.emulated, gemms._record_gemm))
-        _counting.append(gemms)
-        stack.callback(_counting.remove, gemms)
+        stack.enter_context(pushed(_counting, gemms))
         yield gemms
 
 
-@contextmanager
-def pause_counting() -> Iterator[None]:
+def pause_counting() -> AbstractContextManager[None]:
     """Do not count GEMMs inside this context manager, for example those of an operation in several parts, after the
     first.
     """
-    _counting.append(None)
-    try:
-        yield
-    finally:
-        _counting.pop()
+    return pushed(_counting, None)
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:

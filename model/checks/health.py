@@ -17,12 +17,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from model.checks import pushed
 from model.checks.quantize_hooks import Source, intercept_quantizations, quantizer_slots
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
@@ -74,7 +75,7 @@ class HealthCheck:
 
         The totals of CUDA graphs that were captured with a health check are included.
         """
-        with intercept_quantizations(self.precision.te, self._record_operand), _innermost(self):
+        with intercept_quantizations(self.precision.te, self._record_operand), pushed(_collecting, self):
             yield
 
     def totals(self) -> torch.Tensor:
@@ -100,19 +101,16 @@ class HealthCheck:
         if _collecting[-1] is not self:
             return
         if self._slots.keys().isdisjoint(slots):  # a module's first forward creates its quantizers
-            self._slots = self._find_slots()
+            self._slots = {
+                slot: self._rows[names[gemm]] + operand
+                for module, names in self._modules
+                for slot, (gemm, operand) in quantizer_slots(self.precision.te, module).items()
+            }
         row = next((self._slots[slot] for slot in slots if slot in self._slots), None)
         if row is None or row in self._seen:
             return
         moments = row % 3 == 0 and self.gemms[row // 3].endswith(DOWN_PROJECTIONS)
         self._seen[row] = measure(source, codes, scale_inv, moments)
-
-    def _find_slots(self) -> dict[Any, int]:
-        return {
-            slot: self._rows[names[gemm]] + operand
-            for module, names in self._modules
-            for slot, (gemm, operand) in quantizer_slots(self.precision.te, module).items()
-        }
 
 
 def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
@@ -151,20 +149,11 @@ def check_due(model: nn.Module, precision: Precision, step: int, again: bool = F
     return HealthCheck(model, precision) if is_due and has_health_checks(model, precision) else None
 
 
-@contextmanager
-def _innermost(check: HealthCheck | None) -> Iterator[None]:
-    _collecting.append(check)
-    try:
-        yield
-    finally:
-        _collecting.pop()
-
-
-def pause_collection() -> Any:
+def pause_collection() -> AbstractContextManager[None]:
     """Suspend the active health check inside this context manager, for example for warm-up passes before a graph
     capture.
     """
-    return _innermost(None)
+    return pushed(_collecting, None)
 
 
 def is_collecting() -> bool:

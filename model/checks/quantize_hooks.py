@@ -10,15 +10,18 @@ graph.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from model.checks import pushed
 from model.fp8.modules import matrices
+from model.fp8.te_backend import replaced
 from model.te_reference.quantize import BLOCK
 
 
@@ -61,12 +64,9 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
     Kernels that fuse a norm or activation with the cast round to the activation dtype before the cast, except with
     delayed scaling. Codes and scales are always the ones that the GEMM uses.
     """
-    _notes.append(note)
-    try:
-        with (_intercept_reference if te.name == "reference" else _intercept_transformer_engine)(note):
-            yield
-    finally:
-        _notes.pop()
+    intercept = _intercept_reference if te.name == "reference" else _intercept_transformer_engine
+    with pushed(_notes, note), intercept(note):
+        yield
 
 
 def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
@@ -87,8 +87,7 @@ def report_operand(module: Any, operand: int, source: Source, made: Any) -> None
     _notes[-1](((id(module), operand),), source, *made)
 
 
-@contextmanager
-def _intercept_reference(note: QuantizationCallback) -> Iterator[None]:
+def _intercept_reference(note: QuantizationCallback) -> AbstractContextManager[None]:
     base: Any = importlib.import_module("model.te_reference.base")
     call = base.Quantizer.__call__
 
@@ -100,22 +99,13 @@ def _intercept_reference(note: QuantizationCallback) -> Iterator[None]:
         note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
         return made
 
-    base.Quantizer.__call__ = intercepted
-    try:
-        yield
-    finally:
-        base.Quantizer.__call__ = call
+    return replaced(base.Quantizer, "__call__", intercepted)
 
 
 @contextmanager
 def _intercept_transformer_engine(note: QuantizationCallback) -> Iterator[None]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    before = [
-        (module, name, getattr(module, name))
-        for module in map(importlib.import_module, _KERNELS)
-        for name in _CASTING
-        if hasattr(module, name)
-    ]
+    modules = [importlib.import_module(name) for name in _KERNELS]
 
     def casting(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def launched(*arguments: Any, **options: Any) -> Any:
@@ -130,13 +120,11 @@ def _intercept_transformer_engine(note: QuantizationCallback) -> Iterator[None]:
 
         return launched
 
-    for module, name, kernel in before:
-        setattr(module, name, casting(name, kernel))
-    try:
+    with ExitStack() as stack:
+        for module, name in itertools.product(modules, _CASTING):
+            if hasattr(module, name):
+                stack.enter_context(replaced(module, name, casting(name, getattr(module, name))))
         yield
-    finally:
-        for module, name, kernel in before:
-            setattr(module, name, kernel)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

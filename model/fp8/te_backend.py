@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -307,16 +307,25 @@ def intercept_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[N
             note()
         return gemm(*arguments, **options)
 
-    setattr(module, name, intercepted)
-    try:
+    with replaced(module, name, intercepted):
         yield
-    finally:
-        setattr(module, name, gemm)
 
 
 @contextmanager
-def single_forward(te: SimpleNamespace) -> Iterator[None]:
-    """Context manager for the forward pass of a module that may be recomputed and whose backward pass does not use FP8.
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set the attribute `name` of `owner` to `value` inside this context manager."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def single_forward(te: SimpleNamespace) -> AbstractContextManager[None]:
+    """Return the context manager for the forward pass of a module whose backward pass does not use FP8.
+
+    The module may be recomputed.
 
     With recomputation, Linear in Transformer Engine 2.20.2 also quantizes its weight by columns in the first forward
     pass but not in the second, although a backward pass without FP8 does not use the columns. The second forward pass
@@ -324,15 +333,9 @@ def single_forward(te: SimpleNamespace) -> Iterator[None]:
     Linear that it is recomputed. Only delayed scaling needs this information.
     """
     if te.name == "reference":
-        yield
-        return
-    distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
-    before = distributed._IN_ACTIVATION_RECOMPUTE_REGION
-    distributed._IN_ACTIVATION_RECOMPUTE_REGION = False
-    try:
-        yield
-    finally:
-        distributed._IN_ACTIVATION_RECOMPUTE_REGION = before
+        return nullcontext()
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    return replaced(distributed, "_IN_ACTIVATION_RECOMPUTE_REGION", False)
 
 
 _ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
@@ -373,7 +376,7 @@ def document_backends() -> tuple[str, ...]:
     each document, head and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is therefore
     excluded if kernels must be deterministic.
     """
-    flash = any(is_installed(package) for package in FLASH_PACKAGES)
+    flash = any(package_version(package) for package in FLASH_PACKAGES)
     deterministic = (
         torch.are_deterministic_algorithms_enabled()
         or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
@@ -387,10 +390,6 @@ def package_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def is_installed(package: str) -> bool:
-    return package_version(package) is not None
 
 
 # The version that interprets windows as Transformer Engine 2.20.2 does.

@@ -18,18 +18,6 @@ MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
 """Mask type for each layout: "bshd" is [batch, tokens, ...], "thd" is sequences one after the other."""
 
 
-def causal_mask(tokens: int, window: int, device: torch.device) -> Tensor:
-    """Return a causal attention mask, bool [tokens, tokens], that is True where a query (row) attends to a key
-    (column).
-
-    A query attends to itself and to at most `window` keys before it. A window of -1 is unlimited.
-    """
-    query = torch.arange(tokens, device=device)[:, None]
-    key = torch.arange(tokens, device=device)[None, :]
-    visible = key <= query
-    return visible & (query - key <= window) if window >= 0 else visible
-
-
 class _WideBackward(torch.autograd.Function):
     """Autograd function for torch's attention that computes gradients in float32 and rounds them once.
 
@@ -155,9 +143,13 @@ class DotProductAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Compute causal attention for q [B, N, S, D] and k and v [B, K, S, D]. Returns [B, N, S, D].
 
+        A query attends to itself and to at most `window` keys before it. A window of -1 is unlimited.
+
         Shapes: B batch, N query heads, K key/value heads, S tokens, D head dimension.
         """
-        visible = causal_mask(q.shape[2], window, q.device)
+        positions = torch.arange(q.shape[2], device=q.device)
+        age = positions[:, None] - positions
+        visible = (age >= 0) & (age <= (window if window >= 0 else len(positions)))
         if self.softmax_scale is not None:
             q = q * (self.softmax_scale * q.shape[-1] ** 0.5)
         return sdpa(q, k, v, visible, self.num_gqa_groups != self.num_attention_heads)

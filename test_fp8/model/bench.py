@@ -38,7 +38,7 @@ from model.errors import UserError
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
-from model.fp8.te_backend import is_installed
+from model.fp8.te_backend import package_version
 from model.variants import VARIANTS, cuda_graphs_problem
 from test_fp8.common.cases import Case, Unavailable
 from test_fp8.common.report import Outcome, Result, measured
@@ -340,7 +340,7 @@ def use_loss(model: Any, name: str) -> None:
 
 
 def _liger(model: Any) -> Callable[..., torch.Tensor]:
-    if not is_installed(LIGER) or not torch.cuda.is_available():
+    if package_version(LIGER) is None or not torch.cuda.is_available():
         raise Unavailable(
             f"the loss implementation 'liger' needs a GPU and the package {LIGER} (pip install -r "
             "requirements-gpu.txt)"

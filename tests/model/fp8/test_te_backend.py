@@ -95,7 +95,8 @@ def test_document_attention_selection(
     monkeypatch: pytest.MonkeyPatch, installed: bool, deterministic: str
 ) -> None:
     """cuDNN is never deterministic there. Transformer Engine also reads a variable of its own."""
-    monkeypatch.setattr(te_backend, "is_installed", lambda name: installed and name == "flash-attn-3")
+    versions = {"flash-attn-3": "3.0"} if installed else {}
+    monkeypatch.setattr(te_backend, "package_version", versions.get)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic == "torch")
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if deterministic == "environment" else "1")
     offered = (("flash",) if installed else ()) + (() if deterministic else ("fused",))
