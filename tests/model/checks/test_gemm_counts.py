@@ -11,7 +11,8 @@ from model.checks.startup import StartupCheckError, check_startup
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.te_reference import gemm, quantize
-from tests.conftest import numbers, random_ids, refused, small_config
+from tests.conftest import numbers, refused, small_config
+from tests.model.conftest import backward
 
 RECIPES = ["delayed", "current", "block"]
 
@@ -20,11 +21,6 @@ def model_of(variant: str = "te_layer", checkpointing: bool = False, **keys: obj
     precision = Precision(PrecisionConfig(**{"backend": "reference", **keys}))
     model = build_model(small_config(), variant, precision, gradient_checkpointing=checkpointing).train()
     return model, precision
-
-
-def step(model: torch.nn.Module) -> None:
-    ids = random_ids(model.config, 2, 65).to(model.precision.device)
-    model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
 
 
 def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
@@ -42,23 +38,19 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layouts,ran", [(("nn", "tn"), 0), (("nn",), 9), (("tn",), 9)])
-def test_missing_fp8_gradients_are_detected(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, layouts: tuple[str, ...], ran: int
+@pytest.mark.parametrize(
+    ("layouts", "named"),
+    [(("nn", "tn"), [6, 0, 18]), (("nn",), [6, 9, 18]), (("tn",), [6, 9, 18]), (("nt",), [])],
+)
+def test_missing_fp8_gemms_are_detected(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, layouts: tuple[str, ...], named: list[float]
 ) -> None:
+    """The modules ran under an autocast and say `fp8`."""
     model, precision = model_of(recipe=recipe)
     without_fp8(monkeypatch, *layouts)
     with refused(StartupCheckError, code="fp8_gemms") as error:
         check_startup(model, precision)
-    assert numbers(error.value) == [6, ran, 18]
-
-
-def test_missing_fp8_forward_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules ran under an autocast and say `fp8`."""
-    model, precision = model_of()
-    without_fp8(monkeypatch, "nt")
-    with refused(StartupCheckError, code="fp8_gemms"):
-        check_startup(model, precision)
+    assert numbers(error.value) == named
 
 
 def test_single_missing_gemm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +84,8 @@ def test_recomputed_gemms_are_not_counted(variant: str) -> None:
     for checkpointing in (False, True):
         model, precision = model_of(variant, checkpointing, backend="transformer_engine")
         with count_gemms(model, precision) as gemms:
-            step(model)
-            step(model)
+            backward(model)
+            backward(model)
         assert not gemms.problem(passes=2)
         assert gemms.problem(passes=1)
         counts.append((gemms.forward, gemms.backward))
@@ -104,11 +96,11 @@ def test_nested_counts_and_graph_replays() -> None:
     model, precision = model_of()
     with count_gemms(model, precision) as outer:
         with count_gemms(model, precision) as inner:
-            step(model)
+            backward(model)
         assert outer.ran == [] and outer.backward == 0
         count_replay(inner.forward)
         count_replay(type(inner.forward)(), inner.backward)
-        step(model)
+        backward(model)
     assert not outer.problem(passes=2) and not inner.problem()
     count_replay(inner.forward)  # nobody counts
     assert not outer.problem(passes=2)

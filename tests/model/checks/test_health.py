@@ -26,6 +26,7 @@ from model.graphs import use_cuda_graphs
 from model.te_reference import gemm as reference_gemm
 from model.te_reference.quantize import dequantize
 from tests.conftest import random_ids, small_config
+from tests.model.conftest import backward
 from tests.model.cuda_graphs import use_tapes
 
 RECIPES = ["delayed", "current", "block"]
@@ -43,15 +44,6 @@ def model_of(
     config = small_config(head_dim=64, num_hidden_layers=1, intermediate_size=160)
     model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing).train()
     return model, precision
-
-
-def backward(model: nn.Module, seed: int = 0) -> Tensor:
-    ids = random_ids(model.config, 2, 65, seed)
-    device = next(model.parameters()).device
-    inputs, labels = ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)
-    loss = model(inputs, labels=labels).loss
-    (loss * 3).backward()
-    return loss.detach()
 
 
 def share(codes: Tensor, scale_inv: Tensor, source: Tensor) -> list[float]:
@@ -281,11 +273,8 @@ def test_intercepted_codes_equal_gemm_operands(
 
     monkeypatch.setattr(kernels, "generic_gemm", noted)
     check = HealthCheck(model, precision)
-    ids = random_ids(model.config, 2, 65, 1).cuda()
     with check.collecting():
-        first = True if cached else None
-        loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous(), is_first_microbatch=first).loss
-        loss.backward()
+        backward(model, seed=1, is_first_microbatch=True if cached else None)
     totals = check.totals()
     found, of_kept = statistics(totals), totals[..., SUMS.index("kept")].long()
     assert totals.isfinite().all()

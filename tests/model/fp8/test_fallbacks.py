@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FALLBACK_ORDER, PrecisionConfig
 from model.fp8.state import calibrate, fp8_state, load_fp8_state, snapshot_fp8_state
 from tests.conftest import numbers, random_ids, refused, small_config
+from tests.model.conftest import backward, gradients, relative
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # of te_linear's modules, one at each level that is above delayed scaling; the first FP8 module among them
@@ -53,16 +56,6 @@ def model_of(
     return model.train(), precision
 
 
-def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
-    """Loss and gradients."""
-    ids = random_ids(model.config, 2, 65, seed).to(model.lm_head.weight.device)
-    loss = model(ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous()).loss
-    loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    return [loss.detach(), *gradients]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", OF)
 def test_startup_check_counts_gemms_of_each_fallback(variant: str, device: str) -> None:
@@ -73,14 +66,14 @@ def test_startup_check_counts_gemms_of_each_fallback(variant: str, device: str) 
     check_startup(model, precision)
     total, matrices = (15, 13) if variant == "te_linear" else (7, 6)
     with count_gemms(model, precision) as gemms:
-        step(model)
+        backward(model)
     assert (len(gemms.ran), gemms.forward.total(), gemms.backward) == (total - 2, matrices, 2 * matrices)
     assert gemms.report.fallbacks == {names[level]: level for level in ("bf16_backward", "current", "block")}
     assert gemms.report.kept.keys() == {"lm_head", names["bf16"]}
 
     check = HealthCheck(model, precision)
     with check.collecting():
-        step(model)
+        backward(model)
     seen = check.totals().isfinite().all(-1)
     exact = check.gemms.index(names["bf16_backward"])
     assert seen[exact].tolist() == [True, True, False]
@@ -109,7 +102,7 @@ def test_delayed_scales_update_with_any_first_module(variant: str, level: str, d
     first = next(iter(OF[variant]))
     model, precision = model_of(variant, {first: level}, device)
     for seed in range(3):
-        step(model, seed)
+        backward(model, seed)
     histories = [t for key, t in fp8_state(model, precision).items() if key.endswith("bwd.amax_history")]
     assert len(histories) == (13 if variant == "te_linear" else 5)
     for history in histories:
@@ -126,7 +119,7 @@ def test_high_precision_backward_uses_unquantized_operands(kind: str, device: st
     placement = {"params_dtype": torch.bfloat16, "device": precision.device}
     weight = torch.randn(128, 256, generator=generator)
     x, upstream = (torch.randn(64, n, generator=generator) for n in (256, 128))
-    outputs, gradients = {}, {}
+    outputs, grads = {}, {}
     for level in ("block", "bf16_backward", "bf16"):
         module = getattr(te, kind)(256, 128, bias=False, **placement, **options)
         with torch.no_grad():
@@ -136,13 +129,10 @@ def test_high_precision_backward_uses_unquantized_operands(kind: str, device: st
             out = module(given)
         out.backward(upstream.to(out))
         outputs[level] = out.detach()
-        gradients[level] = [given.grad, *(p.grad for p in module.parameters())]
+        grads[level] = [given.grad, *(p.grad for p in module.parameters())]
     assert torch.equal(outputs["block"], outputs["bf16_backward"])
-    for exact, wanted, quantized in zip(
-        *(gradients[n] for n in ("bf16_backward", "bf16", "block")), strict=True
-    ):
-        errors = [float((g - wanted).float().norm() / wanted.float().norm()) for g in (exact, quantized)]
-        assert errors[0] < 4e-3 < 2e-2 < errors[1]
+    for exact, wanted, quantized in zip(*(grads[n] for n in ("bf16_backward", "bf16", "block")), strict=True):
+        assert relative(exact, wanted) < 4e-3 < 2e-2 < relative(quantized, wanted)
 
 
 def test_fused_mlp_skips_bf16_backward() -> None:
@@ -155,31 +145,30 @@ def test_fused_mlp_skips_bf16_backward() -> None:
             ladder.setdefault(name.rpartition(".")[2], []).append(precision.fallbacks[name])
     assert ladder == {"proj": list(FALLBACK_ORDER[1:]), "layernorm_mlp": ["current", "block", "bf16"]}
     with pytest.raises(ValueError):
-        step(model_of("te_layer", {"model.layers.0.layernorm_mlp": "bf16_backward"})[0])
+        backward(model_of("te_layer", {"model.layers.0.layernorm_mlp": "bf16_backward"})[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", OF)
-def test_recomputation_gives_the_same_bits(variant: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "fallbacks"])
+def test_recomputation_gives_the_same_bits(variant: str, recipe: str) -> None:
     torch.use_deterministic_algorithms(True)
-    try:
-        results = []
-        for checkpointing in (False, True):
-            model, precision = model_of(variant, OF[variant], "cuda", checkpointing)
-            results.append([t for seed in range(2) for t in step(model, seed)])
-            results[-1] += fp8_state(model, precision).values()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    keys: Any = {"fallbacks": OF[variant]} if recipe == "fallbacks" else {"fallbacks": {}, "recipe": recipe}
+    results = []
+    for checkpointing in (False, True):
+        model, precision = model_of(variant, device="cuda", checkpointing=checkpointing, **keys)
+        losses = [backward(model, seed) for seed in range(2)]
+        results.append([*losses, *gradients(model).values(), *fp8_state(model, precision).values()])
     assert all(map(torch.equal, *results))
 
 
 def test_loading_fp8_state_skips_modules_with_fallback() -> None:
     """Loaded as a run does: after the startup check, with which each module has run at its level."""
     before, delayed = model_of("te_layer", {}, amax_history_len=4)
-    step(before)
+    backward(before)
     saved = snapshot_fp8_state(before, delayed)
     model, precision = model_of("te_layer", LAYER, amax_history_len=4)
-    step(model)
+    backward(model)
     load_fp8_state(model, precision, saved)
     kept = fp8_state(model, precision)
     assert 0 < len(kept) < len(saved) and all(torch.equal(t, saved[key]) for key, t in kept.items())
@@ -197,7 +186,7 @@ def test_model_with_all_modules_in_bf16_trains() -> None:
     assert check_due(model, precision, 1) is None and fp8_state(model, precision) == {}
     assert HealthCheck(model, precision).totals().shape[0] == 0
     with count_gemms(model, precision) as gemms:
-        step(model)
+        backward(model)
     assert gemms.problem() == "" and not gemms.ran
 
 
@@ -217,7 +206,7 @@ def first_gradients(**precision: object) -> dict[str, torch.Tensor]:
     model, resolved, inputs, labels = model_and_batch(**precision)
     calibrate(model, resolved, inputs, labels, ACCUMULATION)
     (model(inputs, labels=labels).loss / ACCUMULATION).backward()
-    return {name: p.grad.float() for name, p in model.named_parameters()}
+    return gradients(model)
 
 
 def test_calibration_includes_the_first_backward(device: str) -> None:
@@ -225,8 +214,8 @@ def test_calibration_includes_the_first_backward(device: str) -> None:
     # of all matrices, those whose gradient is made of gradients that were cast on their way
     names = [name for name, gradient in exact.items() if "layers" in name and gradient.dim() == 2]
 
-    def errors(gradients: dict[str, torch.Tensor]) -> list[float]:
-        return [float((gradients[name] - exact[name]).norm() / exact[name].norm()) for name in names]
+    def errors(found: dict[str, torch.Tensor]) -> list[float]:
+        return [relative(found[name], exact[name]) for name in names]
 
     lost = errors(first_gradients(recipe="delayed", calibration_passes=0))
     kept = errors(first_gradients(recipe="delayed"))
