@@ -21,6 +21,7 @@ from model.fp8.state import calibrate, reset_fp8_state, snapshot_fp8_state
 from model.graphs import CAPACITY_FACTOR, use_cuda_graphs
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
+from tests.model.conftest import gradients, relative
 
 B, T = 3, 64
 # Rows of 64 tokens: a document as long as a row; two short documents; one that continues in the next row, where it
@@ -69,10 +70,6 @@ def batch(config: object, rows: int = B, tokens: int = T) -> tuple[Tensor, Tenso
     return ids, labels
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-
-
 def packed(model: nn.Module, documents: Documents) -> tuple[Tensor, float, dict[str, Tensor]]:
     """(logits [B * T, V], loss, gradients) of one batch."""
     device = model.precision.device
@@ -99,10 +96,6 @@ def alone(model: nn.Module, documents: Documents) -> tuple[Tensor, float, dict[s
         loss.backward()
         total += float(loss.detach())
     return torch.cat(logits).detach().float(), total, gradients(model)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
 
 
 def largest_error(ours: tuple, theirs: tuple) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,115 +12,64 @@ from torch import nn
 
 from model.build import build_model, make_modules
 from model.checks.gemm_counts import count_gemms
-from model.fp8 import te_patches
-from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
+from tests.model.conftest import backward, gradients, relative
 from tests.model.cuda_graphs import use_tapes
 
 SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]
-KERNELS = ("cross_entropy", "swiglu", "rotate", "split_and_rotate", "embedding")
-KINDS = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
+COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
+computes = pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
+PASSES = 6
 
 
-def only(switch: str | None) -> SpeedConfig:
-    return dataclasses.replace(SpeedConfig.off(), **({switch: True} if switch else {}))
+def test_fused_swiglu_of_te_layer() -> None:
+    """The other switches: test_numerics.py disables the kernel of each, if it is wrong."""
+    precision = Precision(PrecisionConfig(backend="reference"), torch.device("meta"))
+    precision.te = SimpleNamespace(**vars(precision.te) | {"fused_swiglu": "fused"})
+    for is_on, activation in ((True, "fused"), (False, None)):
+        speed = dataclasses.replace(SpeedConfig(), fused_swiglu=is_on)
+        layers = make_modules(small_config(), "te_layer", precision, speed).model.layers
+        assert [getattr(layer.layernorm_mlp, "activation", None) for layer in layers] == [activation] * 2
 
 
-def two_passes(speed: SpeedConfig, variant: str = "te_layer", number: int = 2, **precision: object) -> tuple:
-    """(losses, gradients of the last pass by name, model) of `number` two_passes; later ones use learned FP8 scales."""
+def two_passes(speed: SpeedConfig, variant: str, **precision: object) -> tuple[list[float], nn.Module]:
+    """Return the losses of two passes, and the model with the gradients of the second.
+
+    The second pass uses learned FP8 scales.
+    """
     resolved = Precision(PrecisionConfig(**precision))
     model = build_model(small_config(head_dim=64), variant, resolved, seed=3, speed=speed).train()
-    ids = random_ids(model.config, 2, 65).to(resolved.device)
-    losses = []
-    for _ in range(number):
-        model.zero_grad(set_to_none=True)
-        loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss
-        loss.backward()
-        losses.append(float(loss.detach()))
-    return losses, {name: p.grad for name, p in model.named_parameters()}, model
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize("variant", ["te_layer", pytest.param("te_linear", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_fusions_are_bit_equal_on_the_reference(switch: str, variant: str) -> None:
-    losses, gradients, model = two_passes(only(None), variant)
-    others, other_gradients, other_model = two_passes(only(switch), variant)
-    assert losses == others
-    assert gradients.keys() == other_gradients.keys()  # the same parameters under the same names
-    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
-    ours, theirs = (fp8_modules(m, m.precision).planned for m in (model, other_model))
-    assert ours == theirs
-
-
-def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple[nn.Module, set[str]]:
-    """A model of modules without memory, and which of a GPU's fusions are in all of it, by their switches."""
-    resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
-    fusions: dict[str, Any] = {name: Mock() for name in KERNELS}
-    resolved.te = SimpleNamespace(**{**vars(resolved.te), **fusions, "fused_swiglu": te_patches.FUSED_SWIGLU})
-    model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
-    layers = list(model.model.layers)
-    found = {
-        "fused_cross_entropy": model.fused_cross_entropy is fusions["cross_entropy"],
-        "fused_embedding": model.model.embed_tokens.fused is fusions["embedding"],
-    }
-    if variant == "te_linear":
-        found["fused_swiglu"] = all(layer.mlp.swiglu is fusions["swiglu"] for layer in layers)
-        found["fused_rope"] = all(layer.self_attn.rotate is fusions["rotate"] for layer in layers)
-    else:
-        activations = {getattr(layer.layernorm_mlp, "activation", "") for layer in layers}
-        found["fused_swiglu"] = activations == {te_patches.FUSED_SWIGLU}
-        split = {layer.self_attention.split_and_rotate for layer in layers}
-        found["fused_rope"] = split == {fusions["split_and_rotate"]}
-    return model, {switch for switch, is_on in found.items() if is_on}
-
-
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@pytest.mark.parametrize("switch", [None, *SWITCHES])
-def test_each_switch_enables_its_fusion(switch: str | None, variant: str) -> None:
-    fusions = {name for name in SWITCHES if name.startswith("fused")}
-    its = {switch} & fusions
-    model, found = with_fusions(variant, only(switch))
-    assert found == its and model.speed == only(switch)
-    others, found = with_fusions(
-        variant, dataclasses.replace(SpeedConfig(), **({switch: False} if switch else {}))
-    )
-    assert found == fusions - its
+    first = float(backward(model))
+    model.zero_grad()
+    return [first, float(backward(model))], model
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@pytest.mark.parametrize("compute", KINDS, ids=lambda c: str(*c.values()))
+@computes
 @pytest.mark.parametrize("switch", [s for s in SWITCHES if s.startswith("fused")])
 def test_fusions_match_on_gpu(switch: str, compute: dict, variant: str) -> None:
     """Fused kernels round less often: losses agree within bf16's rounding of the logits, gradients within what FP8
     makes of a value that was rounded to the neighbouring one."""
-    losses, gradients, _ = two_passes(only(None), variant, **compute)
-    others, other_gradients, model = two_passes(only(switch), variant, **compute)
+    losses, plain = two_passes(SpeedConfig.off(), variant, **compute)
+    others, model = two_passes(dataclasses.replace(SpeedConfig.off(), **{switch: True}), variant, **compute)
     assert others == pytest.approx(losses, rel=2e-3)
     tolerance = 2e-2 if compute.get("compute") == "bf16" else 0.15
-    errors = {name: relative(other_gradients[name], grad) for name, grad in gradients.items()}
+    exact = gradients(plain)
+    errors = {name: relative(gradient, exact[name]) for name, gradient in gradients(model).items()}
     assert max(errors.values()) <= tolerance, max(errors, key=errors.__getitem__)
     with count_gemms(model, model.precision) as gemms:
-        ids = random_ids(model.config, 2, 65).to(model.precision.device)
-        model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
+        backward(model)
     products = {"te_layer": 6, "te_linear": 14}[variant]
     assert not gemms.problem() and len(gemms.ran) == (0 if compute.get("compute") == "bf16" else products)
 
 
-COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
-computes = pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
 on_tapes = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-PASSES = 6
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,9 @@ from model.head import make_head
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
 from tests.conftest import random_ids, small_config
+from tests.model.conftest import backward, gradients, relative
 
 M, H, V = 32, 48, 272
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
 
 
 def trained(
@@ -37,26 +34,24 @@ def trained(
 ) -> tuple[float, dict[str, torch.Tensor], Any]:
     resolved = Precision(PrecisionConfig(**precision))
     model = build_model(small_config(head_dim=64, vocab_size=vocab_size), variant, resolved, seed=3).train()
-    ids = random_ids(model.config, 2, 65).to(resolved.device)
     with count_gemms(model, resolved) as gemms:
-        loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss
-        loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}, gemms
+        loss = backward(model)
+    return float(loss), gradients(model), gemms
 
 
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 def test_fp8_head_gradients_keep_the_loss(variant: str) -> None:
-    loss, gradients, gemms = trained(variant, fp8_head_gradients=False)
+    loss, exact, gemms = trained(variant, fp8_head_gradients=False)
     same, others, more = trained(variant)
     assert same == loss and not gemms.problem() and not more.problem()
     assert more.forward == gemms.forward and more.backward == gemms.backward + 2
-    assert 0.01 < relative(others["lm_head.weight"], gradients["lm_head.weight"]) < 0.04
-    assert 0 < relative(others["model.norm.weight"], gradients["model.norm.weight"]) < 0.05
+    assert 0.01 < relative(others["lm_head.weight"], exact["lm_head.weight"]) < 0.04
+    assert 0 < relative(others["model.norm.weight"], exact["model.norm.weight"]) < 0.05
 
 
 def test_head_gradients_with_unsupported_sizes() -> None:
-    _, gradients, gemms = trained("te_layer", vocab_size=72)
-    assert not gemms.problem() and gradients["lm_head.weight"].abs().sum() > 0
+    _, found, gemms = trained("te_layer", vocab_size=72)
+    assert not gemms.problem() and found["lm_head.weight"].abs().sum() > 0
     assert gemms.backward == 2 * gemms.forward.total()
 
 
@@ -271,7 +266,7 @@ def test_head_gradients_in_parts(tied: bool, monkeypatch: pytest.MonkeyPatch) ->
     labels = ids[:, 1:].clone()
     labels[0, ::5], labels[1, 20:] = -100, -100
 
-    def gradients(rows: int, main_grad: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+    def gradients_in(rows: int, main_grad: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
         monkeypatch.setattr("model.head.HEAD_ROWS", rows)
         made = Precision(replace(precision.config, **changes), precision.device)
         model = build_model(config, "te_layer", made, seed=3, initialization="normal").train()
@@ -283,9 +278,9 @@ def test_head_gradients_in_parts(tied: bool, monkeypatch: pytest.MonkeyPatch) ->
         return full_gradients(model)
 
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    exact = gradients(320, fp8_head_gradients=False)
-    one, parts = gradients(320), gradients(128)
-    whole, added = gradients(320, main_grad=True), gradients(128, main_grad=True)
+    exact = gradients_in(320, fp8_head_gradients=False)
+    one, parts = gradients_in(320), gradients_in(128)
+    whole, added = gradients_in(320, main_grad=True), gradients_in(128, main_grad=True)
     for found in (one, parts, whole, added):
         assert relative(found[name], exact[name]) < 0.04
         assert float((found[name] * exact[name]).sum() / exact[name].square().sum()) == pytest.approx(
@@ -317,33 +312,6 @@ def test_cross_entropy_kernels_equal_torch(size: int, ignored: slice) -> None:
         loss.backward()
 
 
-def fused_fp8_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, power_2_scales: bool = False
-) -> tuple[list[torch.Tensor], Any, torch.Tensor]:
-    """Return the kernel's row-wise and column-wise codes with their scales, and its arguments."""
-    kernels: Any = importlib.import_module("model.fused.cross_entropy")
-    upstream, tokens = torch.tensor(0.125, device=logits.device), len(logits)
-    _, statistics = kernels.loss_and_statistics(logits, labels)
-    # as Transformer Engine pads them; nothing may stay as it is here
-    shapes = (tokens, V), (-(-V // 128), tokens), (V, tokens), (-(-tokens // 128), V)
-    made = [
-        torch.full(shape, 77, dtype=dtype, device=logits.device)
-        for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
-    ]
-    kernels.gradient_in_fp8(logits, statistics, upstream, *made, power_2_scales=power_2_scales)
-    return made, statistics, upstream
-
-
-@pytest.mark.gpu
-def test_fused_fp8_loss_gradient_of_ignored_labels_is_zero() -> None:
-    """Also runs in Triton's interpreter, without a GPU."""
-    logits, labels = some_logits(144)
-    (rows, _, columns, _), _, _ = fused_fp8_gradient(logits, labels)
-    used, unused = labels != -100, labels == -100
-    assert not rows[unused].any() and not columns[:, unused].any()
-    assert rows[used].any(1).all() and columns[:, used].any(0).all()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
 @pytest.mark.parametrize("tokens", [128, 144])
@@ -352,13 +320,22 @@ def test_fused_fp8_loss_gradient_equals_cast(tokens: int, ignored: slice, power_
     """Squares at both edges are partial."""
     kernels: Any = importlib.import_module("model.fused.cross_entropy")
     logits, labels = some_logits(tokens, ignored=ignored)
-    made, statistics, upstream = fused_fp8_gradient(logits, labels, power_2_scales)
+    upstream, (_, statistics) = (
+        torch.tensor(0.125, device="cuda"),
+        kernels.loss_and_statistics(logits, labels),
+    )
+    # as Transformer Engine pads them; nothing may stay as it is here
+    shapes = (tokens, V), (-(-V // 128), tokens), (V, tokens), (-(-tokens // 128), V)
+    rows, row_scales, columns, column_scales = made = [
+        torch.full(shape, 77, dtype=dtype, device="cuda")
+        for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
+    ]
+    kernels.gradient_in_fp8(logits, statistics, upstream, *made, power_2_scales=power_2_scales)
     gradient = kernels.gradient_in_place(logits.clone(), statistics, upstream)
     of_rows, of_columns = (
         quantize_blocks(gradient, block, torch.float8_e4m3fn, power_2_scale=power_2_scales)
         for block in ((1, 128), (128, 1))
     )
-    rows, row_scales, columns, column_scales = made
     assert torch.equal(rows, of_rows[0].view(torch.uint8)) and torch.equal(row_scales, of_rows[1].t())
     assert torch.equal(columns, of_columns[0].t().view(torch.uint8))
     assert torch.equal(column_scales, of_columns[1])
@@ -390,8 +367,8 @@ def test_fused_fp8_loss_gradient_equals_transformer_engine(tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 def test_fused_loss_is_bit_equal_on_gpu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, gradients, gemms = trained(variant)
+    loss, found, gemms = trained(variant)
     monkeypatch.setattr(te_backend.load(), "fp8_cross_entropy", None)
     other, others, _ = trained(variant)
     assert not gemms.problem() and loss == other
-    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
+    assert all(torch.equal(gradient, others[name]) for name, gradient in found.items())

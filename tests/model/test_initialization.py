@@ -69,7 +69,8 @@ def test_scaled_standard_deviations(tied: bool) -> None:
 @pytest.mark.parametrize("initialization", ["normal", "scaled"])
 def test_all_variants_get_the_same_weights(initialization: str) -> None:
     one, *others = (weights_of(initialization, variant) for variant in ("hf", "te_linear", "te_layer"))
-    assert all(torch.equal(w, other[name]) for other in others for name, w in one.items())
+    for other in others:
+        assert other.keys() == one.keys() and all(torch.equal(w, other[name]) for name, w in one.items())
 
 
 @pytest.mark.parametrize("initialization", ["normal", "scaled"])

@@ -12,6 +12,7 @@ from model.build import build_model
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused, small_config
+from tests.model.conftest import gradients, relative
 from tests.published import LLAMAS, small_llama
 
 CASES = {
@@ -68,11 +69,6 @@ def transformers_model(
     return model.eval()
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
-
-
 def compare(
     case: str, variant: str, compute: str, backend: str, batch: int, tokens: int
 ) -> tuple[float, float, dict[str, float]]:
@@ -91,9 +87,9 @@ def compare(
     reference_loss = torch.nn.functional.cross_entropy(reference.float().flatten(0, 1), labels.flatten())
     out.loss.backward()
     reference_loss.backward()
-    ours_grads = conversion.to_hf({n: p.grad for n, p in ours.named_parameters()}, config)
-    theirs_grads = dict(theirs.named_parameters())
-    errors = {name: relative(grad, theirs_grads[name].grad) for name, grad in ours_grads.items()}
+    ours_grads = conversion.to_hf(gradients(ours), config)
+    theirs_grads = gradients(theirs)
+    errors = {name: relative(grad, theirs_grads[name]) for name, grad in ours_grads.items()}
     assert errors.keys() == theirs_grads.keys()
     return relative(logits, reference), float((out.loss - reference_loss).detach().abs()), errors
 
@@ -136,35 +132,6 @@ def test_loss_without_labels_is_zero(variant: str) -> None:
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("variant", ["hf", *VARIANTS])
-@pytest.mark.parametrize("tied", [False, True])
-def test_weight_conversion_round_trip(variant: str, tied: bool) -> None:
-    config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2)
-    theirs = TransformersMistral(config)
-    ours = build_model(config, variant, Precision(PrecisionConfig(compute="fp32", backend="reference")))
-    conversion.load_hf_state_dict(ours, conversion.to_hf_state_dict(theirs))
-    back = conversion.to_hf_state_dict(ours)
-    for name, parameter in theirs.named_parameters():
-        assert torch.equal(back.pop(name).cpu(), parameter), name
-    assert not back
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_same_seed_gives_the_same_model_in_every_variant(compute: str) -> None:
-    config = small_config()
-    precision = Precision(PrecisionConfig(compute=compute, backend="reference"))
-    states = [
-        conversion.to_hf_state_dict(build_model(config, variant, precision, seed=3))
-        for variant in ("hf", *VARIANTS)
-    ]
-    other = conversion.to_hf_state_dict(build_model(config, "te_layer", precision, seed=4))
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
-    name = "model.layers.1.mlp.up_proj.weight"
-    assert not torch.equal(other[name], states[0][name])
 
 
 def test_state_dict_has_no_extra_state(monkeypatch: pytest.MonkeyPatch) -> None:

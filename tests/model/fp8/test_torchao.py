@@ -18,6 +18,7 @@ from model.fp8 import torchao_fp8
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import numbers, random_ids, refused, small_config
+from tests.model.conftest import relative
 
 RECIPES = ["tensorwise", "rowwise"]
 LINEARS = 7  # of a layer
@@ -46,7 +47,7 @@ def gradients(model: nn.Module, batch: int = 2, tokens: int = 64) -> tuple[float
 def errors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[float]:
     """Relative errors in the Frobenius norm, by tensor."""
     assert a.keys() == b.keys()
-    return [float((a[name] - b[name]).norm() / b[name].norm()) for name in b]
+    return [relative(a[name], b[name]) for name in b]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -33,6 +33,7 @@ from model.te_reference.quantize import (
 from model.variants import SpeedConfig
 from tests import te_cases as cases
 from tests.conftest import random_ids, small_config
+from tests.model.conftest import gradients, relative
 from tests.model.te_reference import tensor_core
 
 RECORDED = Path(__file__).parents[2] / "data" / "te_2_20_2_h200.npz"
@@ -189,13 +190,8 @@ def train(backend: str, variant: str, **keys: object) -> dict[str, Any]:
         loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
         loss.backward()
         losses.append(float(loss.detach()))
-        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        grads.append(gradients(model))
     return {"losses": losses, "grads": grads, "state": snapshot_fp8_state(model, precision)}
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.gpu
