@@ -28,22 +28,9 @@ from tests.conftest import random_ids, small_config
 pytestmark = pytest.mark.gpu
 
 
-def check_sum_by_row(
-    kernel: Callable[..., torch.Tensor], device: str, ids: list[int], V: int, H: int, dtype: torch.dtype
-) -> None:
-    """Against float64, each sum within the order of its additions and one rounding; ids that occur in order, out of it,
-    within one program and over many; the same twice."""
-    gradient = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1))
-    gradient, places = gradient.to(device, dtype), torch.tensor(ids, dtype=torch.int64, device=device)
-    ours = kernel(gradient, places, V)
-    assert ours.shape == (V, H) and ours.dtype == dtype
-    exact = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(0, places, gradient.double())
-    allowed = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(
-        0, places, gradient.double().abs()
-    )
-    error = (ours.double() - exact).abs()
-    assert bool((error <= exact.abs() * torch.finfo(dtype).eps / 2 + allowed * 1e-6).all())
-    assert torch.equal(ours, kernel(gradient, places, V))
+def fused(name: str) -> Any:
+    """Return the module model.fused.`name`, which cannot be imported without CUDA."""
+    return importlib.import_module(f"model.fused.{name}")
 
 
 def many_ids(M: int, V: int, kind: str) -> list[int]:
@@ -59,31 +46,35 @@ def many_ids(M: int, V: int, kind: str) -> list[int]:
 
 SUMS = [
     (1, 5, 3, "many"), (32, 4, 8, "one"), (33, 4, 8, "one"), (97, 4, 8, "one"), (200, 7, 520, "few"),
-    (128, 9, 16, "borders"), (139, 9, 16, "borders"), (150, 40, 48, "many"),
+    (128, 9, 16, "borders"), (139, 9, 16, "borders"), (150, 40, 48, "many"), (32768, 32000, 2048, "many"),
+    (32768, 64, 512, "one"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("M", "V", "H", "kind"), SUMS)
-def test_embedding_gradient(
-    fused: Callable, device: str, M: int, V: int, H: int, kind: str, dtype: torch.dtype
-) -> None:
-    check_sum_by_row(fused("embedding").sum_by_row, device, many_ids(M, V, kind), V, H, dtype)
+def test_embedding_gradient(M: int, V: int, H: int, kind: str, dtype: torch.dtype) -> None:
+    """Against float64, each sum within the order of its additions and one rounding; ids that occur in order, out of it,
+    within one program and over many; the same twice."""
+    kernel = fused("embedding").sum_by_row
+    gradient = torch.randn(M, H, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+    ids = torch.tensor(many_ids(M, V, kind), dtype=torch.int64, device="cuda")
+    ours = kernel(gradient, ids, V)
+    assert ours.shape == (V, H) and ours.dtype == dtype
+    zeros = torch.zeros(V, H, dtype=torch.float64, device="cuda")
+    exact = zeros.index_add(0, ids, gradient.double())
+    allowed = zeros.index_add(0, ids, gradient.double().abs())
+    error = (ours.double() - exact).abs()
+    assert bool((error <= exact.abs() * torch.finfo(dtype).eps / 2 + allowed * 1e-6).all())
+    assert torch.equal(ours, kernel(gradient, ids, V))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("M", "V", "H", "kind"), [(32768, 32000, 2048, "many"), (32768, 64, 512, "one")])
-def test_large_embedding_gradient(M: int, V: int, H: int, kind: str, dtype: torch.dtype) -> None:
-    kernel = importlib.import_module("model.fused.embedding").sum_by_row
-    check_sum_by_row(kernel, "cuda", many_ids(M, V, kind), V, H, dtype)
-
-
-def test_embedding_equals_torch(fused: Callable, device: str) -> None:
+def test_embedding_equals_torch() -> None:
     ids, weight = (
-        torch.tensor([[2, 1, 2]], device=device),
-        torch.randn(4, 8, device=device, requires_grad=True),
+        torch.tensor([[2, 1, 2]], device="cuda"),
+        torch.randn(4, 8, device="cuda", requires_grad=True),
     )
-    upstream = torch.randn(1, 3, 8, device=device)
+    upstream = torch.randn(1, 3, 8, device="cuda")
     ours, theirs = (f(ids, weight) for f in (fused("embedding").embedding, nn.functional.embedding))
     assert torch.equal(ours, theirs)
     gradients = [torch.autograd.grad(out, weight, upstream)[0] for out in (ours, theirs)]
@@ -107,7 +98,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def source_and_matrix(kind: str, rounded: bool, M: int, N: int, device: str) -> tuple[Source, Tensor]:
+def source_and_matrix(kind: str, rounded: bool, M: int, N: int) -> tuple[Source, Tensor]:
     """A source, and in float64 what it stands for."""
     generator = torch.Generator().manual_seed(3)
 
@@ -147,7 +138,7 @@ def source_and_matrix(kind: str, rounded: bool, M: int, N: int, device: str) -> 
         gate, up = leaf.chunk(2, -1)
         (exact,) = torch.autograd.grad(F.silu(gate) * up, leaf, parts[1].double())
     exact = exact.bfloat16().double() if rounded else exact
-    return Source(kind, tuple(part.to(device) for part in parts), rounded), exact
+    return Source(kind, tuple(part.to("cuda") for part in parts), rounded), exact
 
 
 def quantized(exact: Tensor, dtype: torch.dtype, tiles: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -180,12 +171,12 @@ def expected_totals(exact: Tensor, codes: Tensor, scale_inv: Tensor, moments: bo
 
 @pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
 def test_operand_totals_equal_float64(
-    device: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
+    kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
 ) -> None:
     for shape, moments in product(SHAPES, (True, False)):
-        source, exact = source_and_matrix(kind, rounded, *shape, device)
+        source, exact = source_and_matrix(kind, rounded, *shape)
         codes, scale_inv = quantized(exact, dtype, tiles)
-        found = measure(source, codes.to(device), scale_inv.to(device), moments).tolist()
+        found = measure(source, codes.to("cuda"), scale_inv.to("cuda"), moments).tolist()
         expected = expected_totals(exact, codes, scale_inv, moments)
         if tiles == (0, 0):
             assert expected[1] < expected[0] or expected[2]  # some are lost, or cut
@@ -211,11 +202,11 @@ def test_operand_totals_with_other_strides() -> None:
     assert torch.equal(measure(Source("matrix", (x[:, :256],)), turned, by_columns, True), plain)
 
 
-def test_operand_totals_with_non_finite_values(device: str) -> None:
-    codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device=device).to(E4M3)
+def test_operand_totals_with_non_finite_values() -> None:
+    codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device="cuda").to(E4M3)
     for second, beyond in ((math.nan, math.isnan), (2.0, math.isinf)):
-        x = torch.tensor([[1.0, second, math.inf, 0.0]], device=device)
-        found = measure(Source("matrix", (x,)), codes, torch.ones((), device=device), False)
+        x = torch.tensor([[1.0, second, math.inf, 0.0]], device="cuda")
+        found = measure(Source("matrix", (x,)), codes, torch.ones((), device="cuda"), False)
         of = dict(zip(TOTALS, found.tolist(), strict=True))
         assert [of[what] for what in ("nonzero", "kept", "saturated", "elements")] == [3, 3, 1, 4]
         assert beyond(of["x2"]) and beyond(of["range"]) and math.isnan(of["error2"])
@@ -225,13 +216,11 @@ def test_operand_totals_with_non_finite_values(device: str) -> None:
     "heads,kv_heads,D,tokens",
     [(32, 8, 64, 256), (8, 2, 16, 40), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)],
 )
-def test_split_and_rotate_equals_the_reference(
-    fused: Callable, device: str, heads: int, kv_heads: int, D: int, tokens: int
-) -> None:
+def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int, tokens: int) -> None:
     kernel = fused("qkv_rope").split_and_rotate
-    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
+    freqs = RotaryPositionEmbedding(D).to("cuda")(tokens)
     torch.manual_seed(0)
-    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device=device, dtype=torch.bfloat16)
+    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device="cuda", dtype=torch.bfloat16)
     results = []
     for function in (kernel, partial(split_and_rotate, apply_rotary_pos_emb)):
         leaf = packed.clone().requires_grad_()
@@ -239,7 +228,7 @@ def test_split_and_rotate_equals_the_reference(
         assert [tuple(p.shape) for p in parts] == [(2, tokens, n, D) for n in (heads, kv_heads, kv_heads)]
         assert all(p.is_contiguous() for p in parts)
         turned = [p.transpose(1, 2) for p in parts]  # as attention's gradients are not contiguous either
-        weights = [torch.linspace(-1, 1, p.numel(), device=device).view(p.shape) for p in turned]
+        weights = [torch.linspace(-1, 1, p.numel(), device="cuda").view(p.shape) for p in turned]
         sum((p.float() * w).sum() for p, w in zip(turned, weights, strict=True)).backward()
         results.append([*parts, leaf.grad])
     for ours, theirs in zip(*results, strict=True):
@@ -250,12 +239,12 @@ def test_split_and_rotate_equals_the_reference(
 
 
 @pytest.mark.parametrize("heads,D,tokens", [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)])
-def test_rotate_equals_the_reference(fused: Callable, device: str, heads: int, D: int, tokens: int) -> None:
+def test_rotate_equals_the_reference(heads: int, D: int, tokens: int) -> None:
     kernel = fused("qkv_rope").rotate
-    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
+    freqs = RotaryPositionEmbedding(D).to("cuda")(tokens)
     torch.manual_seed(0)
     # neither x nor the gradient is contiguous
-    x, upstream = (torch.randn(2, heads, tokens, D, device=device).bfloat16().transpose(1, 2) for _ in "ab")
+    x, upstream = (torch.randn(2, heads, tokens, D, device="cuda").bfloat16().transpose(1, 2) for _ in "ab")
     leaves = [x.detach().requires_grad_() for _ in "ab"]
     ours, theirs = kernel(leaves[0], freqs), apply_rotary_pos_emb(leaves[1], freqs, "bshd", fused=True)
     gradients = [
@@ -268,10 +257,10 @@ def test_rotate_equals_the_reference(fused: Callable, device: str, heads: int, D
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 80), (1, 1024), (4, 257)])
-def test_swiglu_equals_torch(fused: Callable, device: str, shape: tuple[int, ...]) -> None:
+def test_swiglu_equals_torch(shape: tuple[int, ...]) -> None:
     kernel = fused("swiglu").swiglu
     torch.manual_seed(0)
-    gate, up, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) * 3 for _ in range(3))
+    gate, up, dy = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 3 for _ in range(3))
     # none is contiguous: another order of dimensions, a part of each row, each second value
     parts = gate.mT.contiguous().mT, torch.cat([up, dy], -1)[..., : shape[-1]]
     leaves, strided = [t.detach().requires_grad_() for t in parts], dy.repeat_interleave(2, -1)[..., ::2]
@@ -282,44 +271,6 @@ def test_swiglu_equals_torch(fused: Callable, device: str, shape: tuple[int, ...
         assert ours.shape == theirs.shape
         # float32 up to the order of its roundings, then one to bf16
         torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-6)
-
-
-def check_fp8_swiglu(
-    swiglu: Callable[..., Any], dswiglu: Callable[..., Any], quantizer: Callable[[float], Any], M: int, F: int
-) -> None:
-    """Against float64: each value within half a step of FP8, the neighbour's code in a thousandth at most (float32's
-    rounding); the transposed bytes are those of the rows; largest value and inverse scale as they have to be."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(0)
-    x, above = (torch.randn(2, M, w, generator=generator).bfloat16().to(device) for w in (2 * F, F))
-    leaf = x.double().requires_grad_()
-    gate, up = leaf.chunk(2, -1)
-    y = nn.functional.silu(gate) * up
-    exact = (y.detach(), torch.autograd.grad(y, leaf, above.double())[0])
-    for call, expected, turned in ((swiglu, exact[0], False), (dswiglu, exact[1], True)):
-        largest = float(expected.abs().max())
-        maker = quantizer(400.0 / largest)
-        made = call(x, maker) if call is swiglu else call(above, x, maker)
-        dtype = torch.float8_e4m3fn if maker.dtype.name == "kFloat8E4M3" else torch.float8_e5m2
-        codes = made._data.view(dtype)
-        assert codes.shape == expected.shape
-        assert made._scale_inv.item() == (1 / maker.scale).item()
-        assert maker.amax.item() == pytest.approx(largest, rel=1e-6)
-        scaled = expected * maker.scale.double()
-        step, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
-        assert bool(
-            ((codes.double() - scaled).abs() <= scaled.abs().clamp(min=smallest) * step * 0.501).all()
-        )
-        others = int((codes.float() != scaled.float().to(dtype).float()).sum())
-        assert others <= max(1, codes.numel() // 1000)
-        if turned:
-            assert not made._transpose_invalid
-            assert torch.equal(made._transpose.flatten(1), made._data.flatten(0, 1).t())
-        else:
-            assert made._transpose is None
-
-
-FP8_SWIGLU = [(16, 80), (4, 16), (36, 48), (136, 1040)]
 
 
 def te_kernels() -> Any:
@@ -346,9 +297,38 @@ def delayed_swiglu() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-@pytest.mark.parametrize(("M", "F"), [*FP8_SWIGLU, (4096, 5632)])
+@pytest.mark.parametrize(("M", "F"), [(16, 80), (4, 16), (36, 48), (136, 1040), (4096, 5632)])
 def test_fp8_swiglu_equals_reference(M: int, F: int, name: str) -> None:
-    check_fp8_swiglu(*delayed_swiglu(), partial(of_format, name), M, F)
+    """Against float64: each value within half a step of FP8, the neighbour's code in a thousandth at most (float32's
+    rounding); the transposed bytes are those of the rows; largest value and inverse scale as they have to be."""
+    swiglu, dswiglu = delayed_swiglu()
+    generator = torch.Generator().manual_seed(0)
+    x, above = (torch.randn(2, M, w, generator=generator).bfloat16().to("cuda") for w in (2 * F, F))
+    leaf = x.double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    y = nn.functional.silu(gate) * up
+    exact = (y.detach(), torch.autograd.grad(y, leaf, above.double())[0])
+    for call, expected, turned in ((swiglu, exact[0], False), (dswiglu, exact[1], True)):
+        largest = float(expected.abs().max())
+        maker = of_format(name, 400.0 / largest)
+        made = call(x, maker) if call is swiglu else call(above, x, maker)
+        dtype = E4M3 if name == "E4M3" else E5M2
+        codes = made._data.view(dtype)
+        assert codes.shape == expected.shape
+        assert made._scale_inv.item() == (1 / maker.scale).item()
+        assert maker.amax.item() == pytest.approx(largest, rel=1e-6)
+        scaled = expected * maker.scale.double()
+        step, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+        assert bool(
+            ((codes.double() - scaled).abs() <= scaled.abs().clamp(min=smallest) * step * 0.501).all()
+        )
+        others = int((codes.float() != scaled.float().to(dtype).float()).sum())
+        assert others <= max(1, codes.numel() // 1000)
+        if turned:
+            assert not made._transpose_invalid
+            assert torch.equal(made._transpose.flatten(1), made._data.flatten(0, 1).t())
+        else:
+            assert made._transpose is None
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
@@ -418,7 +398,7 @@ def test_residual_gradients_do_not_outlive_a_failed_backward_pass() -> None:
 def test_packed_swiglu(M: int, F: int) -> None:
     """The output does not depend on packing; values keep 7 bits of the largest in their group of 128; what the backward
     pass makes of them is what it makes of the unpacked values."""
-    kernels = importlib.import_module("model.fused.swiglu_fp8")
+    kernels = fused("swiglu_fp8")
     delayed_swiglu()
     torch.manual_seed(0)
     x = (torch.randn(M, 2 * F, device="cuda") * torch.rand(M, 1, device="cuda").mul(6).exp()).bfloat16()
@@ -453,7 +433,7 @@ def test_packed_swiglu(M: int, F: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
-def test_miscompiled_kernel_is_detected(fused: Callable, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miscompiled_kernel_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = fused("swiglu_fp8")
     dswiglu = module.dswiglu
     assert module.matches_reference(of_format(name, 16.0))
