@@ -32,6 +32,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import WeightsError, check_init_from
 from model.keys import between
 from tests.conftest import numbers, random_ids, refused, small_config
+from tests.model.conftest import backward, gradients
 from tests.published import LLAMA3_ROPE, LLAMAS
 
 
@@ -60,13 +61,8 @@ def test_hare_1_1b_sizes() -> None:
 
 
 def test_sliding_window_reduces_flops() -> None:
-    config = small_config(sliding_window=4)
-    seen = [min(i + 1, 4) for i in range(64)]
-    # the usual convention counts T/2 for a causal row of T, not (T + 1)/2
-    assert attention_pairs(config, 64) == pytest.approx(sum(seen) / 64, rel=0.15)
-    assert attention_pairs(small_config(), 64) == 32
-    # W - W^2 / 2T, and no saving where no sample reaches the window
-    for window, pairs in ((4, 4 - 16 / 128), (48, 48 - 48**2 / 128), (64, 32), (100, 32)):
+    """By the usual convention: T / 2 of T tokens, W - W^2 / 2T with a window of W that samples reach."""
+    for window, pairs in ((None, 32), (4, 4 - 16 / 128), (48, 48 - 48**2 / 128), (64, 32), (100, 32)):
         assert attention_pairs(small_config(sliding_window=window), 64) == pairs
 
 
@@ -119,18 +115,6 @@ def test_state_memory(zero_stage: int, options: dict, bytes_per_parameter: float
     matrices = 22 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632)
     assert parts["optimizer"] - muon["optimizer"] == pytest.approx(4 * matrices / ranks / 2**30)
     assert {**parts, "optimizer": 0.0} == {**muon, "optimizer": 0.0}
-
-
-# the published configuration of HARE-1.1B has keys of other tools and of older versions of transformers
-PUBLISHED = {
-    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": False,
-    "checkpointing": True, "_attn_implementation": "flash_attention_2", "unk_token_id": 0,
-}  # fmt: skip
-
-
-def test_published_config_loads(tmp_path: Path) -> None:
-    config = load_config(str(write_config(tmp_path / "config.json", **PUBLISHED)))
-    assert (config.hidden_size, config.num_hidden_layers, config.sliding_window) == (128, 4, None)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
@@ -254,6 +238,7 @@ def test_keys_that_change_nothing_are_accepted(scaling: dict | None, tmp_path: P
     plain = write_config(tmp_path / "plain.json", rope_parameters=rope, rope_theta=...)
     changes = {"use_qk_norm": False, "num_experts": None, "logit_scale": 1.0, "unsloth_version": "2025.1"}
     changes |= {"quantization_config": {"quant_method": "fp8"}, "temperature": 0.7, "_mine": 1}
+    changes |= {"torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "checkpointing": True}
     more = write_config(
         tmp_path / "more.json", rope_parameters=rope, rope_theta=5e5, rope_scaling=scaling, **changes
     )
@@ -300,7 +285,7 @@ def test_model_folder_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("variant", ["hf", "torchao"])
 def test_recomputation_changes_no_gradient(variant: str) -> None:
     keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
-    precision, gradients, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
+    precision, found, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
     for recomputes in (False, True):
         model = build_model(small_config(), variant, precision, gradient_checkpointing=recomputes).train()
         calls.append(0)
@@ -309,17 +294,16 @@ def test_recomputation_changes_no_gradient(variant: str) -> None:
             calls[-1] += 1
 
         next(model.model.layers[1].children()).register_forward_pre_hook(count)
-        ids = random_ids(model.config, 1, 33)
-        model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
+        backward(model)
+        found.append(gradients(model).values())
     assert calls == [1, 2]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
 def test_pad_token_embedding_is_trained(variant: str) -> None:
     """It is a token as any other; transformers would leave it as it began."""
-    gradients = []
+    found = []
     for pad in (3, None):
         keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
         precision = Precision(PrecisionConfig(backend="reference", **keys))
@@ -327,6 +311,6 @@ def test_pad_token_embedding_is_trained(variant: str) -> None:
         ids = random_ids(model.config, 2, 65)
         ids[:, 5:9] = 3
         model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
-        gradients.append(model.model.embed_tokens.weight.grad)
-    assert float(gradients[0][3].norm()) > 0
-    assert torch.equal(*gradients)
+        found.append(model.model.embed_tokens.weight.grad)
+    assert float(found[0][3].norm()) > 0
+    assert torch.equal(*found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,12 +17,9 @@ from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
-from tests.model.conftest import backward, gradients, relative
 from tests.model.cuda_graphs import use_tapes
 
-SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]
 COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
-computes = pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
 PASSES = 6
 
 
@@ -37,48 +33,11 @@ def test_fused_swiglu_of_te_layer() -> None:
         assert [getattr(layer.layernorm_mlp, "activation", None) for layer in layers] == [activation] * 2
 
 
-def two_passes(speed: SpeedConfig, variant: str, **precision: object) -> tuple[list[float], nn.Module]:
-    """Return the losses of two passes, and the model with the gradients of the second.
-
-    The second pass uses learned FP8 scales.
-    """
-    resolved = Precision(PrecisionConfig(**precision))
-    model = build_model(small_config(head_dim=64), variant, resolved, seed=3, speed=speed).train()
-    first = float(backward(model))
-    model.zero_grad()
-    return [first, float(backward(model))], model
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@computes
-@pytest.mark.parametrize("switch", [s for s in SWITCHES if s.startswith("fused")])
-def test_fusions_match_on_gpu(switch: str, compute: dict, variant: str) -> None:
-    """Fused kernels round less often: losses agree within bf16's rounding of the logits, gradients within what FP8
-    makes of a value that was rounded to the neighbouring one."""
-    losses, plain = two_passes(SpeedConfig.off(), variant, **compute)
-    others, model = two_passes(dataclasses.replace(SpeedConfig.off(), **{switch: True}), variant, **compute)
-    assert others == pytest.approx(losses, rel=2e-3)
-    tolerance = 2e-2 if compute.get("compute") == "bf16" else 0.15
-    exact = gradients(plain)
-    errors = {name: relative(gradient, exact[name]) for name, gradient in gradients(model).items()}
-    assert max(errors.values()) <= tolerance, max(errors, key=errors.__getitem__)
-    with count_gemms(model, model.precision) as gemms:
-        backward(model)
-    products = {"te_layer": 6, "te_linear": 14}[variant]
-    assert not gemms.problem() and len(gemms.ran) == (0 if compute.get("compute") == "bf16" else products)
-
-
-on_tapes = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-
-
 @pytest.fixture(autouse=True)
-def _graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(True)
     if not torch.cuda.is_available():
         use_tapes(monkeypatch)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def model_and_batches(
@@ -117,26 +76,13 @@ def passes(graphs: bool, variant: str, cache_weights: bool, compute: dict) -> li
     return found
 
 
-def check_replays(variant: str, cache_weights: bool, compute: dict) -> None:
-    launched, replayed = (passes(graphs, variant, cache_weights, compute) for graphs in (False, True))
-    assert len(launched) == len(replayed)
-    assert all(torch.equal(a, b) for a, b in zip(launched, replayed, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@pytest.mark.parametrize("cache_weights", [True, False])
-@computes
-def test_cuda_graph_replay(variant: str, cache_weights: bool, compute: dict) -> None:
-    check_replays(variant, cache_weights, compute)
-
-
-@on_tapes
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("variant", ["te_layer", pytest.param("te_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache_weights", [True, pytest.param(False, marks=pytest.mark.slow)])
-@computes
-def test_emulated_graph_replay(variant: str, cache_weights: bool, compute: dict) -> None:
-    check_replays(variant, cache_weights, compute)
+@pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
+def test_cuda_graph_replay(variant: str, cache_weights: bool, compute: dict) -> None:
+    launched, replayed = (passes(graphs, variant, cache_weights, compute) for graphs in (False, True))
+    assert len(launched) == len(replayed) and all(map(torch.equal, launched, replayed))
 
 
 def test_unsupported_calls_skip_the_graph() -> None:

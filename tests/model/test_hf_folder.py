@@ -24,7 +24,6 @@ from model.fp8.state import snapshot_fp8_state
 from model.hf_folder import BLOCK, WeightsError, local_folder, read_header, read_hf_folder
 from model.serving import (
     TrainedFP8,
-    differences,
     quantization_config,
     quantize_by_row,
     to_stored_tensors,
@@ -389,11 +388,6 @@ def test_exported_fp8_equals_training(variant: str, keys: dict) -> None:
         assert ours.codes.float().abs().max() > 16, "the test's weights use the range"
     if "bf16_modules" in keys and keys["bf16_modules"]:
         assert len(wanted) == (6 if variant == "te_linear" else 4)
-    name = trained.names[-1]
-    codes = quantized[name].codes.view(torch.uint8).clone()
-    codes[-1, -1] ^= 1
-    altered = quantized | {name: Quantized(codes.view(torch.float8_e4m3fn), quantized[name].scale)}
-    assert differences(quantized, quantized) == [] and differences(altered, quantized) == [name]
 
 
 @pytest.mark.gpu

@@ -33,17 +33,10 @@ def deviations(weights: dict[str, Tensor]) -> dict[str, float]:
 
 def test_normal_weights_are_reproducible() -> None:
     """Old runs that are started again must get the same bits."""
-    name = "model.layers.1.mlp.up_proj.weight"
-    key = int.from_bytes(hashlib.sha256(f"2/{name}".encode()).digest()[:7], "little")
-    noise = torch.randn(256, 128, generator=torch.Generator().manual_seed(key))
-    assert torch.equal(weights_of("normal", initializer_range=0.1)[name], noise * 0.1)
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.1])
-def test_normal_standard_deviation(spread: float) -> None:
-    found = deviations(weights_of("normal", initializer_range=spread))
-    assert found.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
-    assert all(value == pytest.approx(spread, rel=0.03) for value in found.values())
+    for name, weight in weights_of("normal", initializer_range=0.1).items():
+        key = int.from_bytes(hashlib.sha256(f"2/{name}".encode()).digest()[:7], "little")
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(key))
+        assert weight.dim() == 1 or torch.equal(weight, noise * 0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -158,15 +158,11 @@ def test_attention_across_documents_is_found(variant: str, monkeypatch: pytest.M
         disabled(variant, "bf16", document_mask=True)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_outdated_weight_copy_is_found(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_first_copy_only(monkeypatch)
-    with pytest.raises(StartupCheckError):
-        disabled(variant, "delayed")
-
-
-def use_first_copy_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make models use the FP8 weights of their first pass in all later passes."""
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_outdated_weight_copy_is_found(variant: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All passes use the FP8 weights of the first one."""
     forward = MistralBase.forward
 
     def stale(self: Any, *arguments: Any, is_first_microbatch: bool | None = None, **options: Any) -> Any:
@@ -175,6 +171,8 @@ def use_first_copy_only(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, *arguments, is_first_microbatch=first, **options)
 
     monkeypatch.setattr(MistralBase, "forward", stale)
+    with pytest.raises(StartupCheckError):
+        disabled(variant, recipe)
 
 
 # ---------------------------------------------------------------- faults of optional kernels
@@ -353,14 +351,6 @@ def test_a_fault_of_fp8_gemms_is_found_on_a_gpu(recipe: str, monkeypatch: pytest
         "generic_gemm",
         lambda _, result: result[0].mul_(2),
     )
-    with pytest.raises(StartupCheckError):
-        disabled("te_layer", recipe)
-
-
-@gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_outdated_weight_copy_is_found_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_first_copy_only(monkeypatch)
     with pytest.raises(StartupCheckError):
         disabled("te_layer", recipe)
 

@@ -46,10 +46,8 @@ def dense_attention(q, k, v, left):
     repeats = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
     scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(q.shape[-1])
-    for i in range(q.shape[1]):
-        for j in range(k.shape[1]):
-            if j > i or i - j > left:
-                scores[:, :, i, j] = -math.inf
+    age = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    scores.masked_fill_((age < 0) | (age > left), -math.inf)
     return torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v).flatten(2)
 
 
