@@ -359,7 +359,7 @@ def expected(config: Any, copies: dict) -> dict[str, tuple[torch.Tensor, torch.T
     "keys",
     [
         dict(recipe="delayed", amax_history_len=2, margin=1),
-        dict(recipe="delayed", bf16_modules=["lm_head", "model.layers.0", "*.1.*qkv", "*.1.*v_proj"]),
+        dict(recipe="delayed", bf16_modules=["lm_head", "model.layers.0", "model.layers.1.*mlp"]),
         dict(recipe="current", bf16_modules=[]),
         dict(recipe="current", power_2_scales=True, amax_epsilon=0.4),
         dict(recipe="block", amax_epsilon=0.1),
@@ -368,12 +368,6 @@ def expected(config: Any, copies: dict) -> dict[str, tuple[torch.Tensor, torch.T
     ids=lambda keys: "-".join(str(v) for v in keys.values()),
 )
 def test_exported_fp8_equals_training(variant: str, keys: dict) -> None:
-    if "bf16_modules" in keys:  # each pattern matches a module of one variant
-        keys = keys | {
-            "bf16_modules": [
-                p for p in keys["bf16_modules"] if ("qkv" if variant == "te_linear" else "v_") not in p
-            ]
-        }
     config, precision, weights, state, copies = train(variant, **keys)
     trained = TrainedFP8(config, variant, precision)
     quantized = trained.quantize(weights, state)
@@ -386,8 +380,7 @@ def test_exported_fp8_equals_training(variant: str, keys: dict) -> None:
         assert torch.equal(ours.scale, scale.repeat(len(codes), 1) if scale.dim() == 0 else scale), name
         assert ours.by_row == (precision.recipe != "block")
         assert ours.codes.float().abs().max() > 16, "the test's weights use the range"
-    if "bf16_modules" in keys and keys["bf16_modules"]:
-        assert len(wanted) == (6 if variant == "te_linear" else 4)
+    assert len(wanted) == (4 if keys.get("bf16_modules") else 14)
 
 
 @pytest.mark.gpu
