@@ -161,14 +161,13 @@ class TrainedFP8:
                 with self.precision.autocast():
                     inputs = torch.zeros(16, matrix.columns, dtype=self.precision.dtype)
                     module(inputs, is_first_microbatch=True)
-            kept, first = module._fp8_workspaces[matrix.gemm], 0
+            (codes, scales), first = module._fp8_workspaces[matrix.gemm].rows, 0
             for name, rows in matrix.parts:
-                scale = kept.rows_scale_inv
                 if self.blocks:
-                    scale = scale[first // BLOCK : (first + rows) // BLOCK]
+                    scale = scales[first // BLOCK : (first + rows) // BLOCK]
                 else:
-                    scale = scale.repeat(rows, 1)
-                quantized[name] = Quantized(kept.rows[first : first + rows].clone(), scale.clone())
+                    scale = scales.repeat(rows, 1)
+                quantized[name] = Quantized(codes[first : first + rows].clone(), scale.clone())
                 first += rows
         return quantized
 

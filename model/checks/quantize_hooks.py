@@ -93,10 +93,7 @@ def _intercept_reference(note: QuantizationCallback) -> AbstractContextManager[N
 
     def intercepted(self: Any, x: torch.Tensor, **options: Any) -> Any:
         made = call(self, x, **options)
-        codes, scale_inv = made.rows, made.rows_scale_inv
-        if codes is None:
-            codes, scale_inv = made.columns, made.columns_scale_inv
-        note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
+        note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), *(made.rows or made.columns))
         return made
 
     return replaced(base.Quantizer, "__call__", intercepted)

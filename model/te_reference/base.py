@@ -184,20 +184,22 @@ class Quantizer:
         state, dtype = self.state, self.state.dtype
         if isinstance(state, DelayedScalingState):
             state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
-            return quantize_per_tensor(x, state.scale[self.column], dtype)
+            operand = quantize_per_tensor(x, state.scale[self.column], dtype)
+            return QuantizedMatrix(operand, operand)
         if isinstance(state.recipe, MXFP8BlockScaling):
-            rows = quantize_mx(x, (1, MX_BLOCK), dtype) if rowwise else (None, None)
-            columns = quantize_mx(x, (MX_BLOCK, 1), dtype) if columnwise else (None, None)
-            return QuantizedMatrix(*rows, *columns)
+            rows = quantize_mx(x, (1, MX_BLOCK), dtype) if rowwise else None
+            columns = quantize_mx(x, (MX_BLOCK, 1), dtype) if columnwise else None
+            return QuantizedMatrix(rows, columns)
         options = asdict(getattr(state.recipe, f"fp8_quant_{self.kind}"))
         if isinstance(state.recipe, Float8CurrentScaling):
-            return quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
+            operand = quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
+            return QuantizedMatrix(operand, operand)
         if self.kind == "fwd_weight":
-            data, scale_inv = quantize_blocks(x, (BLOCK, BLOCK), dtype, **options)
-            return QuantizedMatrix(data, scale_inv, data, scale_inv)
-        rows = quantize_blocks(x, (1, BLOCK), dtype, **options) if rowwise else (None, None)
-        columns = quantize_blocks(x, (BLOCK, 1), dtype, **options) if columnwise else (None, None)
-        return QuantizedMatrix(*rows, *columns)
+            operand = quantize_blocks(x, (BLOCK, BLOCK), dtype, **options)
+            return QuantizedMatrix(operand, operand)
+        rows = quantize_blocks(x, (1, BLOCK), dtype, **options) if rowwise else None
+        columns = quantize_blocks(x, (BLOCK, 1), dtype, **options) if columnwise else None
+        return QuantizedMatrix(rows, columns)
 
     def fused(
         self, x: Tensor, dtype: torch.dtype, *, columnwise: bool, amax_before_rounding: bool = False

@@ -170,27 +170,23 @@ class _FP8Gemm(torch.autograd.Function):
         # the weight gradient contracts over the rows, the input gradient over the outputs
         operands = (source, None, weight, None)
         if not exact:
-            operands = (
-                operand.columns,
-                operand.columns_scale_inv,
-                weight_fp8.columns,
-                weight_fp8.columns_scale_inv,
-            )
+            operands = (*(operand.columns or (None, None)), *(weight_fp8.columns or (None, None)))
         ctx.save_for_backward(before, norm_weight, inverse_rms, *operands)
         ctx.call, ctx.gemm, ctx.swiglu, ctx.dtype = call, gemm, swiglu, x.dtype
-        left, right = (operand.rows, operand.rows_scale_inv), (weight_fp8.rows, weight_fp8.rows_scale_inv)
-        return fp8_matmul(left, right, x.dtype, layout="nt", fast=call.accumulates_fast("fprop"))
+        fast = call.accumulates_fast("fprop")
+        return fp8_matmul(operand.rows, weight_fp8.rows, x.dtype, layout="nt", fast=fast)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         before, norm_weight, inverse_rms, *operands = ctx.saved_tensors
         call, x, weight = ctx.call, operands[:2], operands[2:]
         needs_weight, needs_input = ctx.needs_input_grad[2], any(ctx.needs_input_grad[:2])
-        rows = columns = grad_output, None
+        rows: Any = (grad_output, None)
+        columns = rows
         if not call.high_precision_backward:
             quantizer = Quantizer(call.backward_state, 2 * ctx.gemm, "bwd_grad")
             grad = quantizer(grad_output, rowwise=needs_input, columnwise=needs_weight)
-            rows, columns = (grad.rows, grad.rows_scale_inv), (grad.columns, grad.columns_scale_inv)
+            rows, columns = grad.rows, grad.columns
         grad_x = grad_norm = grad_weight = None
         if needs_input:
             grad_x = _gradient_gemm(call, "dgrad", rows, weight, ctx.dtype)

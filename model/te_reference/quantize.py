@@ -9,7 +9,6 @@ its source and is not transposed.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,30 +127,29 @@ def update_delayed_scaling(
     return history, new_scale.clamp(max=FLOAT32_MAX)
 
 
+Operand = tuple[Tensor, Tensor]
+"""FP8 codes and inverse scales of a GEMM operand."""
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """An FP8 matrix [M, N] that is quantized for contractions over its columns and over its rows.
 
     Attributes:
-        rows: float8 [M, N], quantized for a contraction over N, or None if not needed.
-        columns: float8 [M, N], quantized for a contraction over M, or None if not needed. This is the same tensor as
-            `rows` for per-tensor scales and 128x128 tiles.
-        rows_scale_inv: float32 inverse scales: [] for one scale per tensor, [M, ceil(N/128)] for 1x128 tiles, or
-            [ceil(M/128), ceil(N/128)] for 128x128 tiles.
-        columns_scale_inv: the same as rows_scale_inv, but [ceil(M/128), N] for 128x1 tiles.
+        rows: codes and inverse scales for a contraction over N, or None if not needed. The codes are float8 [M, N]. The
+            inverse scales are float32: [] for one scale per tensor, [M, ceil(N/128)] for 1x128 tiles, or [ceil(M/128),
+            ceil(N/128)] for 128x128 tiles.
+        columns: codes and inverse scales for a contraction over M, or None if not needed. These are the same tensors as
+            in `rows` for per-tensor scales and 128x128 tiles. The inverse scales are [ceil(M/128), N] for 128x1 tiles.
     """
 
-    rows: Tensor | None
-    rows_scale_inv: Tensor | None
-    columns: Tensor | None
-    columns_scale_inv: Tensor | None
+    rows: Operand | None
+    columns: Operand | None
 
 
-def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
+def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:
     """Quantize a matrix with a given float32 scalar scale, for delayed and current scaling."""
-    data = scaled_cast(x, scale, dtype)
-    scale_inv = scale.reciprocal()
-    return QuantizedMatrix(data, scale_inv, data, scale_inv)
+    return scaled_cast(x, scale, dtype), scale.reciprocal()
 
 
 def quantize_current(
@@ -161,7 +159,7 @@ def quantize_current(
     power_2_scale: bool = False,
     amax_epsilon: float = 0.0,
     amax_of_x: Tensor | None = None,
-) -> QuantizedMatrix:
+) -> Operand:
     """Quantize a matrix with current scaling. The scale is computed from `amax_of_x` if given, otherwise from the amax
     of `x`.
 
@@ -193,7 +191,7 @@ def quantize_blocks(
     *,
     power_2_scale: bool = True,
     amax_epsilon: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> Operand:
     """Quantize a matrix [M, N] with one scale per tile of `block` = (rows, columns). Tiles at the edges may be partial.
 
     Returns: float8 codes [M, N] and float32 inverse scales [ceil(M/rows), ceil(N/columns)].
@@ -229,7 +227,7 @@ def mx_exponents(amax: Tensor, fp8_max: float) -> Tensor:
     return torch.where(quotient > 0, biased, torch.zeros_like(exponent)).clamp(0, 254)
 
 
-def quantize_mx(x: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_mx(x: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Operand:
     """Quantize a matrix [M, N] with one power-of-two scale per block of (1, 32) or (32, 1) values.
 
     As in Transformer Engine, blocks with exponent 0 (amax below 3e-36) are multiplied by 1.
@@ -299,8 +297,8 @@ def quantize_rows(weight: torch.Tensor) -> Quantized:
 
 
 def fp8_matmul(
-    left: Sequence[Tensor | None],
-    right: Sequence[Tensor | None],
+    left: Operand | None,
+    right: Operand | None,
     out_dtype: torch.dtype,
     *,
     layout: str,
@@ -312,13 +310,13 @@ def fp8_matmul(
     they change along the contraction.
 
     Args:
-        left, right: (data, inverse scales) of each operand.
+        left, right: the operands. They must not be None.
         layout: "nt" for left @ right.T (forward), "nn" for left @ right (input gradient), or "tn" for left.T @ right
             (weight gradient).
         fast: whether to use fast accumulation (use_split_accumulator=False in Transformer Engine).
     """
+    assert left is not None and right is not None
     (a, a_scale_inv), (b, b_scale_inv) = left, right
-    assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
     if layout == "tn":
         a, a_scale_inv = a.t(), a_scale_inv.t()
     if layout != "nt":

@@ -346,10 +346,10 @@ def expected(config: Any, copies: dict) -> dict[str, tuple[torch.Tensor, torch.T
     for key, kept in copies.items():
         end = next((end for end in parameters if key.endswith(end)), None)
         name = key.removesuffix(end) + parameters[end] if end else f"{key.removesuffix('.0')}.weight"
-        first, scale = 0, kept.rows_scale_inv
-        for part, rows in hf_parts(name, kept.rows.shape, config):
+        (codes, scale), first = kept.rows, 0
+        for part, rows in hf_parts(name, codes.shape, config):
             blocks = slice(first // 128, (first + rows) // 128)
-            out[part] = kept.rows[first : first + rows], scale[blocks] if scale.dim() else scale
+            out[part] = codes[first : first + rows], scale[blocks] if scale.dim() else scale
             first += rows
     return {name: found for name, found in out.items() if name.startswith("model.layers.")}
 
@@ -395,7 +395,7 @@ def test_exported_fp8_equals_transformer_engine(variant: str, recipe: str) -> No
         else:
             rows = kept._rowwise_data
             scale = kept._rowwise_scale_inv[: rows.shape[0] // 128, : rows.shape[1] // 128]
-        return SimpleNamespace(rows=rows.cpu().view(torch.float8_e4m3fn), rows_scale_inv=scale.cpu())
+        return SimpleNamespace(rows=(rows.cpu().view(torch.float8_e4m3fn), scale.cpu()))
 
     config, precision, weights, state, copies = train(variant, recipe=recipe)
     quantized = TrainedFP8(config, variant, precision).quantize(weights, state)
