@@ -78,7 +78,7 @@ def build_model(
     """
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
-    if document_mask and not VARIANTS[variant].documents:
+    if document_mask and not VARIANTS[variant].te:
         raise ModelConfigError(
             f"model.variant {variant} does not support document masks; choose te_linear or te_layer, or set "
             "data.document_mask to false",

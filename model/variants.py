@@ -19,19 +19,14 @@ class Variant:
     """A model variant and the features it supports.
 
     Attributes:
-        te: whether the modules come from Transformer Engine instead of transformers.
+        te: whether the modules come from Transformer Engine instead of transformers. These variants support document
+            masks and CUDA graphs, and the others torch.compile.
         recipes: supported FP8 recipes.
-        documents: whether attention can be restricted to the tokens of one document.
-        graphs: whether CUDA graphs are supported.
-        compiles: whether torch.compile is supported.
     """
 
     name: str
     te: bool
     recipes: tuple[str, ...]
-    documents: bool = False
-    graphs: bool = False
-    compiles: bool = False
 
 
 _TE = tuple(r.name for r in RECIPES.values() if r.package == "te")
@@ -39,10 +34,10 @@ _TORCHAO = tuple(r.name for r in RECIPES.values() if r.package == "torchao")
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("hf", te=False, recipes=(), compiles=True),
-        Variant("te_linear", te=True, recipes=_TE, documents=True, graphs=True),
-        Variant("te_layer", te=True, recipes=_TE, documents=True, graphs=True),
-        Variant("torchao", te=False, recipes=_TORCHAO, compiles=True),
+        Variant("hf", te=False, recipes=()),
+        Variant("te_linear", te=True, recipes=_TE),
+        Variant("te_layer", te=True, recipes=_TE),
+        Variant("torchao", te=False, recipes=_TORCHAO),
     )
 }
 
@@ -138,11 +133,11 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
             f"model.variant torchao needs FP8, but precision.compute is {precision.compute}; set precision.compute "
             "to fp8, or use model.variant hf with model.compile true"
         )
-    if compile and not VARIANTS[variant].compiles:
+    if compile and VARIANTS[variant].te:
         problems.append(
             "model.compile is true, but torch.compile does not support the Transformer Engine modules of "
             f"model.variant {variant}; remove model.compile, or set model.variant to "
-            f"{' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
+            f"{' or '.join(v.name for v in VARIANTS.values() if not v.te)}"
         )
     return problems
 
@@ -165,8 +160,8 @@ def cuda_graphs_problem(
         recomputes: whether gradient_checkpointing is true.
         emulated: the value of PrecisionConfig.emulated.
     """
-    if not VARIANTS[variant].graphs:
-        capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
+    if not VARIANTS[variant].te:
+        capable = " and ".join(v.name for v in VARIANTS.values() if v.te)
         return f"only {capable} support CUDA graphs; use one of them, or set speed.cuda_graphs to false"
     if recomputes:
         return (

@@ -84,8 +84,6 @@ def sum_by_row(gradient_MH: torch.Tensor, ids_M: torch.Tensor, V: int) -> torch.
     """
     M, H = gradient_MH.shape
     out = gradient_MH.new_zeros(V, H)
-    if not M:
-        return out
     ids, order = torch.sort(ids_M, stable=True)
     chunks, pieces = triton.cdiv(M, ROWS), triton.cdiv(H, PIECE)
     parts = torch.empty(chunks, 2, H, dtype=torch.float32, device=gradient_MH.device)

@@ -400,7 +400,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             f"{BF16_MOMENTS_MAX_BETA2}; set precision.optimizer_moments to fp32",
         ),
         (
-            args.data.document_mask and not VARIANTS[args.model.variant].documents,
+            args.data.document_mask and not VARIANTS[args.model.variant].te,
             "data.document_mask model.variant",
             "this model variant does not support document masks; set data.document_mask to false, or set model.variant "
             "to te_linear or te_layer",
