@@ -22,8 +22,9 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.variants import SpeedConfig
-from tests.conftest import random_ids, small_config
+from tests.conftest import small_config
 from tests.model.checks.test_gemm_counts import without_fp8
+from tests.model.conftest import backward
 
 FP8, FP8_GRAPHS = Choice("fp8", False, "auto"), Choice("fp8", True, "auto")
 BF16, BF16_GRAPHS = Choice("bf16", False, "auto"), Choice("bf16", True, "auto")
@@ -165,14 +166,11 @@ def losses(task: Task) -> list[float]:
     precision = Precision(replace(task.precision, auto=False))
     model = build_model(task.config, task.variant, precision, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = random_ids(task.config, 2, 17).to(precision.device)
     out = []
     for _ in range(3):
-        loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
-        loss.backward()
+        out.append(float(backward(model)))
         optimizer.step()
         optimizer.zero_grad()
-        out.append(loss.item())
     return out
 
 

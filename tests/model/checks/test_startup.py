@@ -20,7 +20,8 @@ from model.checks.startup import (
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import numbers, random_ids, refused, small_config
+from tests.conftest import numbers, refused, small_config
+from tests.model.conftest import backward
 
 
 def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
@@ -31,12 +32,11 @@ def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
 def test_verify_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks and precision.auto verify by it what they measure."""
     model, precision = model_of()
-    ids = random_ids(model.config, 1, 16)
 
     def train(passes: int) -> None:
         with verify_fp8(model, precision, 2):
             for _ in range(passes):
-                model(ids, labels=ids).loss.backward()
+                backward(model)
 
     train(2)
     with refused(StartupCheckError, code="fp8_gemms") as error:

@@ -41,9 +41,6 @@ def test_gpu_without_transformer_engine_raises(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(te_backend, "_prefer_bundled_cudnn", lambda: None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    monkeypatch.setattr(
-        te_backend, "_load_transformer_engine", te_backend._load_transformer_engine.__wrapped__
-    )
     with refused(te_backend.BackendError, code="not_installed"):
         te_backend.load("auto")
 
