@@ -225,30 +225,6 @@ else:
     PrecisionPhase.__pydantic_config__ = STRICT
 
 
-def phase_end_step(phase: PrecisionPhase, max_steps: int) -> int:
-    """Return the step after which a precision phase ends, in a run with `max_steps` steps.
-
-    The phase must not have the key until_tokens.
-    """
-    return phase.get("until_step", round(phase.get("until_share", 1.0) * max_steps))
-
-
-def is_phase_over(phase: PrecisionPhase, max_steps: int, step: int, tokens: int) -> bool:
-    """Return whether a precision phase has ended after `step` steps and `tokens` tokens.
-
-    The phase must not be the last one.
-    """
-    if "until_tokens" in phase:
-        return tokens >= phase["until_tokens"]
-    return step >= phase_end_step(phase, max_steps)
-
-
-def find_phase(phases: list[PrecisionPhase], max_steps: int, step: int, tokens: int) -> int:
-    """Return the index of the precision phase for the next step, given the `step` steps and `tokens` tokens so far."""
-    last = len(phases) - 1
-    return next((n for n in range(last) if not is_phase_over(phases[n], max_steps, step, tokens)), last)
-
-
 @dataclass(config=STRICT)
 class PrecisionConfig(PrecisionSettings):
     """The "precision" section of the training configuration. Keys that the recipe does not read must keep their

@@ -15,9 +15,6 @@ from model.fp8.recipes import (
     PHASE_ENDS,
     PrecisionConfig,
     PrecisionPhase,
-    find_phase,
-    is_phase_over,
-    phase_end_step,
 )
 from model.variants import variant_problems
 from train.config.arguments import TrainingArguments
@@ -25,7 +22,9 @@ from train.config.arguments import TrainingArguments
 
 def phase_at(args: TrainingArguments, step: int, tokens: int) -> int:
     """Return the index of the precision.schedule phase for the next step, given the completed steps and tokens."""
-    return find_phase(args.precision.schedule or [{}], args.max_steps, step, tokens)
+    phases = args.precision.schedule or [{}]
+    ends = (_end_step(phase, args, args.max_steps, step, tokens) for phase in phases[:-1])
+    return next((number for number, end in enumerate(ends) if step < end), len(phases) - 1)
 
 
 def phase_precisions(section: PrecisionConfig) -> list[PrecisionConfig]:
@@ -74,7 +73,7 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
 def _end_step(
     phase: PrecisionPhase, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
 ) -> int:
-    """Return the step at which a phase of precision.schedule ends.
+    """Return the step at which a phase of precision.schedule ends. If the phase has ended, this is at most `step`.
 
     Args:
         phase: Any phase except the last one, which has no end.
@@ -84,7 +83,7 @@ def _end_step(
     """
     if "until_tokens" in phase:
         return step + -(-(phase["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
-    return phase_end_step(phase, max_steps)
+    return phase.get("until_step", round(phase.get("until_share", 1.0) * max_steps))
 
 
 # ---------------------------------------------------------------- checks
@@ -152,11 +151,11 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
     """
     phases, begin, found = args.precision.schedule or [], step or 0, []
     for number, phase in enumerate(phases[:-1]):
+        end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         is_open = step is None and "until_tokens" in phase
-        if is_open or (step and is_phase_over(phase, args.max_steps, step, tokens)):
+        if is_open or (step and step >= end):
             continue
         (key,) = (key for key in PHASE_ENDS if key in phase)
-        end = _end_step(phase, args, args.max_steps, step or 0, tokens)
         if not begin < end < args.max_steps:
             found.append(
                 f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}, but the phase "
