@@ -14,9 +14,9 @@ Unreadable documents are counted by reason. Partly unreadable files are counted 
 lost. If more than --max_dropped documents or --max_damaged_files files are lost, the command writes no manifest and
 exits with status 2.
 
-The work is divided into tasks, which run on this host, as Slurm jobs or on a Ray cluster (--executor). The same inputs
-and options produce identical files with every executor. Completed tasks are kept. To resume after a stop, an error or a
-crash, run the same command again. With Slurm, run the command once more after the last job to write the manifest.
+The work is divided into tasks, which run on this host or as Slurm jobs (--executor). The same inputs and options
+produce identical files with both executors. Completed tasks are kept. To resume after a stop, an error or a crash, run
+the same command again. With Slurm, run the command once more after the last job to write the manifest.
 
 Exit status: 0 done, or Slurm jobs submitted; 1 system error or failed task; 2 invalid command or inputs; 130 stopped by
 Ctrl-C.
@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("execution").add_argument
     add(
         "--executor",
-        choices=("local", "slurm", "ray"),
+        choices=("local", "slurm"),
         default="local",
         help="where to run the preparation tasks (default: local)",
     )
@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=between(1),
         help="maximum number of tasks to run at the same time (default for local: one per core, at most 16; default "
-        "for slurm and ray: all tasks)",
+        "for slurm: all tasks)",
     )
     add("--slurm_partition", default="", help="Slurm partition; required with --executor slurm")
     add("--slurm_time", default="24:00:00", help="Slurm time limit per task (default: 24:00:00)")

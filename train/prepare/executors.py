@@ -1,4 +1,4 @@
-"""Run the pipelines of a data preparation on this host, as Slurm jobs or on a Ray cluster.
+"""Run the pipelines of a data preparation on this host or as Slurm jobs.
 
 Each pipeline has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
 """
@@ -19,12 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import dill
-from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from tqdm import tqdm
 
-from model import require_packages
 from model.errors import UserError
 from train.data.format import DataError
 from train.prepare.tally import Pipeline
@@ -140,35 +138,6 @@ def _start_worker(pickled: bytes) -> None:
 
 def _run_rank(rank: int) -> None:
     _run_task(*_job, rank)
-
-
-def run_ray(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
-    """Run the pipelines on the Ray cluster at RAY_ADDRESS, or on a new local cluster if RAY_ADDRESS is not set.
-
-    Raises:
-        SystemExit: if ray is not installed.
-        PreparationError: if at least one task failed.
-    """
-    require_packages("--executor ray", "ray", requirements="requirements-prep.txt")
-    import ray
-
-    logger.remove()  # silence datatrove's own log lines
-    with ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False):
-        for pipeline in pipelines:
-            RayPipelineExecutor(
-                pipeline.blocks,
-                tasks=pipeline.tasks,
-                workers=workers,
-                logging_dir=str(folder / pipeline.name),
-            ).run()
-            if left := incomplete_tasks(pipeline, folder):
-                raise PreparationError(
-                    f"{len(left)} of {pipeline.tasks} tasks failed in pipeline {pipeline.name}; the first is task "
-                    f"{left[0]}. See its log in {folder / pipeline.name / 'logs'}, or in Ray's log. To resume, run "
-                    "the same command again",
-                    code="tasks_failed",
-                    key=pipeline.name,
-                )
 
 
 def submit_slurm(

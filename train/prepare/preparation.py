@@ -24,7 +24,7 @@ from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Sha
 from train.files import write_durably
 from train.prepare.corpus import WORK_NAME, Source, list_sources, read_share
 from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
-from train.prepare.executors import incomplete_tasks, run_local, run_ray, running_slurm, submit_slurm
+from train.prepare.executors import incomplete_tasks, run_local, running_slurm, submit_slurm
 from train.prepare.filters import build_index, find_step_options, make_filters, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder, SplitWriter
 from train.prepare.readers import Damaged, Dropped
@@ -377,8 +377,6 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         pipelines = preparation.begin(output, args.max_dropped)
         if args.executor == "local":
             run_local(pipelines, folder, args.workers or min(os.cpu_count() or 1, 16))
-        elif args.executor == "ray":
-            run_ray(pipelines, folder, args.workers or -1)
         elif left := incomplete_tasks(pipelines[-1], folder):
             job = (args.slurm_partition, args.slurm_time, dict(args.slurm_args))
             jobs = submit_slurm(pipelines, folder, args.workers or -1, *job, ids)

@@ -1,4 +1,4 @@
-"""How preparations are run: workers that die, Slurm's jobs with a stand-in for sbatch, Ray."""
+"""How preparations are run: workers that die, Slurm's jobs with a stand-in for sbatch."""
 
 import os
 import re
@@ -236,17 +236,3 @@ def test_slurm_errors(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
     assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", "tokenize")
     assert prepare(tmp_path / "my out", corpus, **SLURM) == 2
     assert (reported[-1].code, reported[-1].key) == ("shell_characters", "--output")
-
-
-# ---------------------------------------------------------------- Ray
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_ray_executor(tmp_path, command, prepare, corpus):
-    pytest.importorskip("ray", reason="the package ray is not installed")
-    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
-    environment = {**os.environ, "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "5"}  # it may wait for one in vain
-    line = command(tmp_path / "ray", corpus, 1, tasks=3, executor="ray")
-    assert programs.run(line, env=environment, timeout=280).returncode == 0
-    assert contents(tmp_path / "ray") == contents(tmp_path / "local")

@@ -138,7 +138,7 @@ def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported
         (["--decontaminate", "a.txt"], True), (["--decontaminate_ngram", "5"], True),
         (["--decontaminate_key", "question"], True),
         (["--quality_language", "de"], True),
-        (["--workers", "2"], False), (["--max_dropped", "3"], False), (["--executor", "ray"], False),
+        (["--workers", "2"], False), (["--max_dropped", "3"], False),
         (["--overwrite"], False), (["--slurm_time", "1:00:00"], False), (["--output", "other"], False),
     ],
 )  # fmt: skip
