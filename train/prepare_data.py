@@ -14,12 +14,11 @@ Unreadable documents are counted by reason. Partly unreadable files are counted 
 lost. If more than --max_dropped documents or --max_damaged_files files are lost, the command writes no manifest and
 exits with status 2.
 
-The work is divided into tasks, which run on this host or as Slurm jobs (--executor). The same inputs and options
-produce identical files with both executors. Completed tasks are kept. To resume after a stop, an error or a crash, run
-the same command again. With Slurm, run the command once more after the last job to write the manifest.
+The work is divided into tasks, which run on this host or on the nodes of a Slurm job (--executor). The same inputs and
+options produce identical files with both executors. Completed tasks are kept. To resume after a stop, an error or a
+crash, run the same command again.
 
-Exit status: 0 done, or Slurm jobs submitted; 1 system error or failed task; 2 invalid command or inputs; 130 stopped by
-Ctrl-C.
+Exit status: 0 done; 1 system error or failed task; 2 invalid command or inputs; 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -94,7 +93,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--executor",
         choices=("local", "slurm"),
         default="local",
-        help="where to run the preparation tasks (default: local)",
+        help="where to run the preparation tasks: in processes of this host, or with srun on the nodes of a Slurm job "
+        "(default: local)",
     )
     add(
         "--tasks",
@@ -105,32 +105,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--workers",
         type=between(1),
         help="maximum number of tasks to run at the same time (default for local: one per core, at most 16; default "
-        "for slurm: all tasks)",
-    )
-    add("--slurm_partition", default="", help="Slurm partition; required with --executor slurm")
-    add("--slurm_time", default="24:00:00", help="Slurm time limit per task (default: 24:00:00)")
-    add(
-        "--slurm_args",
-        nargs="*",
-        type=_key_value,
-        default=[],
-        metavar="KEY=VALUE",
-        help="additional sbatch options, such as account=team",
+        "for slurm: the number of tasks of the job, from sbatch's --ntasks)",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    if args.executor == "slurm" and not args.slurm_partition:
-        parser.error("--executor slurm requires --slurm_partition. Run sinfo to list the partitions")
     if args.language_model and not args.languages:
         parser.error("--language_model has no effect without --languages. Pass both options or neither")
     return args
-
-
-def _key_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} does not have the form KEY=VALUE, such as account=team")
-    return key, value
 
 
 @command
@@ -138,8 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     from train.prepare.preparation import prepare  # the import takes seconds
 
-    if manifest := prepare(args):
-        print(f"wrote {args.output}\n{manifest.summary()}")
+    manifest = prepare(args)
+    print(f"wrote {args.output}\n{manifest.summary()}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Run the pipelines of a data preparation on this host or as Slurm jobs.
+"""Run the pipelines of a data preparation in processes of this host, or on the nodes of a Slurm job.
 
-Each pipeline has a folder with datatrove's logs and completion markers. Completed tasks do not run again.
+Each completed task leaves a completion marker in the folder of its pipeline, and does not run again.
 """
 
 import multiprocessing
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,18 +16,18 @@ from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import dill
-from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 from tqdm import tqdm
 
 from model.errors import UserError
-from train.data.format import DataError
+from train import rank_env
+from train.files import REPOSITORY
 from train.prepare.tally import Pipeline
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRESS_S = 5.0
+PROGRESS: dict[str, Any] = {"unit": "task", "mininterval": 5.0}  # options of all progress bars
 
 
 class PreparationError(UserError, RuntimeError):
@@ -41,17 +40,19 @@ class PreparationError(UserError, RuntimeError):
 _job: tuple[Pipeline, Path]  # set in each worker process when it starts
 
 
-def run_local(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
+def run_local(pipelines: list[Pipeline], folder: Path, workers: int | None) -> None:
     """Run the incomplete tasks of all pipelines on this host, one pipeline after another.
 
     Args:
         folder: the folder that contains a folder for each pipeline.
-        workers: number of worker processes. With 1, the tasks run in this process.
+        workers: number of worker processes, or None for one per core, at most 16. With 1, the tasks run in this
+            process.
 
     Raises:
         PreparationError: if a worker process died.
         Exception: if a task failed. Its exception is raised after the running tasks have completed.
     """
+    workers = workers or min(os.cpu_count() or 1, 16)
     for pipeline in pipelines:
         ranks = incomplete_tasks(pipeline, folder)
         tasks = (
@@ -60,14 +61,8 @@ def run_local(pipelines: list[Pipeline], folder: Path, workers: int) -> None:
             else map(partial(_run_task, pipeline, folder), ranks)
         )
         try:
-            for _ in tqdm(
-                tasks,
-                pipeline.name,
-                pipeline.tasks,
-                initial=pipeline.tasks - len(ranks),
-                unit="task",
-                mininterval=PROGRESS_S,
-            ):
+            done = pipeline.tasks - len(ranks)
+            for _ in tqdm(tasks, pipeline.name, pipeline.tasks, initial=done, **PROGRESS):
                 pass
         except BrokenProcessPool as error:
             raise PreparationError(
@@ -140,101 +135,48 @@ def _run_rank(rank: int) -> None:
     _run_task(*_job, rank)
 
 
-def submit_slurm(
-    pipelines: list[Pipeline],
-    folder: Path,
-    workers: int,
-    partition: str,
-    time: str,
-    sbatch: dict[str, str],
-    ids: Path,
-) -> list[str]:
-    """Submit each pipeline as a Slurm job array that depends on the job array of the previous pipeline.
+def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> None:
+    """Run the incomplete tasks of all pipelines with srun, one pipeline after another.
 
-    The folder of each pipeline contains the job script launch_script.slurm, and Slurm's output in slurm_logs.
+    In a job, srun uses the nodes of the job. Otherwise it waits for nodes.
 
     Args:
         folder: the folder that contains a folder for each pipeline.
-        workers: maximum number of tasks that run at the same time, or -1 for no limit.
-        time: time limit per task, in Slurm's format.
-        sbatch: additional sbatch options.
-        ids: the file for the job ids. It is updated after each submission, because a later one may fail.
-
-    Returns:
-        The job ids.
+        workers: number of processes (srun's --ntasks), or None for the number of tasks of the job.
 
     Raises:
-        DataError: if the path of `folder` contains characters that the shell interprets, or sbatch refused a job.
+        PreparationError: if srun failed, because a process failed or the job was refused.
     """
-    if shlex.quote(str(folder)) != str(folder):
-        raise DataError(
-            f"--executor slurm cannot use {folder}, because datatrove's job scripts do not quote paths. Choose an "
-            "--output without spaces or shell metacharacters",
-            code="shell_characters",
-            key="--output",
-        )
-    logger.remove()  # silence datatrove's own log lines
-    python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
-    environment = f"export PYTHONPATH={python_path}\nexport PATH={programs}:$PATH"
-    jobs: list[str] = []
+    options = ["--kill-on-bad-exit=1", "--quit-on-interrupt", *([f"--ntasks={workers}"] if workers else [])]
     for pipeline in pipelines:
-        executor = SlurmPipelineExecutor(
-            pipeline.blocks,
-            tasks=pipeline.tasks,
-            time=time,
-            partition=partition,
-            workers=workers,
-            job_name=f"prepare_{pipeline.name}",
-            qos=sbatch.get("qos", ""),
-            env_command=environment,
-            # Without this option, a job would stay in the queue forever after the job it depends on failed.
-            sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
-            depends_job_id=jobs[-1] if jobs else None,
-            logging_dir=str(folder / pipeline.name),
-            with_srun=False,  # each task has a single process
-        )
-        try:
-            executor.launch_job()
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise DataError(
-                f"sbatch refused the job of pipeline {pipeline.name} ({error}). The job script is "
-                f"{folder / pipeline.name / 'launch_script.slurm'}. Run the command on a login node of the cluster, "
-                f"and check --slurm_partition, --slurm_time and --slurm_args. {ids} lists the jobs that were already "
-                "submitted. Cancel them with scancel or let them finish, then run the same command again",
-                code="sbatch_refused",
+        if not (ranks := incomplete_tasks(pipeline, folder)):
+            continue
+        folder.mkdir(exist_ok=True)
+        job = folder / f"{pipeline.name}.pickle"
+        job.write_bytes(dill.dumps((pipeline, folder, ranks)))
+        command = ["srun", *options, sys.executable, "-m", "train.prepare.executors", str(job)]
+        with subprocess.Popen(
+            command, cwd=REPOSITORY
+        ) as srun:  # not killed on Ctrl-C: it stops its processes itself
+            srun.wait()
+        if srun.returncode:
+            raise PreparationError(
+                f"srun ended with status {srun.returncode} in pipeline {pipeline.name}; its messages are above. To "
+                "resume, run the same command again",
+                code="tasks_failed",
                 key=pipeline.name,
-            ) from error
-        finally:  # The job array may be queued even if datatrove's statistics job, submitted after it, was refused.
-            if executor.job_id not in (None, -1):  # -1 means that all tasks are complete
-                jobs.append(str(executor.job_id))
-                ids.write_text("\n".join(jobs), encoding="utf-8")
-    return jobs
+            )
 
 
-def running_slurm(ids: Path) -> list[str]:
-    """Return the ids of the Slurm jobs listed in the file `ids` that are still pending or running.
-
-    Jobs that Slurm no longer knows are assumed to have finished.
-
-    Raises:
-        PreparationError: if squeue failed and the state of the jobs is therefore unknown.
-    """
-    jobs = ids.read_text(encoding="utf-8").split() if ids.exists() else []
-    if not jobs:
-        return []
-    listed = subprocess.run(
-        ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
-    )
-    # squeue reports "Invalid job id" for a job that finished long ago.
-    if listed.returncode and "Invalid job id" not in listed.stderr:
-        raise PreparationError(
-            f"squeue failed with status {listed.returncode}: {listed.stderr.strip()}. The earlier jobs "
-            f"{', '.join(jobs)} may still be running, so nothing was changed or submitted. Try again when Slurm "
-            "responds",
-            code="squeue_failed",
-        )
-    return sorted(set(listed.stdout.split()) & set(jobs))
+def run_share(job: str) -> None:
+    """Run the share of this process, one of several that `run_slurm` started, with the tasks in the file `job`."""
+    pipeline, folder, ranks = dill.loads(Path(job).read_bytes())
+    rank_env.export_torch_variables()
+    rank, world = rank_env.rank(), rank_env.world_size()
+    title = f"{pipeline.name} (1 of {world} processes)"
+    for task in tqdm(ranks[rank::world], title, disable=rank > 0, **PROGRESS):
+        _run_task(pipeline, folder, task)
 
 
-def _python_path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+if __name__ == "__main__":
+    run_share(sys.argv[1])

@@ -24,7 +24,7 @@ from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Sha
 from train.files import write_durably
 from train.prepare.corpus import WORK_NAME, Source, list_sources, read_share
 from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
-from train.prepare.executors import incomplete_tasks, run_local, running_slurm, submit_slurm
+from train.prepare.executors import run_local, run_slurm
 from train.prepare.filters import build_index, find_step_options, make_filters, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder, SplitWriter
 from train.prepare.readers import Damaged, Dropped
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 TASK_BYTES = 16 << 20  # input bytes per task; does not depend on the host, so all hosts write the same shards
 MAX_TASKS = 1000
 WORK_VERSION = 2  # version of the work folder's format; unfinished work of another version is not resumed
-JOBS_NAME = "jobs.txt"  # file with the ids of the Slurm jobs, in the work folder
 INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # subfolders of the scratch folder
 BATCH_DOCUMENTS = 16  # number of documents encoded at a time; even books of several MB then fit into memory
 
@@ -348,42 +347,21 @@ def make_pipelines(
     return [*pipelines, Pipeline("tokenize", [*blocks, write(tally)], tasks)]
 
 
-def prepare(args: argparse.Namespace) -> Manifest | None:
-    """Convert the input texts to token shards in the output folder.
+def prepare(args: argparse.Namespace) -> Manifest:
+    """Convert the input texts to token shards in the output folder, and return their manifest.
 
     Args:
         args: the parsed command line of prepare_data.py.
 
-    Returns:
-        The manifest, or None if Slurm jobs were submitted or are still running.
-
     Raises:
         DataError: if the inputs, the tokenizer or the output folder is invalid, or more documents were dropped or more
             files were damaged than allowed.
-        PreparationError: if a worker process died, a task failed, or the state of the Slurm jobs is unknown.
+        PreparationError: if a worker process died, or srun failed.
     """
     preparation = Preparation.from_arguments(args)
-    folder, ids = preparation.work("stages"), preparation.work(JOBS_NAME)
-    if running := running_slurm(ids):
-        results = sum(1 for _ in preparation.work("results").glob("*.json"))
-        print(
-            f"in progress: {len(running)} jobs are pending or running ({', '.join(running)}), and {results} of "
-            f"{preparation.tasks} tasks are complete. To start another preparation in this folder, first run scancel "
-            f"{' '.join(running)}"
-        )
-        return None
     output = OutputFolder(preparation.output, load_encoder(str(preparation.tokenizer)), args.overwrite)
     with output.open(resumable=True):
         pipelines = preparation.begin(output, args.max_dropped)
-        if args.executor == "local":
-            run_local(pipelines, folder, args.workers or min(os.cpu_count() or 1, 16))
-        elif left := incomplete_tasks(pipelines[-1], folder):
-            job = (args.slurm_partition, args.slurm_time, dict(args.slurm_args))
-            jobs = submit_slurm(pipelines, folder, args.workers or -1, *job, ids)
-            print(
-                f"submitted {len(jobs)} jobs ({', '.join(jobs)}) for {len(left)} of {preparation.tasks} tasks. Run the "
-                "same command again to see the progress, to resume after a failure, and to write the manifest when all "
-                "tasks are complete"
-            )
-            return None
+        run = run_slurm if args.executor == "slurm" else run_local
+        run(pipelines, preparation.work("stages"), args.workers)
         return preparation.finish(output, args.max_dropped, args.max_damaged_files)

@@ -1,8 +1,7 @@
-"""How preparations are run: workers that die, Slurm's jobs with a stand-in for sbatch."""
+"""How preparations are run: workers that die, Slurm's jobs with a stand-in for srun."""
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -99,140 +98,36 @@ def test_killed_workers_resume(tmp_path, prepare, command, large):
 
 # ---------------------------------------------------------------- Slurm
 
-SBATCH = """#!{python}
-# A stand-in for Slurm: runs the tasks of each array at once, and fails a job whose dependency failed.
-import os, pathlib, re, subprocess, sys
-folder = pathlib.Path({folder!r})
-script = pathlib.Path(sys.argv[-1]).read_text()
-job = str(1000 + len(list(folder.glob("*.sh"))))
-(folder / f"{{job}}.sh").write_text(script)
-depends = re.search(r"--dependency=\\w+:(\\d+)", " ".join(sys.argv) + script)
-failed = blocked = bool(depends) and (folder / f"{{depends[1]}}.failed").exists()
-first, last = map(int, re.search(r"#SBATCH --array=(\\d+)-(\\d+)", script).groups())
-options = [a for a in sys.argv[1:-1] if a.startswith("--export=ALL,")]
-extra = dict(pair.split("=") for a in options for pair in a.removeprefix("--export=ALL,").split(","))
-for task in range(first, last + 1):
-    if blocked or task in {fails!r}.get(job, []):
-        failed = True
-        continue
-    env = dict(os.environ, SLURM_ARRAY_TASK_ID=str(task), SLURM_JOB_ID=job, SLURM_NODELIST="node", **extra)
-    forks = script.replace("launch_pickled_pipeline ", f"{{folder}}/launch_pickled_pipeline ")
-    done = subprocess.run(["bash", "-c", forks], env=env, capture_output=True, text=True)
-    (folder / f"{{job}}_{{task}}.out").write_text(done.stdout + done.stderr)
-    failed |= done.returncode != 0
-if failed:
-    (folder / f"{{job}}.failed").touch()
-print("Submitted batch job", job)
+# Starts two processes, of which the second fails in the pipeline that the file "fails" names.
+SRUN = """#!/bin/bash
+cd $(dirname $0)
+echo "$@" >> calls
+export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2
+while [[ $1 == --* ]]; do shift; done
+if [[ $4 == *$(cat fails)* ]]; then status=1; else SLURM_PROCID=1 SLURM_LOCALID=1 ./python "${@:2}" & fi
+SLURM_PROCID=0 SLURM_LOCALID=0 ./python "${@:2}" && wait $! && exit $status
 """
-TASK = "from datatrove.tools.launch_pickled_pipeline import main; main()"
-UNKNOWN = "slurm_load_jobs error: Invalid job id specified"  # what squeue says of a job that ended long ago
-TOOLS = {
-    "scontrol": "echo node",
-    "squeue": f"cat {{folder}}/queue 2>/dev/null || {{{{ echo {UNKNOWN} >&2; exit 1; }}}}",
-}
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """slurm(fails) -> a folder on the PATH with sbatch, squeue and scontrol; fails: {job id: tasks that do not run}."""
-
-    def install(fails: dict[str, list[int]] | None = None) -> Path:
-        folder = tmp_path / "slurm"
-        folder.mkdir(exist_ok=True)
-        scripts = {"sbatch": SBATCH.format(python=sys.executable, folder=str(folder), fails=fails or {})}
-        scripts |= {
-            name: f"#!/bin/bash\n{text.format(folder=shlex.quote(str(folder)))}\n"
-            for name, text in TOOLS.items()
-        }
-        for name, text in scripts.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        programs.python_at(folder / "launch_pickled_pipeline", "-c", TASK)
-        if not os.environ["PATH"].startswith(str(folder)):
-            monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        return folder
-
-    return install
-
-
-SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_slurm_executor(tmp_path, prepare, corpus, slurm):
-    folder, out = slurm({"1000": [1]}), tmp_path / "out"
-    options = {**SLURM, "slurm_args": "account=team", "slurm_time": "01:30:00", "workers": 2}
-    assert prepare(out, corpus, **options) == 0
-    script = (folder / "1000.sh").read_text()
-    python = Path(sys.executable).parent
-    for line in (
-        "array=0-2%2",
-        "partition=cpu",
-        "time=01:30:00",
-        "account=team",
-        "job-name=prepare_tokenize",
-    ):
-        assert f"#SBATCH --{line}\n" in script
-    assert f"\nexport PATH={python}:$PATH\n" in script and "launch_pickled_pipeline " in script
-    assert (python / "launch_pickled_pipeline").exists()
-
-    (folder / "queue").write_text("1000\n")
-    before = contents(out)
-    for more in ({}, {"overwrite": True}):  # takes nothing away from jobs at work
-        assert prepare(out, corpus, **options, **more) == 0
-    assert contents(out) == before
-    (folder / "queue").unlink()
-    slurm()
-    before = len(list(folder.glob("*.sh")))
-    assert prepare(out, corpus, **options) == 0 and not (out / "manifest.json").exists()
-    again = sorted(folder.glob("*.sh"))[before]
-    assert "#SBATCH --array=0-0%2\n" in again.read_text()  # only the task that failed
-    assert prepare(out, corpus, **options) == prepare(tmp_path / "local", corpus, tasks=3) == 0
+def test_slurm_executor(tmp_path, prepare, corpus, reported, monkeypatch):
+    """A repeated command runs only the tasks that failed."""
+    slurm, out, options = tmp_path / "slurm", tmp_path / "out", {"tasks": 3, "dedup": "exact"}
+    programs.python_at(slurm / "python")
+    (slurm / "srun").write_text(SRUN)
+    (slurm / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slurm}:{os.environ['PATH']}")
+    completed = []
+    for pipeline in ("duplicate_signatures", "tokenize"):
+        (slurm / "fails").write_text(pipeline)
+        assert prepare(out, corpus, executor="slurm", workers=2, **options) == 1
+        assert (reported[-1].code, reported.pop().key) == ("tasks_failed", pipeline)
+        markers = (out / WORK_NAME / "stages/duplicate_signatures/completions").iterdir()
+        completed.append({path.name: path.stat().st_mtime_ns for path in markers})
+    assert completed[0].keys() == {"00000", "00002"} and completed[0].items() < completed[1].items()
+    (slurm / "fails").write_text("none")
+    assert prepare(out, corpus, executor="slurm", workers=2, **options) == 0
+    assert all(" --ntasks=2 " in call for call in (slurm / "calls").read_text().splitlines())
+    assert prepare(tmp_path / "local", corpus, **options) == 0
     assert contents(out) == contents(tmp_path / "local")
-
-
-# Accepts as many jobs as the file "most" says, as a cluster with a limit of them does
-LIMITED = """#!/bin/sh
-[ $(cat {folder}/calls 2>/dev/null | wc -l) -lt $(cat {folder}/most) ] || exit 1
-echo $@ >> {folder}/calls
-echo Submitted batch job $(wc -l < {folder}/calls)
-"""
-
-
-@pytest.mark.parametrize(
-    ("most", "pipeline"), [(0, "duplicate_signatures"), (1, "duplicate_signatures"), (2, "duplicate_search")]
-)
-def test_queued_slurm_job_is_not_resubmitted(tmp_path, prepare, corpus, slurm, reported, most, pipeline):
-    """Also after Slurm refused a dependent job, and while squeue cannot tell whether the jobs still exist."""
-    folder, out, options = slurm(), tmp_path / "out", {**SLURM, "dedup": "exact"}
-    (folder / "calls").touch()
-    (folder / "sbatch").write_text(LIMITED.format(folder=folder))
-    (folder / "most").write_text(str(most))
-    (folder / "queue").write_text("1\n")
-    assert prepare(out, corpus, **options) == 2
-    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", pipeline)
-    (folder / "most").write_text("9")
-    squeue = (folder / "squeue").read_text()
-    if most:
-        (folder / "squeue").write_text("#!/bin/sh\nexit 7\n")
-        for more in ({}, {"overwrite": True}, {"executor": "local"}):
-            assert prepare(out, corpus, **{**options, **more}) == 1
-            assert reported.pop().code == "squeue_failed"
-        (folder / "squeue").write_text(squeue)
-        assert prepare(out, corpus, **options) == 0
-        assert len((folder / "calls").read_text().splitlines()) == most
-    (folder / "queue").unlink()
-    assert prepare(out, corpus, **options) == 0
-    # each pipeline has another job behind it, which sums up datatrove's statistics
-    calls = (folder / "calls").read_text().splitlines()[most::2]
-    depends = [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls]
-    assert depends == [[], [str(most + 1)], [str(most + 3)]]
-
-
-def test_slurm_errors(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert prepare(tmp_path / "out", corpus, **SLURM) == 2
-    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", "tokenize")
-    assert prepare(tmp_path / "my out", corpus, **SLURM) == 2
-    assert (reported[-1].code, reported[-1].key) == ("shell_characters", "--output")

@@ -139,7 +139,7 @@ def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported
         (["--decontaminate_key", "question"], True),
         (["--quality_language", "de"], True),
         (["--workers", "2"], False), (["--max_dropped", "3"], False),
-        (["--overwrite"], False), (["--slurm_time", "1:00:00"], False), (["--output", "other"], False),
+        (["--executor", "slurm"], False), (["--overwrite"], False), (["--output", "other"], False),
     ],
 )  # fmt: skip
 def test_identity_covers_all_options(tmp_path, tokenizer_dir, monkeypatch, words, another):

@@ -319,8 +319,7 @@ def test_non_utf8_file_name_raises(flag):
     "words",
     [
         "--eval_fraction 0", "--eval_fraction 0.6", "--dedup fuzzy", "--quality good", "--languages",
-        "--decontaminate_ngram 0", "--language_model lid.bin", "--executor slurm",
-        "--executor slurm --slurm_partition cpu --slurm_args team",
+        "--decontaminate_ngram 0", "--language_model lid.bin", "--executor ray",
     ],
 )  # fmt: skip
 def test_invalid_options_raise(words):
