@@ -21,7 +21,6 @@ ONLY_IN = {
     "deepspeed": {"train/engine", "train/checkpoint"},
     "sentencepiece": {"train/prepare", "train/data/encoder.py"},
     "datasets": {"train/prepare/corpus.py"},
-    "dill": {"train/prepare/executors.py"},
     "fasttext": {"train/prepare"},
     "datatrove": {"train/prepare", "train/prepare_data.py"},
 }

@@ -24,6 +24,7 @@ Exit status: 0 done; 1 system error or failed task; 2 invalid command or inputs;
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -35,7 +36,6 @@ require_packages("preparing data", "datatrove", requirements="requirements-prep.
 from model.keys import between, given_path, unicode
 from train.command import command
 from train.prepare.corpus import ALLOWED, add_loss_limits, add_text_options, eval_fraction
-from train.prepare.steps import add_arguments
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,7 +107,62 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum number of tasks to run at the same time (default for local: one per core, at most 16; default "
         "for slurm: the number of tasks of the job, from sbatch's --ntasks)",
     )
-    add_arguments(parser)
+    add = parser.add_argument_group("optional steps").add_argument
+    texts: dict[str, Any] = {"type": unicode, "nargs": "+", "default": []}
+    add(
+        "--languages",
+        metavar="CODE",
+        help="keep only documents in these languages, such as en de. A document is kept if its fastText score for "
+        "one of these languages is above 0.65 (default: keep all languages)",
+        **texts,
+    )
+    add(
+        "--language_model",
+        type=unicode,
+        metavar="FILE",
+        help="path of a fastText model such as lid.176.bin (default: download lid.176.bin once)",
+    )
+    add(
+        "--quality",
+        choices=("gopher_quality", "gopher_repetition", "c4", "fineweb"),
+        help="quality filters to run, in the given order, with datatrove's default settings. 'c4' also removes "
+        "individual lines, and documents that contain a curly bracket in a sentence (default: none)",
+        **texts,
+    )
+    add(
+        "--quality_language",
+        default="en",
+        metavar="CODE",
+        help="language whose rules --quality uses to split text into words and sentences (default: en). With en, "
+        "gopher_quality also requires English stop words",
+    )
+    add(
+        "--decontaminate",
+        metavar="FILE",
+        help="remove documents that share an n-gram of words with a text in these files, in any format accepted by "
+        "--input. Each line of a .txt file and each record in other formats is one text (default: none)",
+        **texts,
+    )
+    add(
+        "--decontaminate_key",
+        type=unicode,
+        default="text",
+        metavar="KEY",
+        help="key that contains the text in the records of the --decontaminate files (default: text)",
+    )
+    add(
+        "--decontaminate_ngram",
+        type=between(1, 100),
+        default=13,
+        help="length of the n-grams for --decontaminate, in words (default: 13). Shorter evaluation texts are ignored",
+    )
+    add(
+        "--dedup",
+        choices=("exact", "minhash"),
+        help="remove duplicate documents, and keep the first of each set of duplicates. 'exact' removes identical "
+        "documents. 'minhash' removes documents that share about 70%% or more of their word 5-grams, and treats all "
+        "numbers as equal (default: keep duplicates)",
+    )
     args = parser.parse_args(argv)
     if args.language_model and not args.languages:
         parser.error("--language_model has no effect without --languages. Pass both options or neither")

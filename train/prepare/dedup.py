@@ -17,12 +17,10 @@ million documents. The search needs about 90 bytes of memory per document.
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.text import TextNormConfig, simplify_text
 
 from train.prepare.filters import hash_text, split_words
@@ -76,69 +74,55 @@ def minhash_signature(shingles: np.ndarray, seed: int) -> np.ndarray:
     return np.min(parts, axis=0)
 
 
-class DuplicateSignatures(PipelineStep):
-    """Pipeline block that writes the duplicate signatures of a task's documents.
+def write_signatures(documents: Iterable[Document], kind: str, seed: int, folder: Path, task: int) -> None:
+    """Write the duplicate signatures of a task's documents.
 
     The file of a task contains a table, uint64 [1 + number of hashes per document, number of documents]. The first row
     has the indices of the documents in the task.
+
+    Args:
+        kind: "exact" or "minhash".
+        seed: seed of the MinHash functions.
+        folder: the folder for all files of the deduplication.
     """
 
-    type, name = "DEDUP", "signatures"
+    def values() -> Iterator[int]:
+        for number, document in enumerate(documents):
+            hashes = [hash_text(document.text)] if kind == "exact" else minhash_bands(document.text, seed)
+            if hashes:
+                yield number
+                yield from hashes
 
-    def __init__(self, folder: Path, kind: str, seed: int) -> None:
-        super().__init__()
-        self.folder, self.kind, self.seed = folder / "signatures", kind, seed
-
-    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        values = (value for number, document in enumerate(data) for value in self._row(number, document.text))
-        width = 1 + (1 if self.kind == "exact" else BANDS)
-        table = np.fromiter(values, np.uint64).reshape(-1, width)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        np.save(self.folder / f"{rank:05d}.npy", np.ascontiguousarray(table.T))
-
-    def _row(self, number: int, text: str) -> list[int]:
-        hashes = [hash_text(text)] if self.kind == "exact" else minhash_bands(text, self.seed)
-        return [number, *hashes] if hashes else []
+    table = np.fromiter(values(), np.uint64).reshape(-1, 2 if kind == "exact" else 1 + BANDS)
+    (folder / "signatures").mkdir(parents=True, exist_ok=True)
+    np.save(folder / "signatures" / f"{task:05d}.npy", np.ascontiguousarray(table.T))
 
 
-class DuplicateSearch(PipelineStep):
-    """Pipeline block that finds the documents that duplicate an earlier document.
+def search_duplicates(folder: Path, tasks: int) -> None:
+    """Find the documents of all tasks that duplicate an earlier document, and write their indices to a file per task.
 
-    Their indices are written to one file per task.
+    Args:
+        folder: the folder with the signatures of all tasks.
     """
-
-    type, name = "DEDUP", "search"
-
-    def __init__(self, folder: Path, tasks: int) -> None:
-        super().__init__()
-        self.folder, self.tasks = folder, tasks
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        files = [self.folder / "signatures" / f"{task:05d}.npy" for task in range(self.tasks)]
-        later = find_later([np.load(file, mmap_mode="r") for file in files])
-        starts = np.searchsorted(later >> TASK_BITS, np.arange(self.tasks + 1, dtype=np.uint64))
-        (self.folder / "duplicates").mkdir(parents=True, exist_ok=True)
-        for task in range(self.tasks):
-            numbers = later[starts[task] : starts[task + 1]].astype(np.uint32)  # drop the task from the ids
-            np.save(self.folder / "duplicates" / f"{task:05d}.npy", numbers)
+    files = [folder / "signatures" / f"{task:05d}.npy" for task in range(tasks)]
+    later = find_later([np.load(file, mmap_mode="r") for file in files])
+    starts = np.searchsorted(later >> TASK_BITS, np.arange(tasks + 1, dtype=np.uint64))
+    (folder / "duplicates").mkdir(parents=True, exist_ok=True)
+    for task in range(tasks):
+        numbers = later[starts[task] : starts[task + 1]].astype(np.uint32)  # drop the task from the ids
+        np.save(folder / "duplicates" / f"{task:05d}.npy", numbers)
 
 
-class DuplicateRemoval(PipelineStep):
-    """Pipeline block that removes and counts the duplicates found by `DuplicateSearch`."""
-
-    type, name = "DEDUP", "removal"
-
-    def __init__(self, folder: Path, kind: str, tally: Tally) -> None:
-        super().__init__()
-        self.folder, self.step, self.tally = folder / "duplicates", f"duplicate ({kind})", tally
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        duplicates = set(np.load(self.folder / f"{rank:05d}.npy").tolist())
-        for number, document in enumerate(data):
-            if number in duplicates:
-                self.tally.by_step[self.step] += 1
-            else:
-                yield document
+def remove_duplicates(
+    documents: Iterable[Document], kind: str, folder: Path, task: int, tally: Tally
+) -> Iterator[Document]:
+    """Yield the documents of a task without those that `search_duplicates` found, and count the removed documents."""
+    duplicates = set(np.load(folder / "duplicates" / f"{task:05d}.npy").tolist())
+    for number, document in enumerate(documents):
+        if number in duplicates:
+            tally.by_step[f"duplicate ({kind})"] += 1
+        else:
+            yield document
 
 
 def find_later(tables: list[np.ndarray]) -> np.ndarray:
@@ -147,7 +131,7 @@ def find_later(tables: list[np.ndarray]) -> np.ndarray:
     Two documents are duplicates if they share a hash, or if both are duplicates of a third document.
 
     Args:
-        tables: for each task, the table written by DuplicateSignatures.
+        tables: for each task, the table written by `write_signatures`.
     """
     documents = np.concatenate(
         [table[0] + (np.uint64(task) << TASK_BITS) for task, table in enumerate(tables)]

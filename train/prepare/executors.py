@@ -5,29 +5,39 @@ Each completed task leaves a completion marker in the folder of its pipeline, an
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dill
-from datatrove.utils.logging import logger
 from tqdm import tqdm
 
 from model.errors import UserError
 from train import rank_env
 from train.files import REPOSITORY
-from train.prepare.tally import Pipeline
 
 PROGRESS: dict[str, Any] = {"unit": "task", "mininterval": 5.0}  # options of all progress bars
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A part of a data preparation. Its tasks run in parallel, after the previous pipeline has finished.
+
+    Attributes:
+        run: function that runs a task, given its index. It is pickled for other processes.
+    """
+
+    name: str
+    tasks: int
+    run: Callable[[int], None]
 
 
 class PreparationError(UserError, RuntimeError):
@@ -35,9 +45,6 @@ class PreparationError(UserError, RuntimeError):
 
     code = "preparation"
     is_transient = True
-
-
-_job: tuple[Pipeline, Path]  # set in each worker process when it starts
 
 
 def run_local(pipelines: list[Pipeline], folder: Path, workers: int | None) -> None:
@@ -83,12 +90,8 @@ def _marker(pipeline: Pipeline, folder: Path, rank: int) -> Path:
 
 
 def _run_task(pipeline: Pipeline, folder: Path, rank: int) -> None:
-    """Run a task as datatrove's executors do, but without their console output, and write its completion marker."""
-    logger.remove()
-    data = None
-    for block in deepcopy(pipeline.blocks):
-        data = block(data, rank, pipeline.tasks)
-    deque(data or (), maxlen=0)
+    """Run a task, and write its completion marker."""
+    pipeline.run(rank)
     marker = _marker(pipeline, folder, rank)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
@@ -97,15 +100,14 @@ def _run_task(pipeline: Pipeline, folder: Path, rank: int) -> None:
 def _in_pool(pipeline: Pipeline, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
     """Run the tasks in a process pool and yield after each completed task.
 
-    datatrove's own pool is not used because it would wait forever for a worker that died. Ctrl-C kills the workers
-    immediately. Their incomplete tasks start again when the command is run again.
+    Ctrl-C kills the workers immediately. Their incomplete tasks start again when the command is run again.
     """
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe because tokenizers starts threads
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps((pipeline, folder)),))
+    pool = ProcessPoolExecutor(workers, spawn, _exit_with_parent)
     # The workers inherit this signal mask. Otherwise each worker would print a traceback on Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        tasks = [pool.submit(_run_rank, rank) for rank in ranks]
+        tasks = [pool.submit(_run_task, pipeline, folder, rank) for rank in ranks]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for task in as_completed(tasks):
             yield task.result()
@@ -117,22 +119,16 @@ def _in_pool(pipeline: Pipeline, folder: Path, ranks: list[int], workers: int) -
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(pickled: bytes) -> None:
-    global _job
-    _job = dill.loads(pickled)
+def _exit_with_parent() -> None:
+    """Start a thread that ends this worker when its parent process ends. Otherwise it would keep writing files."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    # Without this thread, the workers would keep writing files after their parent process was killed.
-    def exit_with_parent() -> None:
+    def watch() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _run_rank(rank: int) -> None:
-    _run_task(*_job, rank)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> None:
@@ -153,7 +149,7 @@ def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> N
             continue
         folder.mkdir(exist_ok=True)
         job = folder / f"{pipeline.name}.pickle"
-        job.write_bytes(dill.dumps((pipeline, folder, ranks)))
+        job.write_bytes(pickle.dumps((pipeline, folder, ranks)))
         command = ["srun", *options, sys.executable, "-m", "train.prepare.executors", str(job)]
         with subprocess.Popen(
             command, cwd=REPOSITORY
@@ -170,7 +166,7 @@ def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> N
 
 def run_share(job: str) -> None:
     """Run the share of this process, one of several that `run_slurm` started, with the tasks in the file `job`."""
-    pipeline, folder, ranks = dill.loads(Path(job).read_bytes())
+    pipeline, folder, ranks = pickle.loads(Path(job).read_bytes())
     rank_env.export_torch_variables()
     rank, world = rank_env.rank(), rank_env.world_size()
     title = f"{pipeline.name} (1 of {world} processes)"

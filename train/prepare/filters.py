@@ -1,12 +1,21 @@
-"""Build the document filters of a data preparation, check that they can run offline, and count removed documents.
+"""Filter the documents of a data preparation, check that the filters can run offline, and count removed documents.
 
-The filters remove documents in other languages, of low quality, or that share an n-gram with an evaluation text.
+    --languages       the language that fastText detects         datatrove's LanguageFilter
+    --quality         heuristics of Gopher, C4 and FineWeb       datatrove's filters of these names
+    --decontaminate   n-grams shared with evaluation sets        EvaluationFilter
+    --dedup           exact or near duplicates                   dedup.py
+
+The filters run in this order, so deduplication sees only the documents that the other filters kept. The result depends
+only on the documents and the options, not on the number of workers.
 """
 
 import argparse
 import json
 import logging
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +23,6 @@ import numpy as np
 import xxhash
 from datatrove.data import Document
 from datatrove.io import cached_asset_path_or_download
-from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.filters import (
     C4QualityFilter,
     FineWebQualityFilter,
@@ -22,8 +30,9 @@ from datatrove.pipeline.filters import (
     GopherRepetitionFilter,
     LanguageFilter,
 )
-from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.pipeline.filters.base_filter import get_filter_result
 from datatrove.utils.lid import FT176LID
+from datatrove.utils.logging import logger as logger_of_datatrove
 from datatrove.utils.text import TextNormConfig, simplify_text
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
@@ -32,7 +41,6 @@ from train.data.format import DataError
 from train.files import sha256_file, write_durably
 from train.prepare.corpus import list_sources, read_share
 from train.prepare.readers import Text
-from train.prepare.steps import StepOptions
 from train.prepare.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -44,6 +52,37 @@ QUALITY_FILTERS = {
     "c4": C4QualityFilter,
     "fineweb": FineWebQualityFilter,
 }
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of the optional preparation steps, with everything that affects their result.
+
+    Attributes:
+        languages: fastText codes of the languages to keep; empty to disable the language filter.
+        language_threshold: minimum fastText score for one of these languages.
+        language_model: path of a fastText model.
+        quality: names of quality filters from QUALITY_FILTERS, in the order in which they run.
+        quality_language: language whose rules split text into words and sentences.
+        dedup: kind of duplicates to remove, "exact" or "minhash", or None to keep duplicates.
+        seed: seed of the MinHash functions.
+        decontaminate: files with evaluation texts.
+        decontaminate_key: key of the text in the records of the evaluation files.
+        decontaminate_ngram: length of the n-grams, in words.
+        sha256: pairs (file, hash) for the language model and each evaluation file.
+    """
+
+    languages: tuple[str, ...] = ()
+    language_threshold: float = 0.65
+    language_model: str | None = None
+    quality: tuple[str, ...] = ()
+    quality_language: str = "en"
+    dedup: str | None = None
+    seed: int = 1
+    decontaminate: tuple[str, ...] = ()
+    decontaminate_key: str = "text"
+    decontaminate_ngram: int = 13
+    sha256: tuple[tuple[str, str], ...] = ()
 
 
 def find_step_options(args: argparse.Namespace) -> StepOptions:
@@ -72,13 +111,14 @@ def find_step_options(args: argparse.Namespace) -> StepOptions:
     )
 
 
-def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[PipelineStep]:
-    """Return the enabled filters, in the order in which they run.
+@lru_cache(1)  # in a process that runs several tasks
+def make_filters(options: StepOptions, index: Path) -> dict[str, Any]:
+    """Return the enabled filters by the name of their step, in the order in which they run.
 
     Args:
         index: the folder that contains the n-gram index of the evaluation texts.
-        tally: the counts to which the filters add their removed documents.
     """
+    logger_of_datatrove.remove()  # do not print its messages
     found: dict[str, Any] = {}
     if options.language_model:
         languages = list(options.languages)
@@ -86,45 +126,43 @@ def make_filters(options: StepOptions, index: Path, tally: Tally) -> list[Pipeli
         found["language"] = LanguageFilter(languages, options.language_threshold)
         found["language"].model = FileLanguages(languages, options.language_model)
     for name in options.quality:
-        found[f"quality {name}"] = quality_filter(name, options.quality_language)
+        changes: dict[str, Any] = {}
+        if name == "gopher_quality" and options.quality_language not in ENGLISH:
+            changes["min_stop_words"] = None
+        found[f"quality {name}"] = QUALITY_FILTERS[name](language=options.quality_language, **changes)
     if options.decontaminate:
         found["evaluation text"] = EvaluationFilter(index, options.decontaminate_ngram)
-    return [Counted(block, step, tally) for step, block in found.items()]
+    return found
 
 
-class Counted(BaseFilter):
-    """Wrapper around a datatrove filter that counts the removed documents by step and reason."""
-
-    def __init__(self, block: BaseFilter, step: str, tally: Tally) -> None:
-        self.name = block.name
-        super().__init__()
-        self.block, self.step, self.tally = block, step, tally
-
-    def filter(self, doc: Document) -> tuple[bool, str | None]:
-        kept, reason = get_filter_result(self.block.filter(doc))
-        if not kept:
-            self.tally.by_step[f"{self.step}: {reason}" if reason else self.step] += 1
-        return kept, reason
+def filter_documents(
+    documents: Iterable[Document], options: StepOptions, index: Path, tally: Tally
+) -> Iterator[Document]:
+    """Yield the documents that all enabled filters keep, and count the removed documents by step and reason."""
+    filters = make_filters(options, index)
+    for document in documents:
+        for step, each in filters.items():
+            kept, reason = get_filter_result(each.filter(document))
+            if not kept:
+                tally.by_step[f"{step}: {reason}" if reason else step] += 1
+                break
+        else:
+            yield document
 
 
 # ---------------------------------------------------------------- language
 
 
 class FileLanguages(FT176LID):
-    """Language detector that uses a local fastText model file. Each task loads the model on first use."""
+    """Language detector that uses a local fastText model file."""
+
+    model: Any = None  # instead of datatrove's property, which downloads the model
 
     def __init__(self, languages: list[str], file: str) -> None:
+        from fasttext.FastText import _FastText
+
         super().__init__(languages)
-        self.file = file
-        self._model: Any = None
-
-    @property
-    def model(self) -> Any:
-        if self._model is None:
-            from fasttext.FastText import _FastText
-
-            self._model = _FastText(self.file)
-        return self._model
+        self.model = _FastText(file)
 
 
 def language_model(languages: list[str], given: str | None) -> str:
@@ -174,12 +212,6 @@ def language_model(languages: list[str], given: str | None) -> str:
 
 
 # ---------------------------------------------------------------- quality
-
-
-def quality_filter(name: str, language: str) -> BaseFilter:
-    if name == "gopher_quality" and language not in ENGLISH:
-        return GopherQualityFilter(language=language, min_stop_words=None)
-    return QUALITY_FILTERS[name](language=language)
 
 
 def check_splitter(language: str) -> None:
@@ -287,19 +319,19 @@ def evaluation_texts(file: str, key: str) -> list[str]:
     return texts
 
 
-def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
+def build_index(options: StepOptions, folder: Path) -> None:
     """Write the n-gram index of all evaluation texts to `folder`.
 
     The index contains the sorted n-gram hashes and, for each hash, the number of the file that contains the n-gram. A
-    report lists for each file the number of texts, of texts with fewer than n words (which are ignored), and of
+    report lists for each file the number of texts, of texts too short for an n-gram (which are ignored), and of
     distinct n-grams. The same files give the same bytes.
 
     Raises:
-        DataError: if a file cannot be read, or none of its texts has n words.
+        DataError: if a file cannot be read, or all of its texts are too short.
     """
-    hashes, owners, report = [], [], []
-    for owner, file in enumerate(files):
-        texts = evaluation_texts(file, key)
+    hashes, owners, report, n = [], [], [], options.decontaminate_ngram
+    for owner, file in enumerate(options.decontaminate):
+        texts = evaluation_texts(file, options.decontaminate_key)
         found = [ngram_hashes(text, n) for text in texts]
         ngrams = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *found]))
         too_short = sum(not len(text_hashes) for text_hashes in found)
@@ -329,27 +361,22 @@ def read_report(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
 
 
-class EvaluationFilter(BaseFilter):
-    """datatrove filter that removes documents sharing an n-gram with an evaluation text.
+class EvaluationFilter:
+    """Filter that removes documents sharing an n-gram with an evaluation text.
 
     The reason reported for a removed document is the file of the evaluation text. With 10^7 indexed n-grams and 10^12
     words of documents, about 0.5 accidental matches are expected (10^19 / 2^64).
     """
 
-    name = "evaluation texts"
-
     def __init__(self, folder: Path, n: int) -> None:
-        super().__init__()
-        self.folder, self.n = folder, n
-        self._table: np.ndarray | None = None
+        self.n = n
+        self.table = np.load(folder / HASHES, mmap_mode="r")
+        self.owners = np.load(folder / OWNERS, mmap_mode="r")
+        self.files = [item["file"] for item in read_report(folder)]
 
     def filter(self, doc: Document) -> tuple[bool, str]:
-        if self._table is None:  # load the index in the task, because the filter is pickled
-            self._table = np.load(self.folder / HASHES, mmap_mode="r")
-            self._owners = np.load(self.folder / OWNERS, mmap_mode="r")
-            self._files = [item["file"] for item in read_report(self.folder)]
         hashes = ngram_hashes(doc.text, self.n)
-        places = np.searchsorted(self._table, hashes)
-        places[places == len(self._table)] = 0
-        found = places[self._table[places] == hashes]
-        return (False, self._files[self._owners[found[0]]]) if len(found) else (True, "")
+        places = np.searchsorted(self.table, hashes)
+        places[places == len(self.table)] = 0
+        found = places[self.table[places] == hashes]
+        return (False, self.files[self.owners[found[0]]]) if len(found) else (True, "")

@@ -7,69 +7,37 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 
 from model.hf_folder import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Shard, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import WORK_NAME, Source, list_sources, read_share
-from train.prepare.dedup import DuplicateRemoval, DuplicateSearch, DuplicateSignatures
-from train.prepare.executors import run_local, run_slurm
-from train.prepare.filters import build_index, find_step_options, make_filters, read_report
+from train.prepare.dedup import remove_duplicates, search_duplicates, write_signatures
+from train.prepare.executors import Pipeline, run_local, run_slurm
+from train.prepare.filters import StepOptions, build_index, filter_documents, find_step_options, read_report
 from train.prepare.output import IDENTITY_NAME, OutputFolder, SplitWriter
 from train.prepare.readers import Damaged, Dropped
-from train.prepare.steps import StepOptions
-from train.prepare.tally import Pipeline, Tally
+from train.prepare.tally import Tally
 from train.prepare.tokenizer import check_tokenizer, copy_tokenizer, sample_sources
 
 logger = logging.getLogger(__name__)
 TASK_BYTES = 16 << 20  # input bytes per task; does not depend on the host, so all hosts write the same shards
 MAX_TASKS = 1000
 WORK_VERSION = 2  # version of the work folder's format; unfinished work of another version is not resumed
-INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # subfolders of the scratch folder
+INDEX_FOLDER, DEDUP_FOLDER = "scratch/decontaminate", "scratch/dedup"  # in the work folder
 BATCH_DOCUMENTS = 16  # number of documents encoded at a time; even books of several MB then fit into memory
 
 load_encoder = lru_cache(1)(TextEncoder)  # loads the tokenizer once per process
-
-
-class ReadDocuments(PipelineStep):
-    """Pipeline block that reads the input documents of one task. The `id` of a document is its file and line.
-
-    With --eval_by position, each document is cut into a train and an eval document, whose metadata contain the split.
-    """
-
-    type, name = "READER", "strict"
-
-    def __init__(self, preparation: Preparation, tally: Tally) -> None:
-        super().__init__()
-        self.preparation, self.tally = preparation, tally
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        self.tally.reset()
-        what = self.preparation
-        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on):
-            if isinstance(item, Dropped):
-                self.tally.drop(item)
-            elif isinstance(item, Damaged):
-                self.tally.damage(item)
-            elif what.eval_by is None:
-                self.tally.read += 1
-                yield Document(text=item.text, id=item.where)
-            else:
-                for split, text in zip(SPLITS, cut_for_eval(item.text, what.eval_fraction), strict=True):
-                    if text:
-                        self.tally.read += 1
-                        yield Document(text=text, id=item.where, metadata={"split": split})
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
@@ -88,48 +56,10 @@ def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
     return text, ""
 
 
-class WriteShards(PipelineStep):
-    """Pipeline block that tokenizes the documents of one task and writes them to shards.
-
-    The counts of the task are written to RANK.json and RANK.npz in the results folder. With --shuffle_seed, the
-    documents in each shard are shuffled. A task that runs again overwrites its files with the same bytes.
-    """
-
-    type, name = "TOKENIZER", "shards"
-
-    def __init__(self, preparation: Preparation, tally: Tally) -> None:
-        super().__init__()
-        self.preparation, self.tally = preparation, tally
-        self.results = preparation.work("results")
-
-    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks already use all cores
-        self.results.mkdir(parents=True, exist_ok=True)
-        what = self.preparation
-        encoder = what.encoder()
-        seed = None if what.shuffle_seed is None else [what.shuffle_seed, rank]
-        writer = SplitWriter(what.work("new"), encoder.vocab_size, what.eval_fraction, what.shard_tokens,
-                             f"{rank:05d}_", seed)  # fmt: skip
-        dtype = token_dtype(encoder.vocab_size)
-        documents = iter(data)
-        while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            texts = [document.text for document in batch]
-            contents = list(map(str.encode, texts))
-            self.tally.kept += len(batch)
-            self.tally.text_bytes += sum(map(len, contents))
-            encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
-            splits = [document.metadata.get("split") for document in batch]
-            writer.write([np.array(ids, dtype) for ids in encoded], contents, splits)
-        shards = [asdict(shard) for shard in writer.close()]
-        np.savez_compressed(self.results / f"{rank:05d}.npz", **writer.counts)  # type: ignore[arg-type]
-        values = {"tally": self.tally.to_json(), "shards": shards}
-        write_durably(self.results / f"{rank:05d}.json", json.dumps(values) + "\n")
-
-
 def read_results(
     results: Path, tasks: int, vocab_size: int
 ) -> tuple[Tally, list[Shard], dict[str, np.ndarray]]:
-    """Read and add up the results that `WriteShards` wrote for each task.
+    """Read and add up the results that `Preparation.write` wrote for each task.
 
     Returns:
         The document counts; the shards, ordered by split and then by task; for each split, how often each token id
@@ -228,14 +158,89 @@ class Preparation:
         """Load the tokenizer from the work folder. `begin` copies it there, because the original may change."""
         return load_encoder(str(self.work(TOKENIZER_FOLDER)))
 
-    def begin(self, output: OutputFolder, max_dropped: int) -> list[Pipeline]:
+    def read(self, task: int, tally: Tally) -> Iterator[Document]:
+        """Yield the input documents of one task. The `id` of a document is its file and line.
+
+        With --eval_by position, each document is cut into a train and an eval document, whose metadata contain the
+        split.
+        """
+        for item in read_share(self.sources, self.text_key, task, self.tasks, self.split_on):
+            if isinstance(item, Dropped):
+                tally.drop(item)
+            elif isinstance(item, Damaged):
+                tally.damage(item)
+            elif self.eval_by is None:
+                tally.read += 1
+                yield Document(text=item.text, id=item.where)
+            else:
+                for split, text in zip(SPLITS, cut_for_eval(item.text, self.eval_fraction), strict=True):
+                    if text:
+                        tally.read += 1
+                        yield Document(text=text, id=item.where, metadata={"split": split})
+
+    def write(self, documents: Iterator[Document], task: int, tally: Tally) -> None:
+        """Tokenize the documents of one task, and write them to shards.
+
+        The counts of the task are written to TASK.json and TASK.npz in the results folder. With --shuffle_seed, the
+        documents in each shard are shuffled. A task that runs again overwrites its files with the same bytes.
+        """
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks already use all cores
+        encoder, results = self.encoder(), self.work("results")
+        results.mkdir(parents=True, exist_ok=True)
+        seed = None if self.shuffle_seed is None else [self.shuffle_seed, task]
+        writer = SplitWriter(self.work("new"), encoder.vocab_size, self.eval_fraction, self.shard_tokens,
+                             f"{task:05d}_", seed)  # fmt: skip
+        dtype = token_dtype(encoder.vocab_size)
+        while batch := list(islice(documents, BATCH_DOCUMENTS)):
+            texts = [document.text for document in batch]
+            contents = list(map(str.encode, texts))
+            tally.kept += len(batch)
+            tally.text_bytes += sum(map(len, contents))
+            encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
+            splits = [document.metadata.get("split") for document in batch]
+            writer.write([np.array(ids, dtype) for ids in encoded], contents, splits)
+        shards = [asdict(shard) for shard in writer.close()]
+        np.savez_compressed(results / f"{task:05d}.npz", **writer.counts)  # type: ignore[arg-type]
+        values = {"tally": tally.to_json(), "shards": shards}
+        write_durably(results / f"{task:05d}.json", json.dumps(values) + "\n")
+
+    def filtered(self, task: int, tally: Tally) -> Iterator[Document]:
+        """Yield the input documents of one task that all filters keep."""
+        return filter_documents(self.read(task, tally), self.steps, self.work(INDEX_FOLDER), tally)
+
+    def write_signatures(self, task: int) -> None:
+        """Run a task of the first pipeline of a deduplication."""
+        documents = self.filtered(task, Tally())  # counted in the last pipeline, which filters again
+        write_signatures(documents, str(self.steps.dedup), self.steps.seed, self.work(DEDUP_FOLDER), task)
+
+    def search_duplicates(self, task: int) -> None:
+        """Run the only task of the second pipeline of a deduplication."""
+        search_duplicates(self.work(DEDUP_FOLDER), self.tasks)
+
+    def tokenize(self, task: int) -> None:
+        """Run a task of the last pipeline, which writes the shards."""
+        tally = Tally()
+        documents = self.filtered(task, tally)
+        if self.steps.dedup:
+            documents = remove_duplicates(documents, self.steps.dedup, self.work(DEDUP_FOLDER), task, tally)
+        self.write(documents, task, tally)
+
+    def pipelines(self) -> list[Pipeline]:
+        """Return the pipelines in the order in which they run."""
+        tokenize = Pipeline("tokenize", self.tasks, self.tokenize)
+        if not self.steps.dedup:
+            return [tokenize]
+        return [
+            Pipeline("duplicate_signatures", self.tasks, self.write_signatures),
+            Pipeline("duplicate_search", 1, self.search_duplicates),
+            tokenize,
+        ]
+
+    def begin(self, output: OutputFolder, max_dropped: int) -> None:
         """Start the preparation, or resume unfinished work with the same inputs and options.
 
         A new preparation checks the tokenizer on a sample of the texts, and records its inputs and options in the work
         folder.
-
-        Returns:
-            The pipelines to run.
 
         Raises:
             DataError: if --text_key, the tokenizer or an evaluation file is not usable, or the folder contains
@@ -246,7 +251,7 @@ class Preparation:
             before = json.loads(path.read_text(encoding="utf-8"))
             changed = [key for key in now if before.get(key) != now[key]]
             if not changed:
-                return self.pipelines()
+                return
             if not output.overwrite:
                 raise DataError(
                     f"{self.output} contains an unfinished preparation that used other inputs or options "
@@ -259,15 +264,10 @@ class Preparation:
         texts = sample_sources(self.sources, self.text_key, self.split_on, max_dropped)
         check = check_tokenizer(output.encoder, texts)
         copy_tokenizer(output.encoder, self.work(TOKENIZER_FOLDER))
-        pipelines = self.pipelines()
+        if self.steps.decontaminate:
+            build_index(self.steps, self.work(INDEX_FOLDER))
         # This file makes the work resumable. It is written after all checks have passed.
         write_durably(path, json.dumps(now | {"tokenizer_check": check}, indent=1) + "\n")
-        return pipelines
-
-    def pipelines(self) -> list[Pipeline]:
-        """Return the pipelines in the order in which they run. The last pipeline writes the shards."""
-        read, write = partial(ReadDocuments, self), partial(WriteShards, self)
-        return make_pipelines(self.steps, self.work("scratch"), self.tasks, read, write)
 
     def finish(self, output: OutputFolder, max_dropped: int, max_damaged_files: int) -> Manifest:
         """Check the results of all tasks, move the shards to the output folder, and write the manifest.
@@ -294,7 +294,7 @@ class Preparation:
         tally.check(max_dropped, max_damaged_files, " with --overwrite")
         steps = asdict(self.steps)
         if self.steps.decontaminate:
-            steps["evaluation_files"] = read_report(self.work("scratch") / INDEX_FOLDER)
+            steps["evaluation_files"] = read_report(self.work(INDEX_FOLDER))
         for name in ("eval_by", "split_on", "shuffle_seed"):
             if (value := getattr(self, name)) is not None:
                 steps[name] = value
@@ -312,41 +312,6 @@ class Preparation:
         )
 
 
-def make_pipelines(
-    options: StepOptions,
-    scratch: Path,
-    tasks: int,
-    read: Callable[[Tally], PipelineStep],
-    write: Callable[[Tally], PipelineStep],
-) -> list[Pipeline]:
-    """Build the pipelines of a data preparation, and the n-gram index of the evaluation texts.
-
-    Args:
-        scratch: a folder that all tasks share.
-        tasks: number of tasks in each pipeline that reads the input.
-        read: function that builds the block that reads documents, from the pipeline's tally.
-        write: function that builds the block that writes shards, from the pipeline's tally.
-
-    Raises:
-        DataError: if the evaluation texts cannot be read, or all of them are too short.
-    """
-    index, duplicates = scratch / INDEX_FOLDER, scratch / DEDUP_FOLDER
-    if options.decontaminate:
-        build_index(options.decontaminate, options.decontaminate_key, options.decontaminate_ngram, index)
-    tally, uncounted = Tally(), Tally()
-    pipelines, blocks = [], [read(tally), *make_filters(options, index, tally)]
-    if options.dedup:
-        # The last pipeline applies the same filters again.
-        documents = [read(uncounted), *make_filters(options, index, uncounted)]
-        signatures = DuplicateSignatures(duplicates, options.dedup, options.seed)
-        pipelines = [
-            Pipeline("duplicate_signatures", [*documents, signatures], tasks),
-            Pipeline("duplicate_search", [DuplicateSearch(duplicates, tasks)], 1),
-        ]
-        blocks.append(DuplicateRemoval(duplicates, options.dedup, tally))
-    return [*pipelines, Pipeline("tokenize", [*blocks, write(tally)], tasks)]
-
-
 def prepare(args: argparse.Namespace) -> Manifest:
     """Convert the input texts to token shards in the output folder, and return their manifest.
 
@@ -361,7 +326,7 @@ def prepare(args: argparse.Namespace) -> Manifest:
     preparation = Preparation.from_arguments(args)
     output = OutputFolder(preparation.output, load_encoder(str(preparation.tokenizer)), args.overwrite)
     with output.open(resumable=True):
-        pipelines = preparation.begin(output, args.max_dropped)
+        preparation.begin(output, args.max_dropped)
         run = run_slurm if args.executor == "slurm" else run_local
-        run(pipelines, preparation.work("stages"), args.workers)
+        run(preparation.pipelines(), preparation.work("stages"), args.workers)
         return preparation.finish(output, args.max_dropped, args.max_damaged_files)

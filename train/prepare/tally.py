@@ -5,30 +5,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.data.format import DataError
 from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped
-
-if TYPE_CHECKING:
-    from datatrove.pipeline.base import PipelineStep
 
 logger = logging.getLogger(__name__)
 EXAMPLES_PER_REASON = 3
 
 
 @dataclass
-class Pipeline:
-    """A datatrove pipeline that runs in `tasks` parallel tasks, after the previous pipeline has finished."""
-
-    name: str
-    blocks: list[PipelineStep]
-    tasks: int
-
-
-@dataclass
 class Tally:
-    """Document counts of a preparation task. All blocks of the task's pipeline share one object.
+    """Document counts of a preparation task.
 
     Attributes:
         read: number of documents that could be read.
@@ -47,10 +35,6 @@ class Tally:
     by_step: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     damaged: Counter[str] = field(default_factory=Counter)
-
-    def reset(self) -> None:
-        """Set all counts to zero."""
-        vars(self).update(vars(Tally()))
 
     def drop(self, item: Dropped) -> None:
         """Count unreadable documents, and keep the first examples for each reason."""

@@ -1,24 +1,22 @@
 """Documents in memory through the steps of preparation, for their tests."""
 
-import argparse
 import importlib.util
 import json
 import random
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import dill
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
 
-from train.prepare.filters import find_step_options
-from train.prepare.preparation import make_pipelines
-from train.prepare.steps import StepOptions, add_arguments
-from train.prepare.tally import Pipeline, Tally
+from train.prepare.corpus import WORK_NAME
+from train.prepare.executors import Pipeline
+from train.prepare.filters import StepOptions, build_index, find_step_options
+from train.prepare.preparation import INDEX_FOLDER, Preparation
+from train.prepare.tally import Tally
+from train.prepare_data import parse_arguments
 
 needs_spacy = pytest.mark.skipif(importlib.util.find_spec("spacy") is None, reason="needs the package spacy")
 needs_fasttext = pytest.mark.skipif(
@@ -28,50 +26,44 @@ needs_fasttext = pytest.mark.skipif(
 Ranks = list[list[str]]
 
 
-class Read(PipelineStep):
-    """The documents of each task, from memory."""
+@dataclass(frozen=True)
+class InMemory(Preparation):
+    """A preparation of the documents in `ranks`, a list of texts for each task."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks = ranks
+    ranks: Ranks = field(default_factory=list)
 
-    def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        for number, text in enumerate(self.ranks[rank]):
-            yield Document(text=text, id=f"{rank}/{number}")
+    def read(self, task: int, tally: Tally) -> Iterator[Document]:
+        for number, text in enumerate(self.ranks[task]):
+            yield Document(text=text, id=f"{task}/{number}")
 
-
-class Write(PipelineStep):
-    """What comes out of a task, and its counts, as a file; refers to the tally as the block of the last pipeline
-    does."""
-
-    def __init__(self, folder: Path, tally: Tally) -> None:
-        super().__init__()
-        self.folder, self.tally = folder, tally
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        texts = [document.text for document in data]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        result = {"texts": texts, "removed": self.tally.by_step}
-        (self.folder / f"{rank:05d}.json").write_text(json.dumps(result))
+    def write(self, documents: Iterator[Document], task: int, tally: Tally) -> None:
+        texts = [document.text for document in documents]
+        self.work("out").mkdir(parents=True, exist_ok=True)
+        self.work(f"out/{task:05d}.json").write_text(json.dumps({"texts": texts, "removed": tally.by_step}))
 
 
-def run_pipeline(pipeline: Pipeline, order: Iterable[int] | None = None) -> None:
-    """Run the tasks of a pipeline, each with the pipeline as a worker gets it: pickled, then copied."""
-    for rank in order or range(pipeline.tasks):
-        data = None
-        for block in deepcopy(dill.loads(dill.dumps(pipeline.blocks))):
-            data = block(data, rank, pipeline.tasks)
-        deque(data or (), maxlen=0)
+def run_tasks(pipeline: Pipeline, shuffle: random.Random | None = None) -> None:
+    tasks = range(pipeline.tasks)
+    for task in shuffle.sample(tasks, len(tasks)) if shuffle else tasks:
+        pipeline.run(task)
 
 
 def pipelines_of(options: StepOptions, ranks: Ranks, folder: Path) -> list[Pipeline]:
-    write = partial(Write, folder / "out")
-    return make_pipelines(options, folder / "scratch", len(ranks), lambda tally: Read(ranks), write)
+    found = InMemory(
+        inputs=(), sources=(), tokenizer=folder, tokenizer_is=("", 0, 0), output=folder, text_key="text",
+        eval_fraction=0.1, eval_by=None, split_on=None, shard_tokens=1, shuffle_seed=None, tasks=len(ranks),
+        steps=options, ranks=ranks,
+    )  # fmt: skip
+    if options.decontaminate:
+        build_index(options, found.work(INDEX_FOLDER))
+    return found.pipelines()
 
 
 def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
     """What each task wrote, and what all of them removed; checks that nothing is lost between the two."""
-    found = [json.loads((folder / "out" / f"{rank:05d}.json").read_text()) for rank in range(len(ranks))]
+    found = [
+        json.loads((folder / WORK_NAME / f"out/{rank:05d}.json").read_text()) for rank in range(len(ranks))
+    ]
     for given, result in zip(ranks, found, strict=True):
         assert len(given) == len(result["texts"]) + sum(result["removed"].values())
     return [result["texts"] for result in found], sum((Counter(r["removed"]) for r in found), Counter())
@@ -82,7 +74,7 @@ def run(
 ) -> tuple[Ranks, Counter[str]]:
     """All pipelines; the tasks of each in random order with `shuffle`."""
     for pipeline in pipelines_of(options, ranks, folder):
-        run_pipeline(pipeline, shuffle and shuffle.sample(range(pipeline.tasks), pipeline.tasks))
+        run_tasks(pipeline, shuffle)
     return results(folder, ranks)
 
 
@@ -104,6 +96,4 @@ def near(rng: random.Random, text: str, changes: int = 2) -> str:
 
 
 def parse(*argv: str) -> StepOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return find_step_options(parser.parse_args(argv))
+    return find_step_options(parse_arguments(["--input", "a", "--tokenizer", "a", "--output", "a", *argv]))

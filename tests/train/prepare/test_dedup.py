@@ -17,13 +17,12 @@ from tests.train.prepare.prepare_documents import (
     pipelines_of,
     results,
     run,
-    run_pipeline,
+    run_tasks,
     text_of,
 )
 from train.prepare import dedup as prepare_dedup
 from train.prepare.dedup import link_to_first, minhash_bands, minhash_signature
-from train.prepare.filters import hash_text
-from train.prepare.steps import StepOptions
+from train.prepare.filters import StepOptions, hash_text
 
 BOTH = pytest.mark.parametrize("dedup", ["exact", "minhash"])
 
@@ -81,13 +80,13 @@ def test_interrupted_dedup_task(tmp_path: Path, dedup: str) -> None:
     pipelines = pipelines_of(options, ranks, folder)
     for pipeline in pipelines[1:]:
         with pytest.raises(FileNotFoundError):
-            run_pipeline(pipeline)
+            pipeline.run(0)
     for pipeline in pipelines:
         before = contents(folder)
-        run_pipeline(pipeline)
+        run_tasks(pipeline)
         for name in contents(folder).keys() - before.keys():  # half of a killed task's file
             (folder / name).write_bytes((folder / name).read_bytes()[:-1])
-        run_pipeline(pipeline)
+        run_tasks(pipeline)
     assert results(folder, ranks) == results(tmp_path / "whole", ranks)
     assert contents(folder) == contents(tmp_path / "whole")
 

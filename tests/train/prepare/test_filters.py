@@ -12,7 +12,7 @@ from tests.conftest import refused
 from tests.train.prepare.prepare_documents import needs_fasttext, needs_spacy, parse, run
 from train.data.format import DataError
 from train.prepare import filters as prepare_filters
-from train.prepare.steps import QUALITY
+from train.prepare.filters import QUALITY_FILTERS, StepOptions, make_filters
 
 PROSE = (
     "The old lighthouse on the northern cliff was built by the people of the village many years ago.\n"
@@ -51,7 +51,8 @@ def test_stop_word_filter_is_for_english(tmp_path: Path) -> None:
 
 
 def test_quality_language() -> None:
-    assert {prepare_filters.quality_filter(name, "de").language for name in QUALITY} == {"de"}  # type: ignore[attr-defined]
+    found = make_filters(StepOptions(quality=tuple(QUALITY_FILTERS), quality_language="de"), Path())
+    assert {each.language for each in found.values()} == {"de"} and len(found) == 4
 
 
 def test_language_without_splitter_raises() -> None:

@@ -9,7 +9,9 @@ from tests.conftest import refused
 from tests.train.prepare.prepare_documents import parse, pipelines_of, run, text_of
 from train.data.format import DataError
 from train.files import sha256_file
+from train.prepare.corpus import WORK_NAME
 from train.prepare.filters import ngram_hashes, read_report, split_words
+from train.prepare.preparation import INDEX_FOLDER
 
 
 def test_words_in_scripts_without_spaces() -> None:
@@ -54,7 +56,7 @@ def test_decontamination(tmp_path: Path) -> None:
     texts, removed = run(options, ranks, tmp_path)
     assert texts == [kept[:2], [kept[2]], [], [kept[3]]]
     assert removed == {f"evaluation text: {plain}": 2, f"evaluation text: {records}": 1}
-    assert read_report(tmp_path / "scratch/decontaminate") == [
+    assert read_report(tmp_path / WORK_NAME / INDEX_FOLDER) == [
         {"file": str(plain), "texts": 3, "too_short": 1, "ngrams": 13},
         {"file": str(records), "texts": 3, "too_short": 1, "ngrams": 11},
     ]  # fmt: skip

@@ -14,7 +14,6 @@ from train.data.format import DataError
 from train.data.stream import open_stream
 from train.prepare.corpus import WORK_NAME, read_share
 from train.prepare.preparation import Preparation, load_encoder
-from train.prepare.tally import Pipeline
 from train.prepare_data import parse_arguments
 
 
@@ -204,11 +203,10 @@ def test_tokenizer_replaced_during_preparation(tmp_path, prepare, corpus, tokeni
     assert prepare(tmp_path / "whole", corpus, tasks=2, tokenizer=tokenizer) == 0
     begin = Preparation.begin
 
-    def begin_and_replace(*arguments: Any) -> list[Pipeline]:
-        pipelines = begin(*arguments)
+    def begin_and_replace(*arguments: Any) -> None:
+        begin(*arguments)
         (tokenizer / "tokenizer.model").write_bytes(former.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81eht"))
         load_encoder.cache_clear()  # as in a task of a process of its own
-        return pipelines
 
     monkeypatch.setattr(Preparation, "begin", begin_and_replace)
     assert prepare(tmp_path / "out", corpus, tasks=2, tokenizer=tokenizer) == 0

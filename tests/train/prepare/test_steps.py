@@ -13,7 +13,7 @@ from tests.train.prepare.megatron_datasets import contents
 from tests.train.prepare.prepare_documents import needs_spacy, parse, pipelines_of, results, run, text_of
 from train import export, import_megatron, prepare_data, train_tokenizer
 from train.prepare.executors import run_local
-from train.prepare.steps import StepOptions
+from train.prepare.filters import StepOptions
 
 
 def test_no_steps_by_default(tmp_path: Path) -> None:
