@@ -50,7 +50,7 @@ IMPORTS = """
     transformers transformers.models.mistral.modeling_mistral transformers.models.auto.modeling_auto safetensors.torch
     tokenizers pydantic matplotlib.pyplot datatrove.pipeline.tokens multiprocessing.managers concurrent.futures.process
     train.train train.export train.prepare_data train.train_tokenizer train.import_megatron train.inspect_data
-    train.prepare.preparation train.prepare.tokenizer train.prepare.megatron train.data.inspection train.prepare.dedup
+    train.prepare.preparation train.prepare.tokenizer train.prepare.dedup
     train.inspect_checkpoint train.evaluate train.evaluation.evaluation train.evaluation.models model.te_reference
     tests.reliability.ranks
 """.split()

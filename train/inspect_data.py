@@ -9,8 +9,13 @@ Exit status: 0 if no damage was found; 1 if a file is damaged; 2 if there is not
 
 import argparse
 import functools
+import itertools
+import json
 import os
+import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -19,8 +24,168 @@ from model import require_packages
 
 require_packages("inspecting data", "pydantic", "numpy")
 
+import numpy as np
+
 from model.keys import between
+from model.terminal import escape_controls
 from train.command import command
+from train.data.encoder import TextEncoder
+from train.data.format import (
+    COPY_ADVICE,
+    TOKENIZER_FOLDER,
+    DataError,
+    Manifest,
+    Shard,
+    check_sizes,
+    check_tokenizer,
+    count,
+    open_index,
+    read_manifest,
+    verify_shard,
+)
+from train.data.source import TokenSource
+
+BINS = 64  # bin k counts documents with 2^k to 2^(k+1) - 1 tokens
+
+
+def count_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Compute a histogram of document lengths. Bin k counts the documents with 2^k to 2^(k+1) - 1 tokens.
+
+    Args:
+        lengths: number of tokens in each document, at least 1, [number of documents].
+
+    Returns:
+        The number of documents in each bin, and the total number of their tokens, int64 [2, BINS].
+    """
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), which is exact for float64
+    counts = (np.bincount(bins, weights=weights, minlength=BINS) for weights in (None, lengths))
+    return np.stack([count.astype(np.int64) for count in counts])
+
+
+def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
+    """Return the histogram of document lengths (`count_lengths`) for one shard.
+
+    Raises:
+        DataError: if the document end offsets do not increase, or the last document does not end at the end of the
+            shard.
+    """
+    lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
+    if lengths.min() < 1 or lengths.sum() != shard.tokens:
+        raise DataError(
+            f"{folder / shard.name}.index is damaged: the document end offsets must increase up to {shard.tokens}, the "
+            f"number of tokens in the shard; {COPY_ADVICE}",
+            code="index_not_increasing",
+            key=f"{folder / shard.name}.index",
+        )
+    return count_lengths(lengths)
+
+
+def examine(
+    folder: Path, manifest: Manifest, verify: bool, workers: int
+) -> tuple[np.ndarray, list[Exception]]:
+    """Check all shards in a folder with prepared data, and count the document lengths.
+
+    Args:
+        verify: check hashes and token ids in addition to the sizes and indices.
+        workers: number of threads.
+
+    Returns:
+        The histogram of document lengths in the undamaged shards, int64 [2, BINS], and an error for each damaged shard,
+        in the order of the manifest.
+    """
+
+    def check(shard: Shard) -> np.ndarray | Exception:
+        try:
+            check_sizes(folder, shard)
+            lengths = read_lengths(folder, shard)
+            if verify:
+                verify_shard(folder, manifest, shard)
+        except (DataError, OSError) as error:
+            return error
+        return lengths
+
+    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the GIL
+        found = list(pool.map(check, manifest.shards))
+    total = sum((each for each in found if isinstance(each, np.ndarray)), np.zeros((2, BINS), dtype=np.int64))
+    return total, [each for each in found if isinstance(each, Exception)]
+
+
+def histogram_table(lengths: np.ndarray) -> str:
+    """Return a histogram of document lengths as a text table.
+
+    Each line has the number of documents in a bin, and the bin's share of all documents and of all tokens.
+
+    Args:
+        lengths: the histogram, int64 [2, BINS].
+    """
+    documents, tokens = lengths.sum(axis=1).tolist()
+    lines = [f"{'tokens long':>30}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
+    for k in np.flatnonzero(lengths[0]).tolist():
+        in_documents, in_bin = lengths[:, k].tolist()
+        label = f"{1 << k:,} to {(2 << k) - 1:,}"
+        lines.append(
+            f"{label:>30}  {in_documents:>13,}  {in_documents / documents:>6.1%}  {in_bin / tokens:>9.1%}"
+        )
+    return "\n".join(lines)
+
+
+def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
+    """Return one training sample as text, with a separator line before each document.
+
+    Raises:
+        DataError: if a token id is not in the vocabulary.
+    """
+    input_ids = np.empty(source.seq_length, dtype=np.int64)
+    source.read(window, input_ids, np.empty_like(input_ids))
+    lines = []
+    for ids in np.split(input_ids, source.document_ends(window)):
+        if len(ids):
+            lines += ["-- document", *_text_lines(ids.tolist(), encoder)]
+    return "\n".join(lines)
+
+
+def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
+    """Decode token ids to lines of text. Decoded lines begin with "| ", and BOS and EOS have lines of their own."""
+    special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
+    lines: list[str] = []
+    for is_special, run in itertools.groupby(ids, special.__contains__):
+        if is_special:
+            lines += [special[token_id] for token_id in run]
+        else:
+            text = encoder.decode(list(run))
+            lines += [f"| {line}" for line in escape_controls(text).split("\n")]
+    return lines
+
+
+def print_samples(
+    folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
+) -> None:
+    """Print random samples from a split as text.
+
+    Args:
+        number: maximum number of different samples to print.
+        seq_length: tokens per sample. A shorter split is printed as a single sample.
+
+    Raises:
+        DataError: if the tokenizer in the folder is not the tokenizer that produced the data.
+    """
+    tokens = manifest.split_tokens(split)
+    seq_length = min(seq_length, tokens - 1)  # the labels are one token ahead of the inputs
+    if seq_length < 1:
+        print(
+            f"\nno samples: the {split} split has {tokens} tokens, but a sample needs 2; pass another --split"
+        )
+        return
+    source = TokenSource("inspected", folder, split, seq_length)
+    encoder = TextEncoder(folder / TOKENIZER_FOLDER)
+    windows = random.Random(seed).sample(range(source.num_windows), min(number, source.num_windows))
+    for number, window in enumerate(windows, start=1):
+        start = window * seq_length
+        print(
+            f"\n== sample {number} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
+            f"{start:,} to {start + seq_length - 1:,}"
+        )
+        print(sample_text(source, encoder, window))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,9 +227,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 @functools.partial(command, system_error=2)
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    from train.data.inspection import inspect_folder
-
-    problems = inspect_folder(args)
+    folder, verify = Path(args.folder), args.verify
+    manifest = read_manifest(folder)
+    values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
+    print(f"{folder}\n{json.dumps(values, indent=2, ensure_ascii=False)}\n\n{manifest.summary()}", flush=True)
+    lengths, problems = examine(folder, manifest, verify, args.workers)
+    print(
+        f"\ndocument lengths in tokens (with BOS and EOS) in all undamaged shards\n{histogram_table(lengths)}"
+    )
+    if verify:
+        try:
+            check_tokenizer(folder, manifest)
+        except (DataError, OSError) as error:
+            problems.append(error)
+    if verify and not problems:
+        print(f"\nverified the tokenizer and {count(len(manifest.shards), 'shard')}", flush=True)
+    if args.samples and not problems:
+        print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     for problem in problems:
         print(f"damaged: {problem}", file=sys.stderr)
     return 1 if problems else 0

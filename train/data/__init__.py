@@ -5,7 +5,6 @@
     order         order of the samples
     stream        batches for each rank
     encoder       tokenizer
-    inspection    the output of inspect_data.py
 
 May import: train.files. Training uses open_stream, MicroBatches and NO_LABEL from stream, and DataError and the
 manifest from format. The data preparation writes files with format. Only stream imports torch.

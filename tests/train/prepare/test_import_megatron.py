@@ -23,8 +23,8 @@ from tests.train.prepare.megatron_datasets import (
 )
 from train.data.format import read_manifest
 from train.data.stream import open_stream
+from train.import_megatron import Framing
 from train.inspect_data import main as inspect_data
-from train.prepare.megatron import Framing
 
 
 @pytest.mark.parametrize("letter", ["H", "h", "i", "q"])
@@ -151,7 +151,7 @@ def test_output_is_independent_of_block_size(tmp_path, run_import, monkeypatch):
     prefix = write_dataset(tmp_path / "a", documents, "H")
     for name in ("one", "other"):
         assert run_import(tmp_path / name, prefix, eval_fraction=0.2, shard_tokens=4000) == 0
-        monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 50)
+        monkeypatch.setattr("train.import_megatron.BLOCK_TOKENS", 50)
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
 
 

@@ -18,9 +18,8 @@ from tests.train.prepare.megatron_datasets import (
     write_dataset,
 )
 from train.data.format import DataError
-from train.import_megatron import parse_arguments
+from train.import_megatron import open_dataset, parse_arguments
 from train.prepare.corpus import WORK_NAME
-from train.prepare.megatron import open_dataset
 
 LENGTHS, BOUNDS = [3, 2, 4], [0, 2, 3]  # of a good index, here of int32
 
@@ -102,7 +101,7 @@ def test_empty_dataset_raises(tmp_path, documents):
 
 @pytest.mark.parametrize("letter, token", [("i", -1), ("h", -7), ("i", 400), ("H", 65535), ("q", 1 << 40)])
 def test_invalid_token_id_raises(tmp_path, run_import, reported, letter, token, monkeypatch):
-    monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 100)
+    monkeypatch.setattr("train.import_megatron.BLOCK_TOKENS", 100)
     documents = whole(random_documents(30))
     documents[20][3] = token
     prefix = write_dataset(tmp_path / "a", [[tokens] for tokens in documents], letter)

@@ -14,8 +14,8 @@ import sentencepiece
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.megatron_datasets import imported
 from train.data.format import read_manifest, write_manifest
-from train.data.inspection import count_lengths, examine, histogram_table
 from train.files import sha256_file
+from train.inspect_data import count_lengths, examine, histogram_table
 from train.inspect_data import main as inspect_data
 
 BOUNDARY = "-- document"
