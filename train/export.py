@@ -185,7 +185,7 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
             EOS tokens.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
-    if encoder.sha256() in state.tokenizers:
+    if encoder.sha256 in state.tokenizers:
         for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
             configured = getattr(config, key)
             if own not in (configured if isinstance(configured, list) else [configured]):

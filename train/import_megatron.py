@@ -94,23 +94,21 @@ def open_dataset(prefix: str) -> IndexedDataset:
     """
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
-        if not path.is_file():
-            raise DataError(
-                f"{path} does not exist. A Megatron dataset consists of PREFIX.idx and PREFIX.bin. Pass PREFIX as "
-                "--input",
-                code="file_missing",
-                key=str(path),
-            )
+        what = (
+            "does not exist. A Megatron dataset consists of PREFIX.idx and PREFIX.bin. Pass PREFIX as --input"
+        )
+        _require(path, path.is_file(), "file_missing", what)
     dtype, sequences, documents = _read_header(idx)
     kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
     ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
-    if (size := idx.stat().st_size) not in ends[3:]:
-        raise DataError(
-            f"{idx} has {size} bytes, but its header lists {sequences} sequences and {documents} documents, which need "
-            f"{ends[3]} bytes ({ends[4]} if multimodal): {REMEDY}",
-            code="wrong_size",
-            key=str(idx),
-        )
+    size = idx.stat().st_size
+    _require(
+        idx,
+        size in ends[3:],
+        "wrong_size",
+        f"the file has {size} bytes, but its header lists {sequences} sequences and {documents} documents, which need "
+        f"{ends[3]} bytes ({ends[4]} if multimodal): {REMEDY}",
+    )
     content = np.memmap(idx, mode="r")
     lengths, pointers, bounds, modes = (
         np.asarray(content[start:end]).view(kind)
@@ -121,13 +119,21 @@ def open_dataset(prefix: str) -> IndexedDataset:
     is_contiguous = (lengths >= 0).all() and (pointers == starts * dtype.itemsize).all()
     is_increasing = bounds[0] == 0 and bounds[-1] == sequences and (bounds[1:] >= bounds[:-1]).all()
     _require(idx, is_contiguous, "bad_sequences", f"the sequences are not contiguous: {REMEDY}")
-    what = f"the document indices must increase from 0 to {sequences}, the number of sequences: {REMEDY}"
-    _require(idx, is_increasing, "bad_document_indices", what)
+    _require(
+        idx,
+        is_increasing,
+        "bad_document_indices",
+        f"the document indices must increase from 0 to {sequences}, the number of sequences: {REMEDY}",
+    )
     _require(idx, not modes.any(), "multimodal", "multimodal data cannot be imported; remove it from --input")
     _require(idx, tokens and documents, "empty_dataset", "the dataset is empty; remove it from --input")
     size, expected = bin_path.stat().st_size, tokens * dtype.itemsize
-    what = f"the file has {size} bytes, but the {tokens} {dtype.name} tokens in its index need {expected}: {REMEDY}"
-    _require(bin_path, size == expected, "wrong_size", what)
+    _require(
+        bin_path,
+        size == expected,
+        "wrong_size",
+        f"the file has {size} bytes, but the {tokens} {dtype.name} tokens in its index need {expected}: {REMEDY}",
+    )
     logger.info(f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} {dtype.name} tokens")
     return IndexedDataset(
         bin_path, np.memmap(bin_path, dtype, mode="r"), np.append(starts, tokens)[bounds[1:]]
@@ -143,17 +149,27 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
     is_index = len(content) == HEADER.size and content.startswith(MAGIC)
-    what = f"the file begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset"
-    _require(idx, is_index, "not_an_index", what)
-    _, version, code, sequences, indices = HEADER.unpack(content)
-    what = (
-        f"index version {version} is not supported; recreate the dataset with a Megatron-LM release that writes "
-        f"version {VERSION}"
+    _require(
+        idx,
+        is_index,
+        "not_an_index",
+        f"the file begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset",
     )
-    _require(idx, version == VERSION, "unknown_version", what)
+    _, version, code, sequences, indices = HEADER.unpack(content)
+    _require(
+        idx,
+        version == VERSION,
+        "unknown_version",
+        f"index version {version} is not supported; recreate the dataset with a Megatron-LM release that writes "
+        f"version {VERSION}",
+    )
     allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
-    what = f"the ids have the type code {code}, but token ids must be integers ({allowed}): {REMEDY}"
-    _require(idx, code in INTEGER_TYPES, "not_token_ids", what)
+    _require(
+        idx,
+        code in INTEGER_TYPES,
+        "not_token_ids",
+        f"the ids have the type code {code}, but token ids must be integers ({allowed}): {REMEDY}",
+    )
     _require(idx, indices, "bad_document_indices", f"the file contains no document index: {REMEDY}")
     return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
 

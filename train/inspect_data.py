@@ -31,7 +31,6 @@ from model.terminal import escape_controls
 from train.command import command
 from train.data.encoder import TextEncoder
 from train.data.format import (
-    COPY_ADVICE,
     TOKENIZER_FOLDER,
     DataError,
     Manifest,
@@ -39,7 +38,7 @@ from train.data.format import (
     check_sizes,
     check_tokenizer,
     count,
-    open_index,
+    read_index,
     read_manifest,
     verify_shard,
 )
@@ -62,24 +61,6 @@ def count_lengths(lengths: np.ndarray) -> np.ndarray:
     return np.stack([count.astype(np.int64) for count in counts])
 
 
-def read_lengths(folder: Path, shard: Shard) -> np.ndarray:
-    """Return the histogram of document lengths (`count_lengths`) for one shard.
-
-    Raises:
-        DataError: if the document end offsets do not increase, or the last document does not end at the end of the
-            shard.
-    """
-    lengths = np.diff(open_index(folder, shard).astype(np.int64), prepend=0)
-    if lengths.min() < 1 or lengths.sum() != shard.tokens:
-        raise DataError(
-            f"{folder / shard.name}.index is damaged: the document end offsets must increase up to {shard.tokens}, the "
-            f"number of tokens in the shard; {COPY_ADVICE}",
-            code="index_not_increasing",
-            key=f"{folder / shard.name}.index",
-        )
-    return count_lengths(lengths)
-
-
 def examine(
     folder: Path, manifest: Manifest, verify: bool, workers: int
 ) -> tuple[np.ndarray, list[Exception]]:
@@ -97,7 +78,7 @@ def examine(
     def check(shard: Shard) -> np.ndarray | Exception:
         try:
             check_sizes(folder, shard)
-            lengths = read_lengths(folder, shard)
+            lengths = count_lengths(np.diff(read_index(folder, shard), prepend=0))
             if verify:
                 verify_shard(folder, manifest, shard)
         except (DataError, OSError) as error:
@@ -214,11 +195,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum number of tokens per sample (default: 256)",
     )
     add("--seed", type=int, default=0, help="random seed for choosing the samples (default: 0)")
-    cores = min(os.cpu_count() or 1, 16)
     add(
         "--workers",
         type=between(1),
-        default=cores,
+        default=min(os.cpu_count() or 1, 16),
         help="number of threads (default: one per core, at most 16)",
     )
     return parser.parse_args(argv)

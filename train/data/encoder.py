@@ -62,7 +62,7 @@ class TextEncoder:
         vocab_size: the largest id plus one.
         bos_id, eos_id: the ids at the beginning and at the end of a document.
         files: names of the tokenizer files. The first file defines the ids.
-        loaded_sha256: hash of the first file when it was loaded.
+        sha256: hash of the first file when it was loaded.
         encode_batch: function that encodes texts to ids, without BOS and EOS.
         decode: function that decodes ids without BOS and EOS to text.
         piece: function that returns the name of an id in the vocabulary.
@@ -96,7 +96,7 @@ class TextEncoder:
         load = self._load_sentencepiece if path.name == "tokenizer.model" else self._load_tokenizers
         try:
             data = path.read_bytes()
-            self.loaded_sha256 = hashlib.sha256(data).hexdigest()
+            self.sha256 = hashlib.sha256(data).hexdigest()
             load(path, data)
         except DataError:
             raise
@@ -107,10 +107,6 @@ class TextEncoder:
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
-
-    def sha256(self) -> str:
-        """Return the current SHA-256 of the file that defines the ids."""
-        return sha256_file(self.folder / self.files[0])
 
     def _load_sentencepiece(self, path: Path, data: bytes) -> None:
         import sentencepiece

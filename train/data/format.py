@@ -211,6 +211,27 @@ def open_index(folder: str | Path, shard: Shard) -> np.ndarray:
     return np.asarray(np.memmap(Path(folder) / f"{shard.name}.index", dtype=INDEX_DTYPE, mode="r"))
 
 
+def read_index(folder: str | Path, shard: Shard) -> np.ndarray:
+    """Read and check the whole index of a shard.
+
+    Returns:
+        End of each document, in tokens from the start of the shard, int64 [number of documents].
+
+    Raises:
+        DataError: if the ends do not increase, or the last document does not end at the end of the shard.
+    """
+    ends = open_index(folder, shard).astype(np.int64)
+    if np.diff(ends, prepend=0).min() < 1 or ends[-1] != shard.tokens:
+        path = Path(folder) / f"{shard.name}.index"
+        raise DataError(
+            f"{path} is damaged: the document end offsets must increase up to {shard.tokens}, the number of tokens in "
+            f"the shard; {COPY_ADVICE}",
+            code="index_not_increasing",
+            key=str(path),
+        )
+    return ends
+
+
 def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
     """Check that the tokenizer in a data folder is the tokenizer that produced the token ids.
 

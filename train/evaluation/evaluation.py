@@ -24,6 +24,7 @@ from model.fp8.machine import describe, headline
 from model.fp8.precision import Precision
 from model.fp8.recipes import fp8_multiple
 from train import rank_env
+from train.data.encoder import TextEncoder
 from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError, Plan, find_model, plan_model
 from train.evaluation.texts import Documents, Packed, Rows, Source, is_prepared
@@ -246,7 +247,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     documents = Documents(length, size, args.stride, args.max_samples, plan.document_mask, multiple)
     for name, folder in folders.items():
         if name not in prepared:
-            encoder = plan.encoder(args.tokenizer)
+            encoder = TextEncoder(plan.tokenizer_folder(args.tokenizer))
             documents.add_text(name, encoder, args.text_key, args.split_on, args.max_dropped)
         elif args.by == "document":
             documents.add_prepared(name, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from train.checkpoint.files import (
     read_state,
     trained_tokenizer,
 )
-from train.data.encoder import TextEncoder, check_model_tokenizer
+from train.data.encoder import check_model_tokenizer
 from train.data.format import read_manifest
 from train.files import data_folder
 from train.record.run_folder import RunFolder
@@ -40,7 +39,6 @@ class EvaluationError(UserError, ValueError):
     code = "evaluation"
 
 
-logger = logging.getLogger(__name__)
 # Default values for a Hugging Face folder: the upper limit of the sequence length in tokens, and the batch size.
 MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8
 
@@ -131,17 +129,6 @@ class Plan:
         if self.state is None:
             return self.path
         return trained_tokenizer(self.path, self.state)
-
-    def encoder(self, given: Path | None) -> TextEncoder:
-        """Load the model's tokenizer.
-
-        Args:
-            given: Folder passed as --tokenizer, or None.
-
-        Raises:
-            DataError: If there is no tokenizer, or it is not the one used in training.
-        """
-        return TextEncoder(self.tokenizer_folder(given))
 
     def build(self) -> tuple[nn.Module, Precision]:
         """Build the model in evaluation mode and load its weights.

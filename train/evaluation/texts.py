@@ -26,7 +26,7 @@ from train.data.format import (
     DataError,
     check_sizes,
     check_tokenizer,
-    open_index,
+    read_index,
     read_manifest,
 )
 from train.data.order import spread
@@ -169,16 +169,9 @@ class Documents:
         documents: list[np.ndarray] = []
         for shard in manifest.split_shards("eval"):
             check_sizes(folder, shard)
-            ends = open_index(folder, shard)
-            if np.any(ends[1:] <= ends[:-1]) or int(ends[-1]) != shard.tokens:
-                raise DataError(
-                    f"{Path(folder) / shard.name}.index is damaged: the document end offsets do not increase; "
-                    "prepare or copy the data again"
-                )
             dtype = np.dtype(manifest.dtype).newbyteorder("<")
-            documents += np.split(
-                np.memmap(Path(folder) / shard.name, dtype, "r"), ends[:-1].astype(np.int64)
-            )
+            tokens = np.memmap(Path(folder) / shard.name, dtype, "r")
+            documents += np.split(tokens, read_index(folder, shard)[:-1])
         self.add(Source(name, TextEncoder(Path(folder) / TOKENIZER_FOLDER)), documents)
 
     def add_text(

@@ -179,30 +179,6 @@ def _flush_and_close(file: BinaryIO) -> None:
     file.close()
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create the output folder, and keep it locked until the `with` block ends.
-
-    Raises:
-        DataError: if another process has locked the folder, or the folder cannot be written.
-    """
-    if problem := folder_problem(folder):
-        raise DataError(f"--output {folder} {problem}", code="cannot_write", key=str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_NAME
-    with open(path, "a") as lock:
-        if not try_lock(lock):
-            raise DataError(
-                f"another process is writing to {folder}; wait until it has finished, or choose another --output",
-                code="locked",
-                key=str(folder),
-            )
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
 class OutputFolder:
     """The output folder of a data preparation. Existing data stay unchanged until `commit` replaces them.
 
@@ -227,17 +203,31 @@ class OutputFolder:
 
         Raises:
             DataError: if the folder contains prepared data and `overwrite` is not set, it contains files of unknown
-                origin, or another process is writing to it.
+                origin, another process is writing to it, or it cannot be written.
         """
-        with locked(self.folder):
-            self._check(resumable)
-            if not (resumable and self._is_begun()):
-                self.restart()
+        folder = self.folder
+        if problem := folder_problem(folder):
+            raise DataError(f"--output {folder} {problem}", code="cannot_write", key=str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_path = folder / LOCK_NAME
+        with open(lock_path, "a") as lock:
+            if not try_lock(lock):
+                raise DataError(
+                    f"another process is writing to {folder}; wait until it has finished, or choose another --output",
+                    code="locked",
+                    key=str(folder),
+                )
             try:
-                yield
+                self._check(resumable)
+                if not (resumable and self._is_begun()):
+                    self.restart()
+                try:
+                    yield
+                finally:
+                    if not self._is_begun():
+                        self._clear()
             finally:
-                if not self._is_begun():
-                    self._clear()
+                lock_path.unlink(missing_ok=True)
 
     def restart(self) -> None:
         """Replace the work folder with an empty one."""
@@ -311,11 +301,14 @@ class OutputFolder:
         encoder, folder = self.encoder, self.new / TOKENIZER_FOLDER
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
             if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
-                advice = " (--split_on splits .txt files into documents), or with --eval_by position, which needs only "
+                advice = (
+                    " (--split_on splits .txt files into documents), or with --eval_by position, which needs only one "
+                    "document"
+                )
                 raise DataError(
                     f"the {split} split is empty, but training needs at least one document in each split. Run the "
                     f"command again with --overwrite and a {remedy} --eval_fraction, or with more documents"
-                    f"{advice + 'one document' if source['text_key'] else ''}",
+                    f"{advice if source['text_key'] else ''}",
                     code="empty_split",
                     key=split,
                 )
@@ -326,7 +319,7 @@ class OutputFolder:
             vocab_size=encoder.vocab_size,
             bos_id=encoder.bos_id,
             eos_id=encoder.eos_id,
-            tokenizer_sha256=encoder.sha256(),
+            tokenizer_sha256=encoder.sha256,
             tokenizer_files=[name for name in TOKENIZER_FILES if (folder / name).is_file()],
             unigram_loss=unigram_loss(counts["train"], counts["eval"]),
             shards=shards,

@@ -132,7 +132,7 @@ class Preparation:
             inputs=tuple(args.input),
             sources=tuple(sources),
             tokenizer=tokenizer,
-            tokenizer_is=(encoder.loaded_sha256, encoder.bos_id, encoder.eos_id),
+            tokenizer_is=(encoder.sha256, encoder.bos_id, encoder.eos_id),
             output=Path(args.output).absolute(),
             text_key=args.text_key,
             eval_fraction=args.eval_fraction,
@@ -298,8 +298,7 @@ class Preparation:
         for name in ("eval_by", "split_on", "shuffle_seed"):
             if (value := getattr(self, name)) is not None:
                 steps[name] = value
-        begun = json.loads(self.work(IDENTITY_NAME).read_text(encoding="utf-8"))
-        steps["tokenizer_check"] = begun["tokenizer_check"]
+        steps["tokenizer_check"] = json.loads(self.work(IDENTITY_NAME).read_text("utf-8"))["tokenizer_check"]
         return output.commit(
             shards,
             counts,

@@ -99,7 +99,7 @@ class Tally:
         if self.dropped or self.by_step or self.damaged:
             logger.warning(self.table())
         dropped, damaged = self.dropped.total() - self.dropped[EMPTY], len(self.damaged)
-        is_empty = bool(self.dropped or damaged) and not self.read
+        is_empty = not self.read
         if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
             return
         limits = f"--max_dropped {dropped} --max_damaged_files {damaged}"

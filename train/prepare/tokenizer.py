@@ -94,10 +94,6 @@ def sample_texts(
             if not tally.read and tally.dropped[MISSING_KEY] > max(max_dropped, MAX_WITHOUT_KEY):
                 break  # --text_key is wrong
     tally.check(max_dropped, max_damaged_files)
-    if not kept:
-        raise DataError(
-            "the inputs contain no text; add inputs with text to train a tokenizer", code="no_text"
-        )
     limited = " (limited by --max_bytes)" * (len(kept) < tally.read)
     print(f"training on {len(kept):,} of {tally.read:,} documents{limited}", flush=True)
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
@@ -161,13 +157,10 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
             **required,
         )
     except RuntimeError as error:
-        reason, _, most = (
-            str(error).rpartition("] ")[2].rstrip(".").partition(" Please set it to a value <= ")
-        )
-        advice = f"Use at most {most}, or add text (if --max_bytes limits the text, increase it)"
+        reason = str(error).rpartition("] ")[2]
         raise DataError(
-            f"--vocab_size {vocab_size} cannot be used with this corpus: {reason} "
-            f"{advice if most else 'Change --vocab_size or --character_coverage'}",
+            f"--vocab_size {vocab_size} cannot be used with this corpus: {reason} Change --vocab_size or "
+            "--character_coverage, or add text (if --max_bytes limits the text, increase it)",
             code="training_failed",
             key="--vocab_size",
         ) from error
@@ -238,8 +231,7 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:

@@ -273,4 +273,4 @@ def test_training_data_lookup(
     monkeypatch.setattr("train.files.REPOSITORY", data.parent)
     monkeypatch.chdir(tmp_path)
     assert model.sources() == {"text": str(data), "gone": "gone"}
-    assert model.encoder(None).folder == data / "tokenizer"
+    assert model.tokenizer_folder(None) == data / "tokenizer"
