@@ -9,15 +9,15 @@ import pytest
 from tests.conftest import numbers, refused
 from tests.folders import make_folder
 from tests.train.runs import run
-from train.data.format import DataError, read_manifest
+from train.data.format import DataError
 from train.data.stream import open_stream
 from train.files import sha256_file
 
 T = 32
 
 
-def tokens(count: int, below: int = 400, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, below, count)
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 400, count)
 
 
 @pytest.fixture
@@ -93,30 +93,6 @@ def test_token_id_beyond_the_vocabulary(folder, where):
     assert numbers(error.value)[-3:] == [where % len(ids), 400, 400]
     with refused(DataError, code="token_beyond_vocabulary", key=str(path)):
         stream.verify()
-
-
-# ---------------------------------------------------------------- vocabularies beyond 16 bits
-
-LARGE = 70_000
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    parts = {"train": [tokens(1000, LARGE, s) for s in range(3)], "eval": [tokens(500, LARGE)]}
-    assert min(part.max() for part in parts["train"]) > 1 << 16
-    return make_folder(tmp_path / "large", parts, vocab_size=LARGE)
-
-
-def test_large_vocabulary_round_trip(large):
-    manifest = read_manifest(large)
-    assert manifest.dtype == "uint32" and manifest.shards[0].bytes == 4 * manifest.shards[0].tokens
-    stream = open_stream({"a": large}, None, T, seed=1)
-    stream.verify()
-    input_ids, labels, _ = stream.batch(0, stream.num_samples)
-    written = np.concatenate([tokens(1000, LARGE, s) for s in range(3)])
-    expected = sorted(written[i * T : i * T + T + 1].tolist() for i in range(stream.num_samples))
-    found = [[*ids, label[-1]] for ids, label in zip(input_ids.tolist(), labels.tolist(), strict=True)]
-    assert sorted(found) == expected
 
 
 # ---------------------------------------------------------------- whole runs

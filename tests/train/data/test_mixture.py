@@ -17,11 +17,6 @@ from train.data.order import Drawn, Mixture, MixturePhase
 from train.data.stream import SampleStream, open_stream
 
 T = 16
-STAGES = [
-    (0, [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02]),
-    (33_333, [0.1234567, 0.3, 0.7777777, 2, 1 / 3, 0, 0.001]),
-    (70_001, [0.4, 0, 0.3, 0.1, 0.1, 0.05, 0.05]),
-]
 
 
 def mixture(stages: list[tuple[int, list[float]]]) -> Mixture:
@@ -54,11 +49,6 @@ def worst_deviation(stages: list[tuple[int, list[float]]], samples: int) -> floa
         assert drawn.samples[index] == given[-1]
         assert drawn.deficits[index] == pytest.approx(target[-1] - given[-1], abs=1e-6)
     return worst
-
-
-@pytest.mark.parametrize("stages", [STAGES[:1], STAGES], ids=["one stage", "three stages"])
-def test_every_prefix_follows_the_weights(stages):
-    assert worst_deviation(stages, 100_000) < 1.5
 
 
 def random_stages(choice: random.Random) -> list[tuple[int, list[float]]]:
@@ -125,15 +115,15 @@ def names_of(stream: SampleStream, start: int, count: int) -> str:
     return "".join(stream.sources[source].name for source, _ in stream.sample_ids(start, count))
 
 
-def test_phase_boundary(folders):
+def test_phases(folders):
     stream = open_stream(folders, WEIGHTS, T, seed=1)
     assert names_of(stream, 0, 100) == "a" * 100
     # sample 200 begins at token 200 * T, before the boundary; sample 201 is the first beyond
-    assert (
-        sorted(names_of(stream, 100, 101)) == ["a"] * 50 + ["b"] * 51
-        or sorted(names_of(stream, 100, 101)) == ["a"] * 51 + ["b"] * 50
-    )
+    assert names_of(stream, 100, 101).count("a") in (50, 51) and "c" not in names_of(stream, 100, 101)
     assert "a" not in names_of(stream, 201, 400) and names_of(stream, 201, 400).count("c") in (299, 300, 301)
+    assert stream.fingerprint()["sources"]["c"]["weight_from_sample"] == {"0": 0, "100": 0, "201": 0.75}
+    found = [stream.weights_at(sample) for sample in (0, 99, 100, 201)]
+    assert found == [{"a": 1}, {"a": 1}, {"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}]
 
 
 def test_single_phase_list_equals_plain_weights(folders):
@@ -141,17 +131,6 @@ def test_single_phase_list_equals_plain_weights(folders):
     one, other = open_stream(folders, plain, T, 1), open_stream(folders, staged((None, plain)), T, 1)
     assert one.sample_ids(0, 500) == other.sample_ids(0, 500) and one.fingerprint() == other.fingerprint()
     assert one.fingerprint()["sources"]["a"]["weight"] == 0.5
-
-
-def test_fingerprint_includes_phases(folders):
-    stream = open_stream(folders, WEIGHTS, T, seed=1)
-    assert stream.fingerprint()["sources"]["c"]["weight_from_sample"] == {"0": 0, "100": 0, "201": 0.75}
-
-
-def test_weights_at_position(folders):
-    stream = open_stream(folders, WEIGHTS, T, seed=1)
-    found = [stream.weights_at(sample) for sample in (0, 99, 100, 201)]
-    assert found == [{"a": 1}, {"a": 1}, {"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}]
 
 
 def test_added_source_repeats_and_skips_nothing(folders):
@@ -206,8 +185,7 @@ MALFORMED = [
 def as_json(weights) -> object:
     if isinstance(weights, dict):
         return weights
-    keys = [{"weights": each} | ({} if until is None else {"until_tokens": until}) for until, each in weights]
-    return keys
+    return [{"weights": each} | ({} if until is None else {"until_tokens": until}) for until, each in weights]
 
 
 def arguments(weights: object) -> TrainingArguments:

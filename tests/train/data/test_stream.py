@@ -27,11 +27,6 @@ T = 32
 
 
 @pytest.fixture
-def data(own_shards: Path) -> Path:
-    return own_shards
-
-
-@pytest.fixture
 def second(tmp_path: Path, prepare) -> Path:
     path = write_jsonl(tmp_path / "second.jsonl", [text.upper() for text in corpus_texts(120)])
     assert prepare(tmp_path / "second", path, eval_fraction=0.1) == 0
@@ -43,14 +38,14 @@ def split_tokens(folder: Path, split: str) -> np.ndarray:
     return np.concatenate([np.fromfile(folder / shard.name, "<u2") for shard in shards]).astype(np.int64)
 
 
-def test_epoch_visits_every_window_once(data):
-    stream = open_stream({"a": data}, None, T, seed=1)
-    tokens = split_tokens(data, "train")
+def test_epoch_visits_every_window_once(own_shards):
+    stream = open_stream({"a": own_shards}, None, T, seed=1)
+    tokens = split_tokens(own_shards, "train")
     windows = (len(tokens) - 1) // T
     assert (
         stream.num_samples == windows
         and stream.num_tokens == len(tokens)
-        and len(read_manifest(data).shards) > 3
+        and len(read_manifest(own_shards).shards) > 3
     )
     expected = [tokens[i * T : i * T + T + 1].tolist() for i in range(windows)]
     orders = []
@@ -77,17 +72,17 @@ def test_last_token_is_only_a_label(tmp_path, tokens, samples):
     assert sorted(labels.flatten().tolist()) == list(range(1, samples * T + 1))
 
 
-def test_eval_stream_order(data):
-    stream = open_stream({"a": data}, None, T, seed=1, split="eval")
-    tokens = split_tokens(data, "eval")
+def test_eval_stream_order(own_shards):
+    stream = open_stream({"a": own_shards}, None, T, seed=1, split="eval")
+    tokens = split_tokens(own_shards, "eval")
     input_ids, labels, _ = stream.batch(0, stream.num_samples)
     covered = stream.num_samples * T
     assert input_ids.flatten().tolist() == tokens[:covered].tolist()
     assert labels.flatten().tolist() == tokens[1 : covered + 1].tolist()
     with refused(DataError, code="samples_beyond_end"):
         stream.batch(stream.num_samples, 1)
-    with refused(DataError, code="too_few_tokens", key=str(data)):
-        open_stream({"a": data}, None, 1_000_000, seed=1, split="eval")
+    with refused(DataError, code="too_few_tokens", key=str(own_shards)):
+        open_stream({"a": own_shards}, None, 1_000_000, seed=1, split="eval")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 70_001])
@@ -109,16 +104,16 @@ def test_epoch_order_is_stable(size, digest):
     assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest().startswith(digest)
 
 
-def test_fingerprint_covers_the_sample_order(data, second):
+def test_fingerprint_covers_the_sample_order(own_shards, second):
     def fingerprint(sources=None, weights=None, seq_length=T, seed=1) -> str:
-        sources = sources or {"a": data, "b": second}
+        sources = sources or {"a": own_shards, "b": second}
         return json.dumps(open_stream(sources, weights, seq_length, seed).fingerprint(), sort_keys=True)
 
     same = fingerprint()
-    assert fingerprint() == same == fingerprint(sources={"b": second, "a": data})
+    assert fingerprint() == same == fingerprint(sources={"b": second, "a": own_shards})
     others = [
         fingerprint(seed=2), fingerprint(seq_length=16), fingerprint(weights={"a": 1, "b": 1}),
-        fingerprint(sources={"a": data}), fingerprint(sources={"a": second, "b": data}),
+        fingerprint(sources={"a": own_shards}), fingerprint(sources={"a": second, "b": own_shards}),
     ]  # fmt: skip
     assert len({same, *others}) == 6
 
@@ -181,9 +176,9 @@ def test_unigram_loss(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts.sum() == 20 * T and np.flatnonzero(counts).tolist() == list(range(0, 96, 5))
 
 
-def test_last_batch_is_padded(data):
+def test_last_batch_is_padded(own_shards):
     """Of three samples in batches of two, the second of two ranks has one sample and a row to fill."""
-    stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True, max_samples=3)
+    stream = open_stream({"a": own_shards}, None, T, 0, "eval", document_mask=True, max_samples=3)
     ((start, rows, batch),) = held_out_batches(stream, 2, 1, 2, range(3))
     expected = stream.batch(2, 1)
     assert (start, rows) == (2, 1) and len(batch.documents.positions) == 2
@@ -191,8 +186,8 @@ def test_last_batch_is_padded(data):
     assert torch.equal(batch.labels[0], expected.labels[0]) and (batch.labels[1] == NO_LABEL).all()
 
 
-def test_vocabulary_must_fit_the_model(data):
-    sources = open_sources({"a": data}, "train", T)
+def test_vocabulary_must_fit_the_model(own_shards):
+    sources = open_sources({"a": own_shards}, "train", T)
     check_fit(sources, 400, T)
     with refused(DataError, code="vocabulary_too_large", key="model.config"):
         check_fit(sources, 399, T)
@@ -200,15 +195,15 @@ def test_vocabulary_must_fit_the_model(data):
         check_fit(sources, 400, T - 1)
 
 
-def test_different_tokenizer_raises(tmp_path, data):
-    other = shutil.copytree(data, tmp_path / "b")
+def test_different_tokenizer_raises(tmp_path, own_shards):
+    other = shutil.copytree(own_shards, tmp_path / "b")
     (other / "tokenizer/tokenizer.model").write_bytes(b"other")
     path, digest = other / "manifest.json", hashlib.sha256(b"other").hexdigest()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": digest}))
     with refused(DataError, code="different_tokenizers"):
-        open_stream({"a": data, "b": data, "c": other}, None, T, seed=1)
+        open_stream({"a": own_shards, "b": own_shards, "c": other}, None, T, seed=1)
     with refused(DataError, code="different_tokenizers"):
-        open_held_out(open_stream({"a": data}, None, T, seed=1), {"a": data}, {"b": other})
+        open_held_out(open_stream({"a": own_shards}, None, T, seed=1), {"a": own_shards}, {"b": other})
 
 
 @pytest.mark.parametrize(
@@ -221,18 +216,21 @@ def test_different_tokenizer_raises(tmp_path, data):
         ({"eval_fraction": 0.3, "steps": {"eval_by": "position"}}, True, True),
     ],
 )
-def test_leaked_document_raises(tmp_path, data, changes, as_source, as_set):
+def test_leaked_document_raises(tmp_path, own_shards, changes, as_source, as_set):
     """`data` has the eval fraction 0.1."""
-    other, plain = shutil.copytree(data, tmp_path / "other"), shutil.copytree(data, tmp_path / "plain")
+    other, plain = (
+        shutil.copytree(own_shards, tmp_path / "other"),
+        shutil.copytree(own_shards, tmp_path / "plain"),
+    )
     path = other / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    train = open_stream({"a": data}, None, T, seed=1)
-    for names in ({"a": plain, "b": data, "c": other}, {"a": other, "b": data, "c": plain}):
+    train = open_stream({"a": own_shards}, None, T, seed=1)
+    for names in ({"a": plain, "b": own_shards, "c": other}, {"a": other, "b": own_shards, "c": plain}):
         with nullcontext() if as_source else refused(DataError, code="different_eval_fractions"):
             open_stream(names, None, T, seed=1)
         open_stream(names, None, T, seed=1, split="eval")  # nothing is trained on
     with nullcontext() if as_set else refused(DataError, code="different_eval_fractions"):
-        open_held_out(train, {"a": data}, {"b": other})
+        open_held_out(train, {"a": own_shards}, {"b": other})
 
 
 @pytest.mark.parametrize(
@@ -253,11 +251,11 @@ def test_leaked_document_raises(tmp_path, data, changes, as_source, as_set):
         (None, None),  # half of it: no JSON
     ],
 )
-def test_corrupt_manifest(data, change, key):
-    path = data / "manifest.json"
+def test_corrupt_manifest(own_shards, change, key):
+    path = own_shards / "manifest.json"
     if change:
         values = json.loads(path.read_text())
         change(values)
     path.write_text(json.dumps(values) if change else path.read_text()[:500])
     with refused(DataError, code="manifest_corrupt", key=key):
-        open_stream({"a": data}, None, T, seed=1)
+        open_stream({"a": own_shards}, None, T, seed=1)

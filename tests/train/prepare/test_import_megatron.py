@@ -170,4 +170,7 @@ def test_large_vocabulary(tmp_path, run_import):
     assert read_manifest(tmp_path / "out").dtype == "uint32"
     found = imported(tmp_path / "out", "train") + imported(tmp_path / "out", "eval")
     assert sorted(found) == sorted([0, *document] + [1] * (document[-1] != 1) for document in documents)
+    stream = open_stream({"a": tmp_path / "out"}, None, 4, seed=0, split="eval")
+    expected = [token for document in imported(tmp_path / "out", "eval") for token in document]
+    assert stream.batch(0, 5).input_ids.flatten().tolist() == expected[:20]
     assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "10"]) == 0

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,21 +12,16 @@ import sentencepiece
 
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.megatron_datasets import imported
+from train.data.encoder import TextEncoder
 from train.data.format import read_manifest, write_manifest
+from train.data.source import TokenSource
 from train.files import sha256_file
-from train.inspect_data import count_lengths, examine, histogram_table
+from train.inspect_data import count_lengths, examine, histogram_table, sample_text
 from train.inspect_data import main as inspect_data
 
-BOUNDARY = "-- document"
 SAMPLE = re.compile(
-    r"== sample \d+ of \d+: window ([\d,]+) of ([\d,]+), (?:train|eval) tokens ([\d,]+) to ([\d,]+)"
+    r"^== sample \d+ of \d+: window ([\d,]+) of ([\d,]+), \w+ tokens ([\d,]+) to ([\d,]+)$", re.M
 )
-
-
-@pytest.fixture
-def data(own_shards: Path) -> Path:
-    """300 documents."""
-    return own_shards
 
 
 @pytest.fixture
@@ -46,18 +40,12 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def samples_in(output: str) -> list[tuple[re.Match[str], list[list[str]]]]:
-    """Each sample's header and the lines of each of its documents."""
-    samples: list[tuple[re.Match[str], list[list[str]]]] = []
-    for line in output[output.index("== sample") :].splitlines():
-        if header := SAMPLE.fullmatch(line):
-            samples.append((header, []))
-        elif line == BOUNDARY:
-            samples[-1][1].append([])
-        elif line:
-            assert line in ("<BOS>", "<EOS>") or line.startswith("| "), line
-            samples[-1][1][-1].append(line)
-    return samples
+def printed(ids: list[int], model: sentencepiece.SentencePieceProcessor) -> str:
+    """Return how a part of a document is printed, which has a BOS or EOS at most at its ends."""
+    lines = ["-- document", *["<BOS>"] * (ids[0] == 1)]
+    if text := model.decode([token for token in ids if token not in (1, 2)]):
+        lines += [f"| {line}" for line in text.split("\n")]
+    return "\n".join([*lines, *["<EOS>"] * (ids[-1] == 2)])
 
 
 def rehash(folder: Path, name: str) -> None:
@@ -68,17 +56,17 @@ def rehash(folder: Path, name: str) -> None:
     write_manifest(folder, dataclasses.replace(manifest, shards=shards))
 
 
-def test_intact_data(data, run):
+def test_intact_data(own_shards, run):
     """With the counts of the splits, and every document in the histogram."""
-    manifest = read_manifest(data)
-    status, output, errors = run(data, "--verify", "--samples", 0)
+    manifest = read_manifest(own_shards)
+    status, output, errors = run(own_shards, "--verify", "--samples", 0)
     assert (status, errors) == (0, "") and "== sample" not in output
     values, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
     assert values == {name: value for name, value in dataclasses.asdict(manifest).items() if name != "shards"}
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line}
     lengths = []
     for split in ("train", "eval"):
-        documents = imported(data, split)
+        documents = imported(own_shards, split)
         tokens = sum(map(len, documents))
         found = [number(word) for word in rows[f"{split}:"] if word[0].isdigit()]
         assert found == [len(documents), tokens, len(manifest.split_shards(split))]
@@ -97,36 +85,22 @@ def test_histogram_bin_edges():
 
 
 @pytest.mark.parametrize("split, seq_length", [("train", 512), ("eval", 100), ("train", 10), ("eval", 10**6)])
-def test_printed_samples(data, run, corpus, split, seq_length):
-    documents = imported(data, split)
-    stream = [token for document in documents for token in document]
-    starts = np.cumsum([0, *map(len, documents)]).tolist()
-    texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
-    model = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer" / "tokenizer.model"))
-    status, output, errors = run(data, "--samples", 3, "--seq_length", seq_length, "--split", split)
+def test_printed_samples(own_shards, run, split, seq_length):
+    documents = imported(own_shards, split)
+    tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
+    model = sentencepiece.SentencePieceProcessor(model_file=str(own_shards / "tokenizer" / "tokenizer.model"))
+    status, output, errors = run(own_shards, "--samples", 3, "--seq_length", seq_length, "--split", split)
     assert (status, errors) == (0, "")
-    seq_length = min(seq_length, len(stream) - 1)  # one sample of a short split
-    samples = samples_in(output)
-    assert len(samples) == min(3, (len(stream) - 1) // seq_length)
-    whole_documents = 0
-    for header, found in samples:
-        window, windows, start, last = map(number, header.groups())
-        assert windows == (len(stream) - 1) // seq_length and start == window * seq_length
-        assert last == start + seq_length - 1
-        position = start
-        for lines in found:
-            index = bisect_right(starts, position) - 1
-            ids = stream[position : min(starts[index + 1], start + seq_length)]
-            first = position == starts[index]
-            assert ("<BOS>" in lines, "<EOS>" in lines) == (first, position + len(ids) == starts[index + 1])
-            text = "\n".join(line[2:] for line in lines if line.startswith("| "))
-            assert text == model.decode(ids)
-            if lines[0] == "<BOS>" and lines[-1] == "<EOS>":
-                assert text in texts
-                whole_documents += 1
-            position += len(ids)
-        assert position == start + seq_length
-    assert whole_documents or seq_length < 100
+    seq_length = min(seq_length, len(tokens) - 1)  # one sample of a short split
+    windows = (len(tokens) - 1) // seq_length
+    headers = [list(map(number, header.groups())) for header in SAMPLE.finditer(output)]
+    texts = re.split("\n== sample .*\n", output)[1:]
+    assert len(headers) == min(3, windows)
+    for (window, *header), text in zip(headers, texts, strict=True):
+        start, stop = window * seq_length, (window + 1) * seq_length
+        assert header == [windows, start, stop - 1]
+        parts = np.split(tokens[start:stop], ends[(start < ends) & (ends < stop)] - start)
+        assert text.rstrip("\n") == "\n".join(printed(part.tolist(), model) for part in parts)
 
 
 def test_tiny_data(tmp_path, prepare, run):
@@ -149,9 +123,9 @@ def test_special_tokens_and_control_characters_are_visible(tmp_path, prepare, ru
     tokens = np.fromfile(tmp_path / "out" / name, "<u2")
     tokens[3] = 2  # an EOS inside the first document
     tokens.tofile(tmp_path / "out" / name)
-    _, output, _ = run(tmp_path / "out", "--seq_length", 10, "--samples", 10**6)
-    first = next(found for header, found in samples_in(output) if header[1] == "0")
-    assert len(first) == 1 and first[0].index("<EOS>") == 2  # <BOS>, text, <EOS>, text
+    source = TokenSource("out", tmp_path / "out", "train", 10)
+    document, bos, _, eos, *_ = sample_text(source, TextEncoder(tmp_path / "out/tokenizer"), 0).splitlines()
+    assert (document, bos, eos) == ("-- document", "<BOS>", "<EOS>")
 
 
 def plus(place: int, number: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -186,34 +160,34 @@ def damage(path: Path, change: Callable[[np.ndarray], np.ndarray] | None) -> Non
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *COMMITTED])
-def test_damaged_data(data, run, kind):
+def test_damaged_data(own_shards, run, kind):
     change, suffix, code, always_shows = (DAMAGES | COMMITTED)[kind]
-    shards = read_manifest(data).shards
+    shards = read_manifest(own_shards).shards
     damaged = [shards[1], shards[-1]]  # of both splits
     for shard in damaged:
-        damage(data / (shard.name + suffix), change)
+        damage(own_shards / (shard.name + suffix), change)
         if kind in COMMITTED:
-            rehash(data, shard.name)
-    files = [str(data / (shard.name + suffix)) for shard in damaged]
-    _, found = examine(data, read_manifest(data), verify=True, workers=2)
+            rehash(own_shards, shard.name)
+    files = [str(own_shards / (shard.name + suffix)) for shard in damaged]
+    _, found = examine(own_shards, read_manifest(own_shards), verify=True, workers=2)
     assert [(error.code, error.key) for error in found] == [(code, file) for file in files]
-    status, output, errors = run(data, "--verify")
+    status, output, errors = run(own_shards, "--verify")
     assert status == 1 and not SAMPLE.search(output)
     assert [line.split()[1].rstrip(":") for line in errors.splitlines()] == files
-    status, _, errors = run(data, "--samples", 0)
+    status, _, errors = run(own_shards, "--samples", 0)
     assert (status, len(errors.splitlines())) == ((1, 2) if always_shows else (0, 0))
 
 
-def test_user_errors_exit_with_status_2(data, run, tmp_path):
+def test_user_errors_exit_with_status_2(own_shards, run, tmp_path):
     status, _, errors = run(tmp_path / "nowhere")
     assert status == 2 and str(tmp_path / "nowhere") in errors and errors.count("\n") == 1
-    tokenizer = data / "tokenizer" / "tokenizer.model"
+    tokenizer = own_shards / "tokenizer" / "tokenizer.model"
     tokenizer.write_bytes(tokenizer.read_bytes() + b" ")
-    status, _, errors = run(data, "--verify")
+    status, _, errors = run(own_shards, "--verify")
     assert status == 1 and str(tokenizer) in errors
     tokenizer.unlink()
-    status, output, errors = run(data)
+    status, output, errors = run(own_shards)
     assert status == 2 and str(tokenizer) in errors and "300" in output
-    assert run(data, "--samples", 0)[0] == 0  # nothing to decode
-    (data / "manifest.json").write_text("{}")
-    assert run(data)[0] == 2
+    assert run(own_shards, "--samples", 0)[0] == 0  # nothing to decode
+    (own_shards / "manifest.json").write_text("{}")
+    assert run(own_shards)[0] == 2
