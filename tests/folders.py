@@ -44,12 +44,6 @@ def make_folder(
             ends.astype(INDEX_DTYPE).tofile(index := path.with_name(path.name + ".index"))
             hashes = sha256_file(path), sha256_file(index)
             shards.append(Shard(path.name, split, len(tokens), len(ends), path.stat().st_size, *hashes))
-    finish_folder(folder, vocab_size, shards)
-    return folder
-
-
-def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
-    """Write the manifest of a prepared data folder, and a placeholder for the tokenizer."""
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
     documents = sum(shard.documents for shard in shards)
@@ -70,3 +64,4 @@ def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
         shards=shards,
     )
     write_manifest(folder, manifest)
+    return folder

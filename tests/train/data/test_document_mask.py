@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fixtures import write_jsonl
+from tests.train.prepare.megatron_datasets import imported
 from tests.train.runs import curve, metrics, run
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, open_stream
@@ -26,14 +27,9 @@ def folder(tmp_path: Path, prepare, corpus: Path) -> Path:
 
 def naive(folder: Path, split: str, seq_length: int) -> list[tuple[list[int], list[int], list[int]]]:
     """(input_ids, labels, positions) of each window, computed token by token."""
-    manifest = read_manifest(folder)
-    tokens: list[int] = []
-    in_document: list[int] = []
-    for shard in manifest.split_shards(split):
-        tokens += np.fromfile(folder / shard.name, "<u2").tolist()
-        ends = np.fromfile(folder / f"{shard.name}.index", "<u8").tolist()
-        for begin, end in zip([0, *ends], ends, strict=False):
-            in_document += range(end - begin)
+    documents = imported(folder, split)
+    tokens = [token for document in documents for token in document]
+    in_document = [place for document in documents for place in range(len(document))]
     windows = []
     for start in range(0, len(tokens) - seq_length, seq_length):
         positions = []

@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,12 +23,15 @@ from tests.conftest import numbers
 from tests.fixtures import write_jsonl
 from tests.reliability.launching import clean_environment
 from tests.train.prepare.megatron_datasets import imported
-from tests.train.runs import ROOT, metrics, run
+from tests.train.runs import ROOT, curve, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
+from train.data.format import DataError
 from train.data.order import spread
+from train.data.stream import NO_LABEL
 from train.evaluate import main
 from train.evaluation.models import Plan, plan_model
+from train.evaluation.texts import Documents, Source
 from train.export import export
 
 SAMPLES = 5  # max_eval_samples of the runs
@@ -271,3 +276,63 @@ def test_each_source_has_a_sample(
         assert [report["sources"][str(folder)]["tokens"] for folder in options[1:3]] == [64, 64]
         assert report["all"]["tokens"] == 128 and not report["notes"]
         assert "100%" in caplog.text  # the progress, without a terminal
+
+
+def test_additional_evaluation_sets(trained: Path, settings: dict, data: Path, other: Path) -> None:
+    settings["data"]["eval_sources"] = {"same": str(data), "other": str(other)}
+    output_dir = run(settings)
+    assert curve(output_dir) == curve(trained)
+    last = metrics(output_dir)[-1]
+    assert last["eval_loss/same"] == last["eval_loss"] != last["eval_loss/other"]
+    settings["data"]["eval_sources"] = None  # which a resume may change
+    assert run(settings, max_steps=6) == output_dir
+
+
+def test_evaluation_set_with_other_tokenizer_raises(settings: dict, shards: Path) -> None:
+    settings["data"]["eval_sources"] = {"held_out": str(shards)}
+    with pytest.raises(DataError) as error:
+        run(settings)
+    assert "'text'" in str(error.value) and "'held_out'" in str(error.value)
+    assert not Path(settings["output_dir"]).exists()
+
+
+# ---------------------------------------------------------------- rows and batches of documents
+
+NO_ENCODER: Any = None
+LENGTHS = [3, 8, 5, 2, 16, 7, 1, 9, 4, 4, 4]
+
+
+def documents(**how: Any) -> Documents:
+    """Documents of these LENGTHS. All tokens are different."""
+    found = Documents(size=3, **how)
+    found.add(Source("a", NO_ENCODER), np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]))
+    return found
+
+
+def predicted(found: Documents, world: int) -> Counter[int]:
+    """How often each token is predicted, by all ranks; from the one before it."""
+    times: Counter[int] = Counter()
+    for rank in range(world):
+        for batch, _, _ in found.batches(rank, world):
+            at = batch.labels != NO_LABEL
+            assert (batch.labels[at] == batch.input_ids[at] + 1).all()
+            times.update(batch.labels[at].tolist())
+    return times
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("length", [1, 4, 8, 11, 100])
+def test_each_token_is_predicted_once(length: int, world: int) -> None:
+    begins = {0, *np.cumsum(LENGTHS)[:-1].tolist()}
+    every = set(range(sum(LENGTHS)))
+    for how, unseen in (
+        ({"stride": None}, {0}),  # one behind the other: what follows a document is predicted, too
+        ({"stride": None, "document_mask": True}, begins),
+        ({"stride": length}, begins),
+        ({"stride": max(1, length // 2)}, begins),
+    ):
+        found = documents(length=length, **how)
+        assert predicted(found, world) == Counter(every - unseen), how
+        ended = sum(sum(rows.documents) for rank in range(world) for rows in found.batches(rank, world))
+        alone = how["stride"] is not None
+        assert ended == len(LENGTHS) - (alone and LENGTHS.count(1)), how

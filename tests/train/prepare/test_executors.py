@@ -1,5 +1,6 @@
 """How preparations are run: workers that die, Slurm's jobs with a stand-in for srun."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import programs
@@ -45,17 +47,13 @@ def command(tokenizer_dir: Path) -> Callable[..., list[str]]:
     return line
 
 
-def children_of(pid: int) -> list[int]:
+def workers_of(pid: int) -> list[psutil.Process]:
     """The worker processes of a preparation; Python's resource tracker is none."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # it has ended
-            continue
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [
+            child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())
+        ]
+    return []
 
 
 @pytest.mark.slow
@@ -65,32 +63,28 @@ def test_killed_workers_resume(tmp_path, prepare, command, large):
     workers along. One worker alone makes the same bytes."""
     out, log = tmp_path / "out", tmp_path / "log.txt"
 
-    def start(until: Callable[[], object]) -> tuple[subprocess.Popen, list[int]]:
+    def start(until: Callable[[], object]) -> tuple[subprocess.Popen, list[psutil.Process]]:
         with log.open("w") as file:
             line = command(out, large, **OPTIONS)
             process = programs.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        while process.poll() is None and not (len(children_of(process.pid)) == 2 and until()):
+        while process.poll() is None and not (len(workers_of(process.pid)) == 2 and until()):
             time.sleep(0.02)
-        return process, children_of(process.pid)
+        return process, workers_of(process.pid)
 
     process, workers = start(lambda: any((out / WORK_NAME / "results").glob("*.json")))
-    os.kill(workers[0], signal.SIGKILL)
+    workers[0].kill()
     assert process.wait(timeout=200) == 1
     process, workers = start(lambda: True)
     for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
-        [blocked] = re.findall(r"SigBlk:\t(.+)", Path(f"/proc/{worker}/status").read_text())
+        worker.suspend()
+        [blocked] = re.findall(r"SigBlk:\t(.+)", Path(f"/proc/{worker.pid}/status").read_text())
         assert int(blocked, 16) & 1 << signal.SIGINT - 1
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=200) == 130 and "Trace" not in log.read_text()
     process, workers = start(lambda: True)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 200
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-
+    assert not psutil.wait_procs(workers, timeout=200)[1]
     assert not (out / "manifest.json").exists()
     assert prepare(out, large, **OPTIONS) == prepare(tmp_path / "whole", large, **OPTIONS) == 0
     assert contents(out) == contents(tmp_path / "whole")

@@ -1,18 +1,44 @@
-"""Filters of quality and of language."""
+"""The optional filters: quality, language, evaluation texts, and all of them together."""
 
 import hashlib
 import importlib.util
+import itertools
+import json
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import refused
-from tests.train.prepare.prepare_documents import needs_fasttext, needs_spacy, parse, run
+from tests.train.prepare.megatron_datasets import contents
+from tests.train.prepare.prepare_documents import (
+    needs_fasttext,
+    needs_spacy,
+    parse,
+    pipelines_of,
+    results,
+    run,
+    text_of,
+)
+from train import export, import_megatron, prepare_data, train_tokenizer
 from train.data.format import DataError
+from train.files import sha256_file
 from train.prepare import filters as prepare_filters
-from train.prepare.filters import QUALITY_FILTERS, StepOptions, make_filters
+from train.prepare.corpus import WORK_NAME
+from train.prepare.executors import run_local
+from train.prepare.filters import (
+    QUALITY_FILTERS,
+    StepOptions,
+    make_filters,
+    ngram_hashes,
+    read_report,
+    split_words,
+)
+from train.prepare.preparation import INDEX_FOLDER
 
 PROSE = (
     "The old lighthouse on the northern cliff was built by the people of the village many years ago.\n"
@@ -116,3 +142,145 @@ def test_missing_network_or_package_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(prepare_filters.LanguageFilter, "_requires_dependencies", ["no_such_package"])
     with refused(DataError, code="package_missing", key="--languages"):
         parse("--languages", "en")
+
+
+# ---------------------------------------------------------------- evaluation texts
+
+
+def test_words_in_scripts_without_spaces() -> None:
+    assert split_words("the 模型 ok") == ["the", "模", "型", "ok"]
+    assert split_words("กข ลາ မြ កខ かカ") == list("กขลາမြកខかカ")
+    assert len(ngram_hashes("一二三四五六七八九十百千万", 13)) == 1
+
+
+def test_ngram_hashes() -> None:
+    words = [f"w{i}" for i in range(13)]
+    hashes = [
+        ngram_hashes(" ".join(order), 13).tolist()[0]
+        for order in itertools.islice(itertools.permutations(words), 2000)
+    ]
+    assert len(set(hashes)) == 2000
+    assert ngram_hashes("A, b.\n C é", 4).tolist() == ngram_hashes("a b c e", 4).tolist()
+    assert ngram_hashes("a b c", 4).tolist() == []
+    assert ngram_hashes("on 1 2", 3) != ngram_hashes("on 1 3", 3)
+
+
+def test_decontamination(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    first, second, chinese = text_of(rng, 20), text_of(rng, 15), "从前有座山山里有座庙庙里有个老和尚"
+    plain, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text(f"{first}\n\nonly a few words\n{chinese}\n", encoding="utf-8")
+    records.write_text("".join(json.dumps({"question": text}) + "\n" for text in (second, first, "short")))
+    options = parse("--decontaminate", str(plain), str(records), "--decontaminate_key", "question")
+    # else an unfinished preparation would resume after these files have changed
+    assert options.sha256 == tuple((str(file), sha256_file(file)) for file in (plain, records))
+
+    def part(text: str, start: int, words: int) -> str:
+        return " ".join(text.split()[start : start + words])
+
+    kept = [
+        text_of(rng),
+        part(first, 3, 12),
+        part(first, 0, 12) + " x " + part(first, 12, 8),
+        "only a few words",
+    ]
+    mixed = "Before. " + ",\n ".join(part(first, 5, 13).upper().split()) + "! After."
+    ranks = [[kept[0], mixed, kept[1]], [f"x {second}", kept[2]], [], [kept[3], f"他说:{chinese}。"]]
+    texts, removed = run(options, ranks, tmp_path)
+    assert texts == [kept[:2], [kept[2]], [], [kept[3]]]
+    assert removed == {f"evaluation text: {plain}": 2, f"evaluation text: {records}": 1}
+    assert read_report(tmp_path / WORK_NAME / INDEX_FOLDER) == [
+        {"file": str(plain), "texts": 3, "too_short": 1, "ngrams": 13},
+        {"file": str(records), "texts": 3, "too_short": 1, "ngrams": 11},
+    ]  # fmt: skip
+
+
+def test_ngram_length_option(tmp_path: Path) -> None:
+    words = text_of(random.Random(6), 20).split()
+    (tmp_path / "eval.txt").write_text(" ".join(words))
+    four, five = (f"x {' '.join(words[2 : 2 + n])} y" for n in (4, 5))
+    options = parse("--decontaminate", str(tmp_path / "eval.txt"), "--decontaminate_ngram", "5")
+    assert run(options, [[four, five]], tmp_path)[0] == [[four]]
+
+
+def test_unsuitable_evaluation_files_raise(tmp_path: Path) -> None:
+    short, broken = tmp_path / "short.txt", tmp_path / "broken.jsonl"
+    short.write_text("too short\nas well\n")
+    broken.write_text('{"text": "one"}\n{"question": "two"}\n')
+    for file, code in ((short, "evaluation_texts_too_short"), (broken, "evaluation_text_unreadable")):
+        options = parse("--decontaminate", str(file))
+        with refused(DataError, code=code, key=str(file)):
+            pipelines_of(options, [], tmp_path)
+    with refused(DataError, code="file_missing"):
+        parse("--decontaminate", str(tmp_path / "nowhere.txt"))
+
+
+# ---------------------------------------------------------------- all filters
+
+
+def test_no_steps_by_default(tmp_path: Path) -> None:
+    assert parse() == StepOptions()
+    assert run(parse(), [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
+
+
+@needs_spacy
+def test_all_steps_together(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    secret = text_of(rng, 20)
+    (tmp_path / "eval.txt").write_text(secret)
+    good = [text_of(rng, 80).replace(" ", " and the ") for _ in range(3)]
+    ranks = [[good[0], "too short", good[1]], [], [good[1], secret + good[2], good[2]]]
+    options = parse(
+        "--quality", "gopher_quality", "--decontaminate", str(tmp_path / "eval.txt"), "--dedup", "exact"
+    )
+    run_local(pipelines_of(options, ranks, tmp_path), tmp_path / "stages", workers=1)
+    texts, removed = results(tmp_path, ranks)
+    assert texts == [[good[0], good[1]], [], [good[2]]]
+    assert removed == {
+        "quality gopher_quality: gopher_short_doc": 1,
+        f"evaluation text: {tmp_path / 'eval.txt'}": 1,
+        "duplicate (exact)": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (prepare_data, ["--input", "", "--tokenizer", "{tokenizer}", "--output", "out"]),
+        (prepare_data, ["--input", "text.txt", "--tokenizer", "{tokenizer}", "--output", ""]),
+        (train_tokenizer, ["--input", "text.txt", "", "--vocab_size", "300", "--output", "out"]),
+        (train_tokenizer, ["--input", "text.txt", "--vocab_size", "300", "--output", ""]),
+        (import_megatron, ["--input", "text", "--tokenizer", "{tokenizer}", "--output", ""]),
+        (export, ["run", ""]),
+    ],
+)
+def test_empty_path_raises(
+    program: Any,
+    words: list[str],
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As "" it was the one in which the command is given: read as text, or written to."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("not to be read")
+    monkeypatch.setattr("sys.argv", ["program", *(w.format(tokenizer=tokenizer_dir) for w in words)])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(program.main())
+    assert ended.value.code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_refused_preparation_leaves_no_files(
+    tmp_path: Path, prepare: Callable[..., int], corpus: Path, reported: list[Any]
+) -> None:
+    """Its evaluation texts had another key: the message names the option, with which it is another preparation."""
+    out, test = tmp_path / "out", tmp_path / "test.jsonl"
+    test.write_text('{"question": "one of three words"}\n')
+    wrong = {"decontaminate": test, "eval_fraction": 0.2}
+    right = {**wrong, "decontaminate_key": "question", "decontaminate_ngram": 3}
+    assert prepare(out, corpus, **wrong) == 2 and reported.pop().code == "evaluation_text_unreadable"
+    assert list(out.iterdir()) == []
+    assert prepare(out, corpus, **right) == 0
+    before = contents(out)
+    assert prepare(out, corpus, **wrong, overwrite=True) == 2 and contents(out) == before

@@ -20,7 +20,8 @@ from train.data.format import DataError, read_manifest
 from train.files import sha256_file
 from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.preparation import Preparation
-from train.prepare.readers import Text
+from train.prepare.readers import Damaged, Dropped, Text
+from train.prepare.tally import Tally
 from train.prepare.tokenizer import sample_texts
 from train.prepare_data import parse_arguments
 
@@ -213,23 +214,26 @@ def test_damaged_file_whose_name_is_not_utf8(tmp_path, prepare, capsys):
     assert path == f"{folder}/\\udcff.jsonl.gz"
 
 
-def test_wrong_text_key_fails_before_the_work(tmp_path, prepare, reported, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", [f"text {index}" for index in range(5000)], key="content")
-    monkeypatch.setattr("train.prepare.preparation.run_local", None)
-    assert prepare(tmp_path / "out", path, tasks=2) == 2
-    assert reported.pop().code == "nothing_left"
+def test_wrong_text_key(tmp_path, prepare, reported, monkeypatch):
+    """It ends before the work, and the message names the option and no limit that would accept it."""
+    path, out = (
+        write_jsonl(tmp_path / "a.jsonl", [f"text {index}" for index in range(5000)], key="content"),
+        tmp_path / "out",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("train.prepare.preparation.run_local", None)
+        assert prepare(out, path, tasks=2) == 2
+    write_parquet(path := tmp_path / "a.parquet", TEXTS, key="content")
+    assert prepare(out, path, tasks=2, max_dropped=len(TEXTS)) == 2
+    for error in reported:
+        assert (
+            error.code == "nothing_left"
+            and "--text_key" in str(error)
+            and "--max_dropped 4" not in str(error)
+        )
     with refused(DataError, code="nothing_left") as error:
-        sample_texts(read_share(list_sources([str(path)]), "text"), 10**6)
+        sample_texts(read_share(list_sources([str(tmp_path / "a.jsonl")]), "text"), 10**6)
     assert numbers(error.value)[0] <= 300
-
-
-def test_wrong_text_key_suggests_the_right_one(tmp_path, prepare, reported):
-    path, out = tmp_path / "a.parquet", tmp_path / "out"
-    write_parquet(path, TEXTS, key="content")
-    for max_dropped in (0, len(TEXTS)):
-        assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 2
-        assert reported[-1].code == "nothing_left" and "--text_key" in str(reported[-1])
-        assert f"--max_dropped {len(TEXTS)}" not in str(reported.pop())
     assert prepare(out, path, tasks=2, all_train=True, text_key="content", overwrite=True) == 0
     assert decoded(out) == TEXTS
 
@@ -330,3 +334,30 @@ def refuse(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse_arguments(["--input", "a.txt", "--tokenizer", "a", "--output", "out", *words])
     assert stop.value.code == 2
+
+
+def test_tallies_add_up():
+    first = Tally(read=4, kept=3, text_bytes=7, by_step=Counter({"language": 1}))
+    second = Tally(read=2, kept=2, text_bytes=7)
+    for number in range(2):
+        first.drop(Dropped("bad UTF-8", f"a:{number}"))
+        second.drop(Dropped("bad UTF-8", f"b:{number}", "byte 5"))
+    second.drop(Dropped("missing key", "c", count=50))
+    second.damage(Damaged("d", "corrupt", "", 0))
+    total = Tally()
+    for tally in (first, second):
+        total.add(Tally.from_json(json.loads(json.dumps(tally.to_json()))))
+    counts = {
+        "dropped": {"bad UTF-8": 4, "missing key": 50},
+        "removed": {"language": 1},
+        "damaged_files": {"d": 0},
+    }
+    assert total.documents() == {"in": 60, "out": 5, **counts} and total.text_bytes == 14
+    _, *lines = total.table().splitlines()
+    first_words = ["1", "50", "c", "4", "a:0", "a:1", "b:0:", "unknown", "corrupt:"]
+    assert [line.split()[0] for line in lines] == first_words
+
+
+def test_uncounted_document_raises():
+    with pytest.raises(AssertionError):
+        Tally(read=5, kept=3, by_step=Counter({"language": 1})).documents()
