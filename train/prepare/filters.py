@@ -182,8 +182,11 @@ def language_model(languages: list[str], given: str | None) -> str:
     except ImportError as error:
         packages = ("fasttext-numpy2-wheel", "fasteners", *(() if given else ("aiohttp", "requests")))
         install = install_command(*packages, requirements="requirements-prep.txt")
-        message = f"--languages needs packages that are not installed ({error}). Install them with {install}"
-        raise DataError(message, code="package_missing", key="--languages") from error
+        raise DataError(
+            f"--languages needs packages that are not installed ({error}). Install them with {install}",
+            code="package_missing",
+            key="--languages",
+        ) from error
     except Exception as error:  # fsspec raises many types
         raise DataError(
             f"--languages: cannot download {url} ({error}). Download this file on a host with internet access, and "

@@ -201,7 +201,7 @@ class Preparation:
             writer.write([np.array(ids, dtype) for ids in encoded], contents, splits)
         shards = [asdict(shard) for shard in writer.close()]
         np.savez_compressed(results / f"{task:05d}.npz", **writer.counts)  # type: ignore[arg-type]
-        values = {"tally": tally.to_json(), "shards": shards}
+        values = {"tally": vars(tally), "shards": shards}
         write_durably(results / f"{task:05d}.json", json.dumps(values) + "\n")
 
     def filtered(self, task: int, tally: Tally) -> Iterator[Document]:

@@ -115,13 +115,9 @@ class Tally:
             key="--max_dropped" if dropped > max_dropped else "--max_damaged_files",
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()
-        }
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tally:
+        """Build a tally from its attributes as JSON values."""
         counters: dict[str, Any] = {
             name: Counter(values.get(name)) for name in ("dropped", "by_step", "damaged")
         }

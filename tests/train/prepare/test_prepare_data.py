@@ -346,7 +346,7 @@ def test_tallies_add_up():
     second.damage(Damaged("d", "corrupt", "", 0))
     total = Tally()
     for tally in (first, second):
-        total.add(Tally.from_json(json.loads(json.dumps(tally.to_json()))))
+        total.add(Tally.from_json(json.loads(json.dumps(vars(tally)))))
     counts = {
         "dropped": {"bad UTF-8": 4, "missing key": 50},
         "removed": {"language": 1},
