@@ -119,19 +119,16 @@ def logged() -> Iterator[list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def _few_threads() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
 def _nothing_of_other_tests() -> Iterator[None]:
-    """Isolate each test from the models, attention backend and deterministic kernels of earlier tests."""
+    """Isolate each test from the models, attention backend and deterministic kernels of earlier tests.
+
+    Tests use one thread, because sums depend on the number of threads.
+    """
     import torch
 
     from model.fp8 import te_backend
 
+    torch.set_num_threads(1)
     te_backend.release_models()
     if torch.cuda.is_available():
         te_backend.choose_attention_backend("auto")

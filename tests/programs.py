@@ -331,6 +331,8 @@ def _status(end: SystemExit) -> int:
 
 def serve(path: str, owner: int) -> None:
     """Fork what comes over the socket; tell its pid, and in the end its status as os.waitpid has it."""
+    import psutil  # a stand-in of `python_at` starts without site-packages
+
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path + ".new")
     listening.listen(64)
@@ -353,7 +355,7 @@ def serve(path: str, owner: int) -> None:
     children: dict[
         int, tuple[int, socket.socket]
     ] = {}  # descriptor of the process -> its pid, who asked for it
-    while os.path.exists(path) and _lives(owner):
+    while os.path.exists(path) and psutil.pid_exists(owner):
         for key, _ in selector.select(1.0):
             if key.fileobj is listening:
                 connection = listening.accept()[0]
@@ -379,14 +381,6 @@ def serve(path: str, owner: int) -> None:
     for pid, _ in children.values():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 LAST: list[socket.socket] = []  # closed by the end of this process

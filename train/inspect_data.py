@@ -56,9 +56,8 @@ def count_lengths(lengths: np.ndarray) -> np.ndarray:
     Returns:
         The number of documents in each bin, and the total number of their tokens, int64 [2, BINS].
     """
-    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), which is exact for float64
-    counts = (np.bincount(bins, weights=weights, minlength=BINS) for weights in (None, lengths))
-    return np.stack([count.astype(np.int64) for count in counts])
+    edges = 2.0 ** np.arange(BINS + 1)
+    return np.stack([np.histogram(lengths, edges, weights=weights)[0] for weights in (None, lengths)])
 
 
 def examine(

@@ -19,33 +19,6 @@ from tests.train.prepare.megatron_datasets import contents
 from tests.train.runs import ROOT
 from train.prepare.corpus import WORK_NAME
 
-PROGRAM = str(ROOT / "train/prepare_data.py")
-
-
-OPTIONS = {"tasks": 8, "shard_tokens": 20_000, "eval_fraction": 0.1, "shuffle_seed": 7}
-
-
-@pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .jsonl that two workers take a second or two for."""
-    texts = corpus_texts(1000)
-    return write_jsonl(
-        tmp_path_factory.mktemp("large") / "large.jsonl",
-        [" ".join(texts[i::100]) * 6 for i in range(100)],
-    )
-
-
-@pytest.fixture
-def command(tokenizer_dir: Path) -> Callable[..., list[str]]:
-    """command(output, input, **options) -> the command line of a preparation, by two workers unless told."""
-
-    def line(output: Path, source: Path, workers: int = 2, **options: object) -> list[str]:
-        parts = [sys.executable, PROGRAM, "--input", source, "--tokenizer", tokenizer_dir, "--output", output]
-        flags = [part for key, value in options.items() for part in (f"--{key}", value)]
-        return [str(part) for part in [*parts, *flags, "--workers", workers]]
-
-    return line
-
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """The worker processes of a preparation; Python's resource tracker is none."""
@@ -58,14 +31,19 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_killed_workers_resume(tmp_path, prepare, command, large):
+def test_killed_workers_resume(tmp_path, prepare, tokenizer_dir):
     """A killed worker is noticed; Ctrl-C ends stopped workers at once, without tracebacks; a killed command takes its
     workers along. One worker alone makes the same bytes."""
-    out, log = tmp_path / "out", tmp_path / "log.txt"
+    out, log, texts = tmp_path / "out", tmp_path / "log.txt", corpus_texts(1000)
+    # large enough that two workers take a second or two
+    large = write_jsonl(tmp_path / "large.jsonl", [" ".join(texts[i::100]) * 6 for i in range(100)])
+    options = {"tasks": 8, "shard_tokens": 20_000, "eval_fraction": 0.1, "shuffle_seed": 7}
+    given = {"input": large, "tokenizer": tokenizer_dir, "output": out, "workers": 2, **options}
+    flags = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
+    line = [sys.executable, str(ROOT / "train/prepare_data.py"), *flags]
 
     def start(until: Callable[[], object]) -> tuple[subprocess.Popen, list[psutil.Process]]:
         with log.open("w") as file:
-            line = command(out, large, **OPTIONS)
             process = programs.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         while process.poll() is None and not (len(workers_of(process.pid)) == 2 and until()):
             time.sleep(0.02)
@@ -86,7 +64,7 @@ def test_killed_workers_resume(tmp_path, prepare, command, large):
     process.wait()
     assert not psutil.wait_procs(workers, timeout=200)[1]
     assert not (out / "manifest.json").exists()
-    assert prepare(out, large, **OPTIONS) == prepare(tmp_path / "whole", large, **OPTIONS) == 0
+    assert prepare(out, large, **options) == prepare(tmp_path / "whole", large, **options) == 0
     assert contents(out) == contents(tmp_path / "whole")
 
 

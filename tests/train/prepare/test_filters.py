@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -133,10 +134,8 @@ def test_unsuitable_language_models_raise(tmp_path: Path, language_model: Path) 
 
 @needs_fasttext
 def test_missing_network_or_package_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **options: object) -> str:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(prepare_filters, "cached_asset_path_or_download", fail)
+    offline = Mock(side_effect=ConnectionError("no route to host"))
+    monkeypatch.setattr(prepare_filters, "cached_asset_path_or_download", offline)
     with refused(DataError, code="download_failed", key="--language_model"):
         parse("--languages", "en")
     monkeypatch.setattr(prepare_filters.LanguageFilter, "_requires_dependencies", ["no_such_package"])

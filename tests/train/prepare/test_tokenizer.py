@@ -32,13 +32,9 @@ from train.prepare.tokenizer import (
 from train.train_tokenizer import main
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer_dir: Path) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_dir / "tokenizer.model"))
-
-
-def test_fast_tokenizer_equals_sentencepiece(tokenizer_dir, model):
+def test_fast_tokenizer_equals_sentencepiece(tokenizer_dir):
     """And the special ids are Mistral's; text stays text, in both directions."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_dir / "tokenizer.model"))
     fast = AutoTokenizer.from_pretrained(tokenizer_dir)
     assert fast.is_fast and len(fast) == model.vocab_size() == 400
     assert (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()) == (0, 1, 2, -1)
