@@ -69,11 +69,10 @@ def run_together(programs: Sequence[Program]) -> list[int]:
     return [process.wait() for process in running]
 
 
-def run(*programs: Program) -> None:
-    """Run several scripts at the same time. Raises ValueError if any script fails."""
-    for program, status in zip(programs, run_together(programs), strict=True):
-        if status:
-            raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")
+def run(program: Program) -> None:
+    """Run a script. Raises ValueError if it fails."""
+    if status := program.start().wait():
+        raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")
 
 
 # ---------------------------------------------------------------- vLLM, which pins other package versions

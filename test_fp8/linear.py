@@ -1,4 +1,4 @@
-"""Measure a linear layer in each precision, with normal kernel launches and with a CUDA graph.
+"""Measure a linear layer in each precision for test_fp8.py, with normal kernel launches and with a CUDA graph.
 
 All results are first compared with float32, and then all measurements alternate. The part "step" is the forward and
 backward pass with both gradients. The part "forward" is the forward pass alone, which also saves tensors for the
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from test_fp8.common.report import Result
 from test_fp8.common.timing import time_alternately
-from test_fp8.linear.shapes import Shape
+
+if TYPE_CHECKING:
+    from test_fp8.test_fp8 import Shape
 
 GEMMS = {"step": 3, "forward": 1}
 LAUNCHES = ("eager", "graph")
