@@ -20,6 +20,7 @@ from typing import Any
 
 from model.errors import UserError
 from model.fp8.machine import describe, headline
+from model.terminal import format_table
 from test_fp8.common.options import Option, Options, choose_defaults
 from train import rank_env
 from train.files import describe_error, open_figure, write_durably
@@ -162,9 +163,7 @@ def table(results: Sequence[Result], columns: Columns) -> str:
     for r in results:
         values = [r.get(get) if isinstance(get, str) else get(r) for get, _ in columns.values()]
         lines.append(["-" if v is None else format(v, form) for v, form in zip(values, forms, strict=True)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = [f"{'<' if f.endswith('<') else '>'}{w}" for f, w in zip(forms, widths, strict=True)]
-    return "\n".join("  ".join(map(format, line, sides)).rstrip() for line in lines)
+    return format_table(lines, ["<" if form.endswith("<") else ">" for form in forms])
 
 
 def plain_labels(names: Mapping[str, str]) -> dict[str, str]:

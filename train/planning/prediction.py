@@ -9,6 +9,7 @@ from typing import Any
 
 from model.config import flops_per_token
 from model.fp8.hardware import fp8_gpu_problem
+from model.terminal import format_table
 from train.config.arguments import TrainingArguments
 from train.files import format_size
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, predict_memory
@@ -184,11 +185,7 @@ def lines(p: Plan) -> list[str]:
     ]
     rows = [_row(p, found) for found in p.by_gpus.values() if found]
     table = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return out + [
-        "  ".join(text.rjust(width) for text, width in zip(row, [*widths[:-1], 0], strict=True)).rstrip()
-        for row in table
-    ]
+    return [*out, *format_table(table, [*">" * (len(rows[0]) - 1), "<"]).splitlines()]
 
 
 def _details(whole: Plan, p: Planned) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
+from model.terminal import format_table
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
@@ -155,7 +156,4 @@ def table(histories: list[History]) -> str:
             "-" if value is None else format(value, form) for value, form in zip(values, formats, strict=True)
         ]
         rows.append((str(history.path), *cells, history.ended()["how"], history.fp8() or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return format_table(rows, "<" * len(rows[0]))
