@@ -10,7 +10,7 @@ import pytest
 
 from tests.scripts.machine import executable
 
-TOOLS = "bash dirname basename df awk grep sed head tr flock env cat mkdir rm sleep ln chmod".split()
+TOOLS = "bash dirname basename grep sed head tr flock env cat mkdir rm sleep ln chmod".split()
 
 
 @pytest.fixture

@@ -36,11 +36,19 @@ def set_up(
     )
 
 
+NO_TORCH = '[[ "$*" == *find_spec* ]] && exit 1'
+VERSION_ONLY = '[[ "$1" == --version ]]'
+
+
+def pip_does(action: str) -> str:
+    """Return a script that runs Python, but runs the shell command `action` instead of `pip install`."""
+    return f'[[ "$*" == *"pip install"* ]] && {{ {action}; exit 0; }}\nexec {sys.executable} "$@"'
+
+
 @pytest.mark.parametrize(("argument", "installed"), [("", False), ("dev", True)])
 def test_optional_packages(machine: dict[str, str], tmp_path: Path, argument: str, installed: bool) -> None:
     asked = tmp_path / "asked.txt"
-    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; cat >/dev/null; exit 0; }}'
-    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    executable(tmp_path / "venv/bin/python", pip_does(f'echo "$*" >> {asked}; cat >/dev/null'))
     before = "echo 'absent==1.0  # optional: x' >> requirements.txt"
     run = set_up(machine, tmp_path, before, argument)
     assert run.returncode == 0, run.stderr
@@ -51,8 +59,7 @@ def test_gpu_package_constraints(tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "requirements-gpu.txt").write_text("-c constraints-gpu.txt\nabsent==1.0\n")
-    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; cat >/dev/null; exit 0; }}'
-    python = executable(tmp_path / "python", f'{stand_in}\nexec {sys.executable} "$@"')
+    python = executable(tmp_path / "python", pip_does(f'echo "$*" >> {asked}; cat >/dev/null'))
     script = f"ROOT={tmp_path} PY={python}; source scripts/setup_env.sh; nvcc() {{ :; }}"
     command = ["bash", "-euo", "pipefail", "-c", f"{script}; install_requirements $ROOT/requirements-gpu.txt"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -77,8 +84,7 @@ def test_active_environment_is_kept(
     machine: dict[str, str], tmp_path: Path, requirement: str, replace: str, expected: tuple[int, bool, bool]
 ) -> None:
     asked, given = tmp_path / "asked.txt", tmp_path / "constraints.txt"
-    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" > {asked}; cat > {given}; exit 0; }}'
-    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    executable(tmp_path / "venv/bin/python", pip_does(f'echo "$*" > {asked}; cat > {given}'))
     before = f"echo '{requirement}' >> requirements.txt"
     run = set_up(machine | {"SETUP_REPLACE": replace}, tmp_path, before)
     assert run.returncode == expected[0], run.stderr
@@ -93,8 +99,7 @@ def test_active_environment_is_kept(
 def test_later_installations_keep_the_active_environment(machine: dict[str, str], tmp_path: Path) -> None:
     """train/launch.py installs the packages that prepare the built-in corpus in another shell."""
     given = tmp_path / "constraints.txt"
-    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ cat > {given}; exit 0; }}'
-    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    executable(tmp_path / "venv/bin/python", pip_does(f"cat > {given}"))
     later = '; bash -c "source scripts/setup_env.sh; pip_install absent==1.0"'
     run = set_up(machine, tmp_path, argument=later)
     assert run.returncode == 0, run.stderr
@@ -117,27 +122,6 @@ def test_cpu_op_is_built_once(machine: dict[str, str], tmp_path: Path) -> None:
     assert built.read_text().split() == [str(folder)] * 2
 
 
-def installing_torch(
-    tmp_path: Path, install: str, configured: str = "", answers: int = 0, torch_index: str = ""
-) -> str:
-    """What install_torch says without a GPU, by a Python without torch, whose pip has this configuration and installs
-    so; the index of CPU builds answers with a status."""
-    lines = [
-        '[[ "$*" == *find_spec* ]] && exit 1',
-        f'[[ "$*" == *"pip config list"* ]] && {{ echo "{configured}"; sleep 0.1; echo; exit 0; }}',
-        f'[[ "$*" == *urlopen* ]] && exit {answers}',
-        f'[[ "$*" == *"pip install"* ]] && {{ {install}; }}',
-        "exit 0",
-    ]
-    python = executable(tmp_path / "python", "\n".join(lines))
-    script = f"set -euo pipefail; source scripts/setup_env.sh; PY={python}"
-    environment = {**os.environ, "TORCH_INDEX_URL": torch_index}
-    command = ["bash", "-c", f"{script}; HAS_GPU=0; install_torch"]
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-
-
 CPU_BUILDS = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
@@ -153,59 +137,47 @@ CPU_BUILDS = "--extra-index-url https://download.pytorch.org/whl/cpu"
 def test_cpu_build_of_torch(
     tmp_path: Path, configured: str, answers: int, torch_index: str, index: str | None
 ) -> None:
+    """install_torch without a GPU. configured: pip's configuration. answers: status of the index of CPU builds."""
     asked = tmp_path / "asked.txt"
-    said = installing_torch(tmp_path, f'echo "$*" >> {asked}', configured, answers, torch_index)
+    lines = [
+        NO_TORCH,
+        f'[[ "$*" == *"pip config list"* ]] && {{ echo "{configured}"; sleep 0.1; echo; exit 0; }}',
+        f'[[ "$*" == *urlopen* ]] && exit {answers}',
+        pip_does(f'echo "$*" >> {asked}'),
+    ]
+    python = executable(tmp_path / "python", "\n".join(lines))
+    script = f"set -euo pipefail; source scripts/setup_env.sh; PY={python} HAS_GPU=0; install_torch"
+    environment = {**os.environ, "TORCH_INDEX_URL": torch_index}
+    run = subprocess.run(["bash", "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and ("is not reachable" in run.stdout) == (index is None)
     assert asked.read_text().partition("torch==2.13.0")[2].strip() == (index or "")
-    assert ("is not reachable" in said) == (index is None)
 
 
-def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "tools" / "c++").unlink()
-
-
-def break_python(machine: dict[str, str], tmp_path: Path) -> None:
-    del machine["VIRTUAL_ENV"]
-    executable(tmp_path / "tools/python3", '[[ "$1" == --version ]] && echo "Python 3.9.2"; exit 1')
-
-
-def break_active_python(machine: dict[str, str], tmp_path: Path) -> None:
-    executable(tmp_path / "venv/bin/python", '[[ "$1" == --version ]] && echo "Python 3.8.1" || exit 1')
-
-
-def break_disk(machine: dict[str, str], tmp_path: Path) -> None:
-    del machine["VIRTUAL_ENV"]
-    # a Python that is new enough and has no packages
-    executable(tmp_path / "tools/python3", f'exec {sys._base_executable} -S "$@"')  # type: ignore[attr-defined]
-    (tmp_path / "tools" / "df").unlink()
-    executable(tmp_path / "tools/df", 'echo head; echo "/dev/x 100 98 2097152 99% /"')
-
-
-def break_ninja(machine: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "venv/bin/ninja").unlink()
-
-
-def break_pip(machine: dict[str, str], tmp_path: Path) -> None:
-    no_torch = '[[ "$*" == *find_spec* ]] && exit 1'
-    failing_pip = '[[ "$*" == *"pip install"* ]] && { echo "no network" >&2; exit 1; }'
-    executable(tmp_path / "venv/bin/python", f'{no_torch}\n{failing_pip}\nexec {sys.executable} "$@"')
-
-
+# Files of the machine to replace, or to remove (None); whether an environment is active; part of the error.
 @pytest.mark.parametrize(
-    ("breaking", "message"),
+    ("files", "is_active", "message"),
     [
-        (break_compiler, "C++ compiler"),
-        (break_python, "(found: Python 3.9.2)"),
-        (break_active_python, "the active environment has Python 3.8.1"),
-        (break_disk, "8 GiB of free disk"),
-        (break_ninja, "ninja"),
-        (break_pip, "pip could not install torch=="),
+        ({"tools/c++": None}, True, "C++ compiler"),
+        ({"tools/python3": f"{VERSION_ONLY} && echo Python 3.9.2; exit 1"}, False, "(found: Python 3.9.2)"),
+        (
+            {"venv/bin/python": f"{VERSION_ONLY} && echo Python 3.8.1 || exit 1"},
+            True,
+            "the active environment has Python 3.8.1",
+        ),
+        ({"venv/bin/ninja": None}, True, "ninja"),
+        ({"venv/bin/python": f"{NO_TORCH}\n{pip_does('exit 1')}"}, True, "pip could not install torch=="),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["compiler", "python", "active python", "ninja", "pip"],
 )
 def test_missing_prerequisites_error(
-    machine: dict[str, str], tmp_path: Path, breaking: object, message: str
+    machine: dict[str, str], tmp_path: Path, files: dict[str, str | None], is_active: bool, message: str
 ) -> None:
-    breaking(machine, tmp_path)  # type: ignore[operator]
+    for name, text in files.items():
+        (tmp_path / name).unlink(missing_ok=True)
+        if text is not None:
+            executable(tmp_path / name, text)
+    if not is_active:
+        del machine["VIRTUAL_ENV"]
     run = set_up(machine, tmp_path)
     assert run.returncode == 1
     assert message in run.stderr and "Traceback" not in run.stderr
