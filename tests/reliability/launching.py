@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests import programs
+from tests.conftest import small_config
 from tests.train.runs import ROOT
 
 
@@ -54,20 +56,37 @@ def launch(
     )
 
 
+def write_small_config(folder: Path, **changes: object) -> str:
+    """Write the configuration of a small model (`small_config`) to a folder, and return the path of the file."""
+    (folder / "config.json").write_text(json.dumps(small_config(**changes).to_dict()))
+    return str(folder / "config.json")
+
+
+def training_case(
+    ranks: int,
+    settings: dict[str, Any],
+    output_dir: Path,
+    spoiled: dict[str, str] | None = None,
+    **faults: Any,
+) -> tuple[int, str, dict]:
+    """Return a case for `run_cases` that trains a run. spoiled, faults: see `number_ranks.whole_run`."""
+    settings = {**settings, "output_dir": str(output_dir)}
+    return ranks, "whole_run", {"settings": settings, "spoiled": spoiled or {}, **faults}
+
+
 def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
     """Run test cases with ranks.py. Return the results of each case, one per rank.
 
-    A case is a tuple (ranks, function, arguments). The console output of all cases is written to `folder`/output.txt.
+    A case is a tuple (ranks, function, arguments).
     """
     folder.mkdir(exist_ok=True)
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
-    script, output = "tests/reliability/ranks.py", ""
+    script = "tests/reliability/ranks.py"
     if torch.cuda.is_available():
         for number, (ranks, _) in enumerate(itertools.groupby(cases, lambda case: case[0])):
             launched = launch(ranks, script, str(folder), str(file), str(number))
             assert launched.returncode == 0, launched.stdout[-6000:]
-            output += launched.stdout
     else:
         done = programs.run(
             [sys.executable, str(ROOT / script), str(folder), str(file)],
@@ -76,8 +95,6 @@ def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dic
             env=clean_environment(),
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        output = done.stdout
-    (folder / "output.txt").write_text(output)
     return [
         [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(case[0])]
         for index, case in enumerate(cases)

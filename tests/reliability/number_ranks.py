@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from model import decoder, te_reference
 from model.build import build_model
@@ -59,15 +60,11 @@ def spoil(kind: str | None) -> None:
     decoder.causal_lm_loss = RIGHT_LOSS if kind is None else wrong
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in value:
-            yield from tensors_in(value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+def hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
 
 
 def digests(engine: Any, precision: Precision) -> dict[str, str]:
@@ -77,21 +74,13 @@ def digests(engine: Any, precision: Precision) -> dict[str, str]:
     """
     optimizer = engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
+    moments = [leaf for leaf in tree_leaves(dict(inner.state)) if isinstance(leaf, torch.Tensor)]
     parts = {
         "weights": [getattr(p, "ds_tensor", p).data for p in engine.module.parameters()],
-        "optimizer": [
-            *(p.data for group in inner.param_groups for p in group["params"]),
-            *tensors_in(dict(inner.state)),
-        ],
+        "optimizer": [*(p.data for group in inner.param_groups for p in group["params"]), *moments],
         "fp8": list(fp8_state(engine.module, precision).values()),
     }
-    found = {}
-    for name, tensors in parts.items():
-        whole = hashlib.sha256()
-        for tensor in tensors:
-            whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        found[name] = whole.hexdigest()
-    return found
+    return {name: hash_tensors(tensors) for name, tensors in parts.items()}
 
 
 @contextlib.contextmanager
@@ -192,18 +181,15 @@ def whole_run(
         spoiled: number of the step in this process -> fault on `rank`: wrong_labels, flip, or stop (a signal).
         left_out: replaces skipped_samples of the checkpoint from which the run resumes.
     """
-    if left_out is not None:
-        right_read = training.read_state
-
-        def read(path: Path) -> Any:
-            state = right_read(path)
-            state.skipped_samples = left_out
-            return state
-
-        training.read_state = read
     arguments = resolve_arguments(build_arguments(settings), dist.get_world_size())
-    right = MicroStep.__call__
+    right, right_read = MicroStep.__call__, training.read_state
     calls = 0
+
+    def read(path: Path) -> Any:
+        state = right_read(path)
+        if left_out is not None:
+            state.skipped_samples = left_out
+        return state
 
     def call(self: MicroStep, batch: Batch, index: int) -> torch.Tensor:
         nonlocal calls
@@ -223,18 +209,15 @@ def whole_run(
             weight.data.view(-1).view(torch.int16)[7] ^= 1  # the lowest bit of the mantissa
         return loss
 
-    MicroStep.__call__ = call
     Path(settings["output_dir"]).mkdir(parents=True, exist_ok=True)  # which the lock of train.py has done
     try:
-        training.run_training(arguments)
+        with mock.patch.object(MicroStep, "__call__", call), mock.patch.object(training, "read_state", read):
+            training.run_training(arguments)
     except (TrainingError, ReplicaError, signals.Stopped) as error:
         return {"error": str(error)}
     finally:
-        MicroStep.__call__ = right
         signals.received.clear()
         spoil(None)
-        if left_out is not None:
-            training.read_state = right_read
     return {"error": None}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import hashlib
 import json
 import os
 import random
@@ -37,6 +36,7 @@ from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from tests.conftest import log_messages
+from tests.reliability.number_ranks import hash_tensors
 from tests.reliability.ranks import fork_ranks
 from train.checkpoint import save
 from train.checkpoint.files import RunState, committed, problems, read_state
@@ -100,10 +100,7 @@ class Trainer:
         """Return a hash of this rank's weights and FP8 state."""
         tensors = [getattr(p, "ds_tensor", p).data for p in self.engine.module.parameters()]
         tensors += fp8_state(self.engine.module, self.precision).values()
-        whole = hashlib.sha256()
-        for tensor in tensors:
-            whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        return whole.hexdigest()
+        return hash_tensors(tensors)
 
     def step(self) -> None:
         self.state.step += 1
@@ -293,9 +290,9 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     Each trial resumes from the checkpoints of the previous trial. If all saves are already complete when the ranks are
     killed, the attempt does not count as a trial.
     """
-    chance, trials, saves_s, starts = random.Random(args.seed), 0, [0.1], 0
+    chance, trials, saves_s = random.Random(args.seed), 0, [0.1]
     while trials < args.trials:
-        ranks, starts = Ranks(folder, train_and_save), starts + 1
+        ranks = Ranks(folder, train_and_save)
         before_kill = chance.randint(1, 3)
         while before_kill:
             found = ranks.next_mark()
@@ -311,13 +308,7 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             trials += 1
             newest = committed(folder / "checkpoints")
             assert not newest or not problems(newest[-1]), f"trial {trials}: {newest[-1]}"
-    final = load(folder, args)
-    return {
-        **final,
-        "trials": trials,
-        "starts": starts,
-        "save_s": sum(saves_s[1:]) / max(len(saves_s) - 1, 1),
-    }
+    return {**load(folder, args), "trials": trials}
 
 
 def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -334,7 +325,7 @@ def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         ranks.kill([1])
         ranks.end()  # the other rank ends by itself: the connection to the killed one is gone
         assert committed(folder / "checkpoints") == good, f"trial {trial} committed"
-    return {**load(folder, args), "good": good[-1].name, "trials": args.trials}
+    return load(folder, args)
 
 
 def full_disk(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

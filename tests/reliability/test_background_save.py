@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reliability.stopping import assert_equal_runs, stop_when
+from tests.reliability.conftest import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
 from train import trainer
 from train.checkpoint import save

@@ -109,7 +109,6 @@ def test_killed_save_keeps_the_last_checkpoint(tmp_path: Path, trials: int) -> N
 @pytest.mark.process
 def test_killed_rank_prevents_commit(tmp_path: Path, trials: int) -> None:
     report = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
-    assert report["trials"] == trials
     assert [r["report"]["loaded"] for r in report["ranks"]] == ["step-00000001"] * 2
 
 

@@ -5,14 +5,12 @@ The runs use delayed scaling with Transformer Engine, with and without CUDA grap
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import small_config
-from tests.reliability.launching import run_cases
+from tests.reliability.launching import run_cases, training_case, write_small_config
 from tests.reliability.test_numbers import (
     DELAYED,
     FP32_GRADIENTS,
@@ -27,10 +25,8 @@ TOKENS = 128  # of a sample
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("config") / "config.json"
-    small = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
-    file.write_text(json.dumps(small.to_dict()))
-    return str(file)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    return write_small_config(tmp_path_factory.mktemp("config"), **sizes)
 
 
 @pytest.fixture
@@ -102,8 +98,7 @@ def test_replica_check_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None
     """
 
     def case(name: str, spoiled: dict[str, str], **changes: Any) -> tuple:
-        settings = {**base, "output_dir": str(tmp_path / name), **changes}
-        return 2, "whole_run", {"settings": settings, "spoiled": spoiled, "rank": 1}
+        return training_case(2, {**base, **changes}, tmp_path / name, spoiled, rank=1)
 
     clean, graphs, flip = run_cases(
         tmp_path / "results",

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from model.config import flops_per_token, load_config
-from tests.conftest import small_config
-from tests.reliability.launching import run_cases
+from tests.reliability.launching import run_cases, training_case, write_small_config
 from tests.train.runs import ROOT, metrics
 from train.data.stream import open_stream
 from train.monitor.spikes import SpikeDetector
@@ -46,14 +45,10 @@ MORE_SKIPS = [
 
 
 def check_skips(tmp_path: Path, matrix: list[tuple], ranks: int = 2) -> None:
-    config = tmp_path / "config.json"
-    small = small_config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=2
-    )
-    small.num_key_value_heads = 1
-    config.write_text(json.dumps(small.to_dict()))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    config = write_small_config(tmp_path, **sizes, num_attention_heads=2, num_key_value_heads=1)
     keys = ("stage", "precision", "data_types", "clipping", "optim")
-    cases = [(ranks, "skip", {**dict(zip(keys, row, strict=False)), "config": str(config)}) for row in matrix]
+    cases = [(ranks, "skip", {**dict(zip(keys, row, strict=False)), "config": config}) for row in matrix]
     for row, reports in zip(matrix, run_cases(tmp_path / "skips", cases), strict=True):
         for rank, found in enumerate(reports):
             kinds = [step["kind"] for step in found["steps"]]
@@ -187,9 +182,8 @@ def rollback_cases(
     }
 
     def case(name: str, steps: int, spoiled: dict, left_out: Any = None) -> tuple:
-        values = {**settings, "output_dir": str(folder / name), "max_steps": steps}
-        faults = {"spoiled": spoiled, "rank": 0, "left_out": left_out}
-        return ranks, "whole_run", {"settings": values, **faults}
+        values = {**settings, "max_steps": steps}
+        return training_case(ranks, values, folder / name, spoiled, left_out=left_out)
 
     return {
         "rollback": case("rollback", 22, {"19": spike}),
@@ -230,15 +224,8 @@ def runs(
     """Return a dictionary from run name to the output folder and the results of all ranks."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def case(
-        name: str, ranks: int, spoiled: dict, rank: int = 1, left_out: Any = None, **changes: Any
-    ) -> tuple:
-        values = {**base, "output_dir": str(folder / name), **changes}
-        return (
-            ranks,
-            "whole_run",
-            {"settings": values, "spoiled": spoiled, "rank": rank, "left_out": left_out},
-        )
+    def case(name: str, ranks: int, spoiled: dict, **changes: Any) -> tuple:
+        return training_case(ranks, {**base, **changes}, folder / name, spoiled, rank=1)
 
     cases = {
         "nan": case("nan", 2, {"3": "nan_loss"}, max_steps=5),

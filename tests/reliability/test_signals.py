@@ -19,8 +19,8 @@ import pytest
 
 from model.errors import UserError
 from tests import programs
+from tests.reliability.conftest import assert_equal_runs, stop_when
 from tests.reliability.launching import clean_environment, launch
-from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import PRECISIONS, ROOT, metrics, run
 from train import launch as launch_module
 from train import phase, train, trainer

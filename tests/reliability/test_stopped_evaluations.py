@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.stopping import stop_when
+from tests.reliability.conftest import stop_when
 from tests.train.runs import metrics, run
 from train.checkpoint.files import committed, read_state
 from train.monitor import fp8_alarms, signals

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.reliability.conftest import assert_equal_runs
 from tests.reliability.launching import clean_environment, launch
-from tests.reliability.stopping import assert_equal_runs
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics
 from train.checkpoint.files import committed, read_state

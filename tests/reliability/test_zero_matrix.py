@@ -17,7 +17,7 @@ import pytest
 from model.errors import UserError
 from model.variants import VARIANTS
 from test_fp8.common.cases import Case
-from tests.reliability.launching import run_cases
+from tests.reliability.launching import run_cases, training_case
 from tests.train.runs import ROOT, metrics
 from train.config.load import build_arguments
 from train.preflight.check import check
@@ -141,13 +141,8 @@ def test_two_ranks_train_like_one(name: str, settings: dict[str, Any], tmp_path:
     if is_refused(config):
         return
     folders = {ranks: tmp_path / f"on_{ranks}" for ranks in (RANKS, 1)}
-    found = run_cases(
-        tmp_path / "results",
-        [
-            (ranks, "whole_run", {"settings": config | {"output_dir": str(folder)}, "spoiled": {}})
-            for ranks, folder in folders.items()
-        ],
-    )
+    cases = [training_case(ranks, config, folder) for ranks, folder in folders.items()]
+    found = run_cases(tmp_path / "results", cases)
     assert all(result["error"] is None for results in found for result in results)
     two, one = ([m for m in metrics(folder) if "loss" in m] for folder in folders.values())
     assert len(two) == STEPS and [m["tokens"] for m in two] == [m["tokens"] for m in one]

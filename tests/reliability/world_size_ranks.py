@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -14,10 +14,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch.distributed import distributed_c10d
 
 from model.fp8.state import fp8_state
-from tests.reliability.number_ranks import spoil
+from tests.reliability.number_ranks import hash_tensors
 from train import phase
 from train import run as training
-from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
@@ -88,12 +87,10 @@ class Watched:
 
     Each rank R writes samples_R.json, a list of [step of this process, micro-batch, sample hash, micro-batch loss], and
     timeouts_R.json, the result of `group_timeouts`.
-
-    spoiled_step: a step in which the loss is ten times as large.
     """
 
-    def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0, spoiled_step: int = 0):
-        self.folder, self.keep, self.spoiled = folder, keep_after_step, spoiled_step
+    def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0):
+        self.folder, self.keep = folder, keep_after_step
         self.args = resolve_arguments(build_arguments(settings), dist.get_world_size())
         self.engine: Any = None
         self.precision: Any = None
@@ -122,29 +119,28 @@ class Watched:
             self.calls += 1
             accumulation = self.args.gradient_accumulation_steps or 1
             number, last = -(-self.calls // accumulation), self.calls % accumulation == 0
-            spoil("large_loss" if number == self.spoiled else None)
             loss = call(step, batch, index)
-            spoil(None)
-            self.samples += [(number, index, _digest(row), float(loss)) for row in batch.input_ids]
+            self.samples += [
+                (number, index, hash_tensors([row])[:16], float(loss)) for row in batch.input_ids
+            ]
             self.precision = step.precision
             if last and number == self.keep:
                 self.dump("kept", step.precision)
             return loss
 
-        phase.build_engine, MicroStep.__call__ = built, micro_step
-        phase.load_checkpoint = rollback.load_checkpoint = loaded
         Path(self.args.output_dir or "").mkdir(
             parents=True, exist_ok=True
         )  # which the lock of train.py has done
-        try:
+        with (
+            mock.patch.object(phase, "build_engine", built),
+            mock.patch.object(phase, "load_checkpoint", loaded),
+            mock.patch.object(MicroStep, "__call__", micro_step),
+        ):
             training.run_training(self.args)
-            if self.loaded_from is not None:
-                with suppress_prints():
-                    load_checkpoint(self.engine, self.loaded_from, self.precision)
-                self.dump("again", self.precision)
-        finally:
-            phase.build_engine, MicroStep.__call__ = build, call
-            phase.load_checkpoint = rollback.load_checkpoint = load_checkpoint
+        if self.loaded_from is not None:
+            with suppress_prints():
+                load_checkpoint(self.engine, self.loaded_from, self.precision)
+            self.dump("again", self.precision)
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
         (self.folder / f"timeouts_{dist.get_rank()}.json").write_text(json.dumps(group_timeouts()))
 
@@ -154,12 +150,8 @@ class Watched:
             torch.save(state, self.folder / f"{name}.pt")
 
 
-def _digest(row: torch.Tensor) -> str:
-    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16]
-
-
-def watched_run(folder: str, settings: dict, **options: int) -> None:
+def watched_run(folder: str, settings: dict, keep_after_step: int = 0) -> None:
     """Run a training with `Watched` and write its records to `folder`."""
     Path(folder).mkdir(exist_ok=True)
-    Watched(Path(folder), settings, **options).run()
+    Watched(Path(folder), settings, keep_after_step).run()
     dist.barrier()

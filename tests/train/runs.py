@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from model.te_reference import gemm, quantize
 from train import run as training
@@ -41,6 +44,14 @@ def curve(output_dir: Path) -> list[tuple]:
         for m in metrics(output_dir)
         if "loss" in m
     ]
+
+
+def tensors(output_dir: Path, step: int) -> list[Any]:
+    """Return all numbers in a checkpoint: weights, optimizer state, FP8 state and states of random generators."""
+    files = sorted((output_dir / f"checkpoints/step-{step:08d}").glob("*.pt"))
+    found = tree_leaves([torch.load(file, weights_only=False) for file in files])
+    found = [leaf.flatten().tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+    return [leaf for leaf in found if isinstance(leaf, int | float | list)]
 
 
 PRECISIONS = {

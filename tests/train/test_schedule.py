@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._pytree import tree_leaves
 
 from model.checks.startup import StartupCheckError
 from model.fp8.precision import PrecisionError
 from tests.conftest import refused
-from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
+from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run, tensors
 from train import phase
 from train import run as training
 from train.checkpoint.files import read_state
@@ -24,14 +22,6 @@ from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 START = "checkpoints/step-00000003"
-
-
-def tensors(folder: Path, step: int) -> list[Any]:
-    """All numbers in a checkpoint's files with weights, optimizer, FP8 state and random generators."""
-    files = sorted((folder / f"checkpoints/step-{step:08d}").glob("*.pt"))
-    found = tree_leaves([torch.load(file, weights_only=False) for file in files])
-    found = [leaf.flatten().tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-    return [leaf for leaf in found if isinstance(leaf, int | float | list)]
 
 
 def test_phase_change_equals_stop_and_resume(settings: dict, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import torch
 
 from model.graphs import _Captured
 from tests.train.engine.test_speed import graphs_on_tapes
-from tests.train.runs import PRECISIONS, curve, run
-from tests.train.test_schedule import tensors
+from tests.train.runs import PRECISIONS, curve, run, tensors
 from train import phase
 from train.monitor import signals
 from train.trainer import Trainer

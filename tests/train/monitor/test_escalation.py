@@ -12,9 +12,8 @@ import torch
 
 from model.fp8 import te_backend
 from model.fp8.precision import PrecisionError
-from tests.reliability.launching import run_cases
-from tests.train.runs import PRECISIONS, curve, metrics, run
-from tests.train.test_schedule import tensors
+from tests.reliability.launching import run_cases, training_case
+from tests.train.runs import PRECISIONS, curve, metrics, run, tensors
 from train.checkpoint.files import read_state
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, resolve_arguments
@@ -232,9 +231,12 @@ def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
     start = str(whole / "checkpoints/step-00000003")
     cases = []
     for folder, resume_from, ranks in ((whole, "never", 2), (again, start, 2), (alone, start, 1)):
-        of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
-        config = settings | of_folder | ({"gradient_accumulation_steps": 4} if ranks == 1 else {})
-        cases.append((ranks, "whole_run", {"settings": config, "spoiled": {}}))
+        config = {
+            **settings,
+            "resume_from_checkpoint": resume_from,
+            "gradient_accumulation_steps": 4 // ranks,
+        }
+        cases.append(training_case(ranks, config, folder))
     found = run_cases(tmp_path / "results", cases)
     assert found == [[{"error": None}] * ranks for ranks, *_ in cases]
     up = path_of(whole)
