@@ -21,9 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fp8_inference_demo.completions import Request
 from fp8_inference_demo.errors import InferenceError
-from fp8_inference_demo.session import Session
+from fp8_inference_demo.session import Request, Session
 from fp8_inference_demo.text import read_text
 
 PROMPT = "> "
@@ -119,7 +118,9 @@ def hold_conversation(session: Session) -> None:
     """
     session.load(None, 1)
     length = session.engine.max_length
-    max_tokens = max(length - session.options.max_new_tokens, length // 2)  # maximum number of prompt tokens
+    max_tokens = max(
+        length - session.arguments.max_new_tokens, length // 2
+    )  # maximum number of prompt tokens
     text = ""
     for number, line in enumerate(read_typed_prompts()):
         text += ("\n" if text and not text.endswith("\n") else "") + line

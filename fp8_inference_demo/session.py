@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, and stream answers to standard output."""
+"""Load a model and its tokenizer, complete batches of prompts, and stream answers to standard output."""
 
 from __future__ import annotations
 
@@ -6,20 +6,69 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fp8_inference_demo.completions import Completion, Options, Request, complete
 from fp8_inference_demo.engine import Engine, Generation, Timing
 from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampling, row_seed
-from fp8_inference_demo.text import encode, load_tokenizer
+from fp8_inference_demo.text import StopStrings, TextStream, encode, eos_tokens, load_tokenizer
 from model.config import load_config, trained_length
 from model.hf_folder import find_weights
 from model.terminal import escape_controls
 
 BATCH_SIZE = 16
 CONTEXT_TOKENS = 4096  # default if neither the prompt lengths nor the trained sequence length are known
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request for one completion: the token ids of a prompt and the seed for sampling."""
+
+    ids: list[int]
+    seed: int
+
+
+class Completion:
+    """State of one completion while it is generated, and its result.
+
+    finish_reason: "stop" after EOS or a stop string. "length" after max_new_tokens, at the end of the context, or if
+        the callback `on_text` stopped the batch. None while tokens are generated.
+    tokens: number of new tokens, including EOS.
+    text: updated after each token if `updates_text` is True or stop strings are set, otherwise only at the end.
+        Decoding after each token costs CPU time, which can exceed the time that the GPU needs to generate the token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str], eos: set[int], updates_text: bool
+    ):
+        self.text = ""
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self._stream = TextStream(tokenizer, prompt)
+        self._stops = StopStrings(stop)
+        self._eos = eos
+        self._grows = updates_text or bool(stop)
+
+    def push(self, token: int) -> None:
+        self.tokens += 1
+        if token in self._eos:
+            self.finish("stop")
+            return
+        self._stream.add(token)
+        if self._grows:
+            self.text += self._stops.push(self._stream.piece())
+        if self._stops.found:
+            self.finish_reason = "stop"
+
+    def finish(self, reason: str) -> None:
+        """Set finish_reason and append the text that was held back as a possible start of a stop string."""
+        self.text += self._stops.push(self._stream.rest())
+        if not self._stops.found:
+            self.text += self._stops.held
+        self.finish_reason = "stop" if self._stops.found else reason
 
 
 class Session:
@@ -35,17 +84,12 @@ class Session:
         self.tokenizer = load_tokenizer(folder)
         find_weights(folder, self.config)
         self.timing = Timing()  # total of all batches
-        self.options = Options(
-            Sampling(
-                arguments.temperature,
-                arguments.top_k,
-                arguments.top_p,
-                arguments.min_p,
-                arguments.repetition_penalty,
-            ),
-            arguments.max_new_tokens,
-            tuple(arguments.stop),
-            arguments.ignore_eos,
+        self.sampling = Sampling(
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.min_p,
+            arguments.repetition_penalty,
         )
 
     def encode(self, prompt: str, name: str) -> list[int]:
@@ -66,7 +110,7 @@ class Session:
         longest: number of tokens in the longest prompt, or None if unknown.
         """
         trained = trained_length(self.config)
-        needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.options.max_new_tokens
+        needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.arguments.max_new_tokens
         return self.arguments.max_length or min(needed, trained or self.config.max_position_embeddings)
 
     def check_length(self, ids: Sequence[int], name: str, max_tokens: int | None = None) -> None:
@@ -108,8 +152,43 @@ class Session:
         requests: Sequence[Request],
         on_text: Callable[[Sequence[Completion]], bool] | None = None,
     ) -> tuple[list[Completion], Generation]:
-        """Complete one batch of requests and add its time to the total."""
-        completions, run = complete(self.engine, self.tokenizer, requests, self.options, on_text)
+        """Complete one batch of requests and add its time to the total.
+
+        Return the completions, and the batch's `Generation` with its timing.
+
+        on_text: called with the completions so far after each token, and at the end. If it returns True, generation
+        stops for the whole batch.
+
+        Raises EngineError if the logits are not finite, or if a prompt is empty or fills the context.
+        """
+        eos = set() if self.arguments.ignore_eos else eos_tokens(self.tokenizer, self.config)
+        run = self.engine.generate(
+            [request.ids for request in requests],
+            self.sampling,
+            [request.seed for request in requests],
+            self.arguments.max_new_tokens,
+        )
+        completions = [
+            Completion(
+                self.tokenizer, request.ids, self.arguments.stop, eos, updates_text=on_text is not None
+            )
+            for request in requests
+        ]
+        for step in run:
+            for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
+                if token is None or completion.finish_reason:
+                    continue
+                completion.push(token)
+                if completion.finish_reason:
+                    run.stop(row)
+            if on_text is not None and on_text(completions):
+                for row in range(len(completions)):
+                    run.stop(row)
+        for completion in completions:
+            if not completion.finish_reason:
+                completion.finish("length")
+        if on_text is not None:
+            on_text(completions)
         self.timing.add(run.timing)
         return completions, run
 

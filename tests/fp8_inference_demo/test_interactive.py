@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.session import Completion
 from fp8_inference_demo.text import TextStream
 from tests.fp8_inference_demo.conftest import Demo, Output
 

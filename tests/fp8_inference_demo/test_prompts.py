@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fp8_inference_demo import completions, text
+from fp8_inference_demo import text
+from fp8_inference_demo.session import Session
 from tests.fp8_inference_demo.conftest import Demo, Output, refuse
 
 TEXTS = ["def main", "return the", "", "the value of the thing", "東京", "import"]
@@ -58,14 +59,14 @@ def test_output_file_is_written_line_by_line(
     command: list[object], out: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the third batch; a batch of 4 rows has 1 1/3 prompts."""
-    calls, complete = itertools.count(), completions.complete
+    calls, complete = itertools.count(), Session.complete
 
     def interrupted(*arguments: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return complete(*arguments)
 
-    monkeypatch.setattr("fp8_inference_demo.session.complete", interrupted)
+    monkeypatch.setattr(Session, "complete", interrupted)
     assert demo(*command) == 130
     partial = out.read_bytes()
     refuse(*command, code="exists", key="--output")

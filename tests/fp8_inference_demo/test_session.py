@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from fp8_inference_demo import fp8_inference
-from fp8_inference_demo.completions import Completion, Options, Request
 from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Printer, Session
@@ -25,10 +23,9 @@ def session_of(folder: Path, *options: object) -> Session:
 
 def test_options_are_passed_to_sampling(folder: Path) -> None:
     given = ("--temperature", 0.3, "--top_k", 7, "--top_p", 0.6, "--min_p", 0.2, "--repetition_penalty", 1.4)
-    session = session_of(folder, *given, "--max_new_tokens", 9, "--stop", "a", "--stop", "b", "--ignore_eos")
     sampling = Sampling(temperature=0.3, top_k=7, top_p=0.6, min_p=0.2, repetition_penalty=1.4)
-    assert session.options == Options(sampling, max_new_tokens=9, stop=("a", "b"), ignore_eos=True)
-    assert session_of(folder).options == Options(Sampling(), max_new_tokens=128, stop=(), ignore_eos=False)
+    assert session_of(folder, *given).sampling == sampling
+    assert session_of(folder).sampling == Sampling()
 
 
 def test_context_length(folder: Path) -> None:
@@ -77,8 +74,13 @@ def test_completion_text_grows_with_callback(folder: Path, stop: tuple[str, ...]
     assert session.timing.decode_tokens == 2 * run.timing.decode_tokens == 14, "of all batches"
 
 
-def test_eos_ends_a_completion(tokenizer: PreTrainedTokenizerFast) -> None:
-    completion = Completion(tokenizer, Request([1], 0), Options(Sampling(), 7), {2}, False)
-    for token in (5, 6, 7, 2):
-        completion.push(token)
-    assert (completion.tokens, completion.finish_reason) == (4, "stop")
+@pytest.mark.parametrize(("options", "tokens", "reason"), [((), 1, "stop"), (("--ignore_eos",), 8, "length")])
+def test_eos_ends_a_completion(folder: Path, options: tuple[str, ...], tokens: int, reason: str) -> None:
+    """Unless --ignore_eos is given. Here, the first generated token is EOS."""
+    session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 8, *options)
+    session.load(4, 1)
+    (request,) = session.requests(0, [1, 5])
+    first = next(iter(session.engine.generate([request.ids], session.sampling, [request.seed], 1)))
+    session.config.eos_token_id = first[0]
+    (completion,), _ = session.complete([request])
+    assert (completion.tokens, completion.finish_reason) == (tokens, reason)
