@@ -47,12 +47,6 @@ def tokens(engine: Engine, rows: list[list[int]], new: int, sampling: Sampling =
     return out
 
 
-def greedy(model: MistralForCausalLM, row: list[int], answer: list[int]) -> list[int]:
-    """What transformers has after the prompt and after each token of the answer."""
-    logits = model(torch.tensor([row + answer])).logits[0]
-    return logits[len(row) - 1 : -1].argmax(-1).tolist()
-
-
 @torch.no_grad()
 def test_greedy_tokens_equal_transformers(model: Model) -> None:
     """Prompts and answers are longer than the window of 24 tokens."""

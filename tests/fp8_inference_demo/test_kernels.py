@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from types import ModuleType
 
 import pytest
@@ -75,6 +76,18 @@ def decoded(
     return logits, forward
 
 
+def random_weight(rows: int, columns: int, groups: int = 1) -> Matrix:
+    """Return FP8 weights with `groups` scales per row."""
+    stored = quantize_rows(torch.randn(rows, columns, device="cuda"))
+    return Matrix(stored.codes, (stored.scale * torch.rand(rows, groups, device="cuda")).contiguous())
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    """Return fp8_inference_demo.kernels, which can be imported only with Triton."""
+    return importlib.import_module("fp8_inference_demo.kernels")
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.float() - expected).norm() / expected.norm()).item()
 
@@ -133,54 +146,47 @@ def test_prefill_is_as_accurate_as_torch(precision: str) -> None:
 
 @pytest.mark.parametrize("C", [256, 384, 2048, 4096])
 @pytest.mark.parametrize("kind", ["add", "swiglu"])
-def test_single_row_uses_two_fp8_digits(kind: str, C: int) -> None:
+def test_single_row_uses_two_fp8_digits(kernels: ModuleType, kind: str, C: int) -> None:
     """Against float64: no worse than an x in bf16 is. 100 rows are no multiple of what a program has."""
-    from fp8_inference_demo.kernels import one_row
-
     generator = torch.Generator("cuda").manual_seed(C)
     noise = torch.randn(200, C, generator=generator, device="cuda") * 0.05
     codes = quantize_rows(noise if kind == "swiglu" else noise[:100])
     weight = Matrix(codes.codes, codes.scale)
-    assert one_row._by_digits(2 if kind == "swiglu" else 1, C)
+    assert kernels.one_row._by_digits(2 if kind == "swiglu" else 1, C)
     x = torch.randn(1, C, generator=generator, device="cuda").bfloat16()
     x[0, :8] = torch.logspace(-6, 2, 8, device="cuda")
     norm, residual = torch.rand(C, device="cuda").bfloat16(), torch.randn(1, 100, device="cuda").bfloat16()
     out = torch.full((1, 100), float("nan"), dtype=torch.float32, device="cuda")
     wide, matrix = x.double(), weight.dequantize(torch.float32).double()
     if kind == "swiglu":
-        one_row._product(1e-5, 2, x, weight, out, norm)
+        kernels.one_row._product(1e-5, 2, x, weight, out, norm)
         wide = wide * (wide.square().mean() + 1e-5).rsqrt() * norm.double()
         gate, up = (wide @ matrix.T).chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     else:
-        one_row._product(1e-5, 1, x, weight, out, residual=residual)
+        kernels.one_row._product(1e-5, 1, x, weight, out, residual=residual)
         expected = wide @ matrix.T + residual.double()
     assert error(out, expected) < 2**-9
 
 
 @pytest.mark.parametrize("kind", ["add", "swiglu"])
-def test_nan_propagates(kind: str) -> None:
-    from fp8_inference_demo.kernels import one_row
-
-    codes = quantize_rows(torch.randn(32, 512, device="cuda"))
+def test_nan_propagates(kernels: ModuleType, kind: str) -> None:
     x = torch.randn(1, 512, device="cuda").bfloat16()
     x[0, 300] = float("nan")
     out, norm = (
         torch.zeros(1, 16, dtype=torch.bfloat16, device="cuda"),
         torch.ones(512, device="cuda").bfloat16(),
     )
-    weight = Matrix(codes.codes, codes.scale)
+    weight = random_weight(32, 512)
     if kind == "swiglu":
-        one_row._product(1e-5, 2, x, weight, out, norm)
+        kernels.one_row._product(1e-5, 2, x, weight, out, norm)
     else:
         out = torch.zeros(1, 32, dtype=torch.bfloat16, device="cuda")
-        one_row._product(1e-5, 1, x, weight, out, residual=out.clone())
+        kernels.one_row._product(1e-5, 1, x, weight, out, residual=out.clone())
     assert out.isnan().all()
 
 
-def test_row_quantization_equals_torch() -> None:
-    from fp8_inference_demo import kernels
-
+def test_row_quantization_equals_torch(kernels: ModuleType) -> None:
     x = (
         torch.randn(40, 512, device="cuda").bfloat16()
         * torch.logspace(-4, 4, 40, device="cuda")[:, None].bfloat16()
@@ -195,9 +201,8 @@ def test_row_quantization_equals_torch() -> None:
 
 
 @pytest.mark.parametrize("digits", [1, 2])
-def test_row_quantization_with_nan(digits: int) -> None:
+def test_row_quantization_with_nan(kernels: ModuleType, digits: int) -> None:
     """A NaN must reach the logits, where it is looked for."""
-    from fp8_inference_demo import kernels
     from fp8_inference_demo.kernels.rows import swiglu_rows
 
     x = torch.randn(2, 512, device="cuda").bfloat16()
@@ -205,8 +210,7 @@ def test_row_quantization_with_nan(digits: int) -> None:
     codes, scales = kernels.rows(x[:1].contiguous(), digits)
     assert scales is not None
     assert error((codes.float() * scales).sum(0), x[:1].float()) < 0.03
-    stored = quantize_rows(torch.randn(64, 512, device="cuda"))
-    weight = Matrix(stored.codes, stored.scale)
+    weight = random_weight(64, 512)
     out = kernels.gemm(kernels.rows(x, digits), weight).float().sum(0)
     assert out[0].isfinite().all() and out[1].isnan().all()
     halves = torch.randn(1, 1, 1024, device="cuda").bfloat16()
@@ -217,12 +221,8 @@ def test_row_quantization_with_nan(digits: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 200])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gemm_equals_product_of_codes(rows: int, groups: int) -> None:
-    from fp8_inference_demo import kernels
-
-    stored = quantize_rows(torch.randn(1008, 512, device="cuda"))
-    scale = stored.scale * torch.rand(1008, groups, device="cuda")
-    weight = Matrix(stored.codes, scale.contiguous())
+def test_gemm_equals_product_of_codes(kernels: ModuleType, rows: int, groups: int) -> None:
+    weight = random_weight(1008, 512, groups)
     codes, scales = kernels.rows(torch.randn(rows, 512, device="cuda").bfloat16(), 1)
     assert scales is not None
     x = codes[0].double() * scales[0].double()
@@ -235,23 +235,22 @@ def test_gemm_equals_product_of_codes(rows: int, groups: int) -> None:
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [2, 5, 64, 130])
-def test_gemm_quantizes_rows_like_rows_kernel(rows: int, groups: int, digits: int) -> None:
+def test_gemm_quantizes_rows_like_rows_kernel(
+    kernels: ModuleType, rows: int, groups: int, digits: int
+) -> None:
     """What SwiGLU's product says of its rows, and the next product makes of that; a NaN stays in its row."""
-    from fp8_inference_demo import kernels
-    from fp8_inference_demo.kernels.common import Late
-
-    stored = quantize_rows(torch.randn(1024, 512, device="cuda"))
-    weight = Matrix(stored.codes, (stored.scale * torch.rand(1024, groups, device="cuda")).contiguous())
+    weight = random_weight(1024, 512, groups)
     x = torch.randn(rows, 512, device="cuda").bfloat16()
     x[-1, 3] = float("nan")
     largest = torch.zeros(rows, dtype=torch.int32, device="cuda")
     inner = kernels.swiglu_gemm(kernels.rows(x, digits), weight, digits, largest)
     expected = reference.swiglu(kernels.gemm(kernels.rows(x, digits), weight).float().sum(0))
-    down = Matrix(stored.codes[:512], weight.scale[:512].contiguous())
+    assert weight.scale is not None
+    down = Matrix(weight.values[:512], weight.scale[:512].contiguous())
     if rows == 130:  # more than the kernel takes: rows as ever
-        assert not isinstance(inner, Late)
+        assert not isinstance(inner, kernels.common.Late)
     else:
-        assert isinstance(inner, Late)
+        assert isinstance(inner, kernels.common.Late)
         assert error(inner.values[:-1], expected[:-1]) < 4e-3 and inner.values[-1].isnan().all()
         bits = inner.values.float().abs().view(torch.int32).amax(1)
         assert torch.equal(largest[:-1], bits[:-1]) and largest[-1:].view(torch.float32).isnan()
@@ -261,11 +260,8 @@ def test_gemm_quantizes_rows_like_rows_kernel(rows: int, groups: int, digits: in
 
 
 @pytest.mark.parametrize("rows", [1, 3, 140])
-def test_attention_returns_row_maximum(rows: int) -> None:
+def test_attention_returns_row_maximum(kernels: ModuleType, rows: int) -> None:
     """Split over programs, and (140) not; and it leaves the token's key and value in the cache."""
-    from fp8_inference_demo import kernels
-    from fp8_inference_demo.kernels.common import Late
-
     cache = [torch.randn(rows, 2, 300, 64, device="cuda").bfloat16() for _ in range(2)]
     qkv = torch.randn(1, rows, 12 * 64, device="cuda").bfloat16()
     turns = torch.rand(300, 32, device="cuda"), torch.rand(300, 32, device="cuda")
@@ -276,16 +272,14 @@ def test_attention_returns_row_maximum(rows: int) -> None:
     theirs = [part.clone() for part in cache]
     expected, _ = reference.attend_cache(qkv[0], turns, positions, *theirs, 8, 70, 0)
     found = kernels.attend_cache(qkv, turns, positions, *cache, 8, 70, 1, arrived, largest)
-    assert isinstance(found, Late) and error(found.values, expected) < 1e-2
+    assert isinstance(found, kernels.common.Late) and error(found.values, expected) < 1e-2
     assert torch.equal(largest, found.values.float().abs().view(torch.int32).amax(1)) and not arrived.any()
     for ours, wanted in zip(cache, theirs, strict=True):
         assert error(ours, wanted) < 1e-3
 
 
 @pytest.mark.parametrize("vocabulary", [80, 20000])
-def test_greedy_step_equals_sampler(vocabulary: int) -> None:
-    from fp8_inference_demo import kernels
-
+def test_greedy_step_equals_sampler(kernels: ModuleType, vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary, device="cuda")
     logits[1, 3], logits[2, 7], logits[3] = float("nan"), float("inf"), -float("inf")
     sampler = Sampler(Sampling(temperature=0), 5, 9, vocabulary, "cuda")

@@ -36,8 +36,8 @@ def sampling(**options: float) -> Sampling:
     return Sampling(**dict(dict(temperature=1.0, top_k=0), **options))  # type: ignore[arg-type]
 
 
-def logits_of(tokens: int = 40) -> Tensor:
-    return 2 * torch.randn(tokens, generator=torch.Generator().manual_seed(0))
+def logits_of() -> Tensor:
+    return 2 * torch.randn(40, generator=torch.Generator().manual_seed(0))
 
 
 def transformers_probabilities(logits_V: Tensor, wanted: Sampling, prompt: list[int]) -> Tensor:
