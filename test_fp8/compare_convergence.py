@@ -175,10 +175,9 @@ def read_records(folder: Path) -> list[Result]:
     return list(records.values())
 
 
-def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps and the values of all records that contain `key`, as two lists."""
-    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-    return [step for step, _ in points], [value for _, value in points]
+def by_step(records: Sequence[Result], key: str) -> dict[int, float]:
+    """Return the value of `key` by step, for all records that contain it."""
+    return {r["step"]: r[key] for r in records if r.get(key) is not None}
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
@@ -187,7 +186,7 @@ def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
     A log interval with less than half of the median speed is assumed to include compilation or graph capture. Its time
     is therefore estimated from the median speed.
     """
-    median = statistics.median(column(records, "tokens_per_second")[1])
+    median = statistics.median(by_step(records, "tokens_per_second").values())
     found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
     for record in records:
         if rate := record.get("tokens_per_second"):
@@ -240,7 +239,7 @@ def loss_differences(own: Sequence[Result], base: Sequence[Result], windows: int
     loss. The standard error is None for a window of one step. All windows together cover many more tokens than an
     evaluation. Both runs must train on the same samples.
     """
-    losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
+    losses = [by_step(training, "loss") for training in (own, base)]
     steps = [step for step in losses[0] if step in losses[1]]
     count = min(windows, len(steps))
     found = {}
@@ -279,38 +278,37 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 
     same_steps: whether the losses can be compared step by step.
     """
-    steps, losses = column(own, "loss")
-    eval_steps, eval_losses = column(own, "eval_loss")
-    base_losses = dict(zip(*column(base, "eval_loss"), strict=True)) if same_steps else {}
+    losses, eval_losses = by_step(own, "loss"), by_step(own, "eval_loss")
+    base_losses = by_step(base, "eval_loss") if same_steps else {}
     differences = loss_differences(own, base, WINDOWS) if same_steps else {}
     own_speed = speed(own)
     return {
         "row": case.name,
         "overrides": {key: strip_folders(value) for key, value in case.overrides.items()},
         "seed": config.seed,
-        "loss": losses[-1],
-        "eval_loss": eval_losses[-1],
-        "eval_difference_percent": percent(eval_losses[-1], base[-1]["eval_loss"]),
+        "loss": [*losses.values()][-1],
+        "eval_loss": own[-1]["eval_loss"],
+        "eval_difference_percent": percent(own[-1]["eval_loss"], base[-1]["eval_loss"]),
         "last_tenth": [*loss_differences(own, base, 10).values()][-1] if same_steps else None,
-        "skipped_steps": int(max(column(own, "skipped_steps")[1], default=0)),
+        "skipped_steps": int(max(by_step(own, "skipped_steps").values(), default=0)),
         "tokens_per_second": own_speed,
         "speed_to_baseline": own_speed / speed(base),
         "equal_loss": equal_loss(own, base),
-        "memory_gib": max(column(own, "memory_gib")[1], default=None),
+        "memory_gib": max(by_step(own, "memory_gib").values(), default=None),
         "health": health(own),
         "curves": {
-            "step": steps,
-            "loss": losses,
+            "step": [*losses],
+            "loss": [*losses.values()],
             "grad_norm": [r.get("grad_norm") for r in own if r.get("loss") is not None],
             "difference_step": list(differences),
             "difference_percent": [window["mean_percent"] for window in differences.values()],
             "difference_standard_error": [window["standard_error"] for window in differences.values()],
-            "eval_step": eval_steps,
-            "eval_loss": eval_losses,
+            "eval_step": [*eval_losses],
+            "eval_loss": [*eval_losses.values()],
             "eval_seconds": [seconds for seconds, _ in evaluations(own)],
             "eval_difference_percent": [
                 percent(loss, base_losses[step]) if step in base_losses else None
-                for step, loss in zip(eval_steps, eval_losses, strict=True)
+                for step, loss in eval_losses.items()
             ],
         },
     }

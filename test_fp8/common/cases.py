@@ -76,13 +76,12 @@ def parse_cases(
     return cases
 
 
-def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> list[Case]:
+def select(patterns: Sequence[str], cases: Mapping[str, Case]) -> list[Case]:
     """Return the benchmark cases whose name matches one of the patterns, in the order of `cases`.
 
-    patterns: case names, which may contain the wildcards * and ?. option: the command-line option with the patterns,
-    for error messages. Raises CaseError if a pattern matches no case.
+    patterns: values of --rows, which may contain the wildcards * and ?. Raises CaseError if a pattern matches no case.
     """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
-            raise CaseError(f"{option} {pattern}: no case matches this name; choose from {', '.join(cases)}")
+            raise CaseError(f"--rows {pattern}: no case matches this name; choose from {', '.join(cases)}")
     return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

@@ -114,7 +114,7 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[Case, dict[Setting, 
     """
     added = parse_cases(options.row, PRESETS, CASE_KEYS)
     cases = PRESETS | added
-    selected = select([*options.rows, *added], cases, "--rows")
+    selected = select([*options.rows, *added], cases)
     found = [(case, candidate_settings(case, options)) for case in selected]
     if rank_env.world_size() > 1:
         for case, settings in found:

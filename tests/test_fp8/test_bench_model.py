@@ -147,7 +147,7 @@ def test_presets_are_valid_configurations() -> None:
         assert (arguments.precision.compute == "bf16") is ("bf16" in case.name)
     assert not any(vars(configured(PRESETS["te_layer_fp8_delayed_off"]).speed).values())
     for patterns in (bench_cases.DEFAULT_ROWS, bench_cases.CPU_ROWS):
-        assert select(patterns, PRESETS, "--rows")
+        assert select(patterns, PRESETS)
 
 
 def series(name: str, *ms: float) -> Series:
@@ -214,12 +214,12 @@ def test_wrong_model_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert torch.cuda.is_available() or results["graphs"]["failed"] is False
 
 
-def unchecked(monkeypatch: pytest.MonkeyPatch, length: int = 64) -> Conditions:
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> Conditions:
     """Conditions of a model that nothing is compared with."""
     facts = {"logits_error": 0.0, "fp8_modules": 28, "attention": "torch SDPA", "startup_checks": []}
     monkeypatch.setattr(bench, "check_case", lambda *_: dict(facts))
     monkeypatch.setattr(bench, "loss_error", lambda *_: 0.0)
-    ids = torch.zeros(2, length, dtype=torch.int64)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
     return Conditions(None, Reference({}, torch.empty(0), []), Batch(ids, ids), 0.0)
 
 
@@ -269,9 +269,6 @@ def test_benchmark(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("process_group")
 def test_benchmark_on_gpu(tmp_path: Path) -> None:
     run_program(tmp_path)
-
-
-NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -90,9 +90,9 @@ def test_parse_cases() -> None:
         with pytest.raises(CaseError):
             parse_cases([given], ["taken"], allowed)
     assert parse_cases([["mine", "learning_rate=1"]], [])["mine"].overrides == {"learning_rate": "1"}
-    assert [case.name for case in select(["m*"], cases, "--rows")] == ["mine"]
+    assert [case.name for case in select(["m*"], cases)] == ["mine"]
     with pytest.raises(CaseError):
-        select(["mine", "x*"], cases, "--rows")
+        select(["mine", "x*"], cases)
 
 
 BAD_ARGUMENTS = {

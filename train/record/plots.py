@@ -17,13 +17,13 @@ CURVES = (
     ("grad_norm", "gradient norm", 1.5),
     ("tokens_per_second", "tokens/s", 1.5),
 )
-# Panels of health.png: title, minimum and maximum of the color scale, whether it is logarithmic.
+# Panels of health.png: title, minimum and maximum of the logarithmic color scale.
 PANELS = {
-    "underflow": ("becomes 0", 1e-5, 1.0, True),
-    "saturated": ("saturates", 1e-7, 1e-1, True),
-    "range": ("amax x scale / largest value", 1e-3, 1e1, True),
-    "error": ("relative error", 0.02, 0.5, True),
-    "kurtosis": ("kurtosis", 1.0, 1e4, True),
+    "underflow": ("becomes 0", 1e-5, 1.0),
+    "saturated": ("saturates", 1e-7, 1e-1),
+    "range": ("amax x scale / largest value", 1e-3, 1e1),
+    "error": ("relative error", 0.02, 0.5),
+    "kurtosis": ("kurtosis", 1.0, 1e4),
 }
 
 
@@ -141,12 +141,13 @@ def _draw_panel(
     A cell spans the steps since the previous sample.
     """
     import numpy as np
-    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.colors import LogNorm
 
-    _, low, high, is_logarithmic = PANELS[statistic]
-    norm = (LogNorm if is_logarithmic else Normalize)(low, high, clip=True)
+    _, low, high = PANELS[statistic]
     table = np.maximum(np.array([*rows.values()], dtype=float), low)
-    image = axis.pcolormesh([0, *steps], range(len(table) + 1), table, norm=norm, cmap="viridis")
+    image = axis.pcolormesh(
+        [0, *steps], range(len(table) + 1), table, norm=LogNorm(low, high, clip=True), cmap="viridis"
+    )
     axis.invert_yaxis()
     kinds = [kind for kind, _ in rows]
     middles = {kind: kinds.index(kind) + kinds.count(kind) / 2 for kind in kinds}
