@@ -97,7 +97,8 @@ class TextStream:
         # ids[start:done] are already decoded and serve as context for the next ids
         self.start, self.done = 0, len(self.ids)
 
-    def _new_text(self) -> str:
+    def rest(self) -> str:
+        """Return the text since the last piece, even if its last character is incomplete."""
         before, now = (
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for ids in (self.ids[self.start : self.done], self.ids[self.start :])
@@ -109,15 +110,11 @@ class TextStream:
 
     def piece(self) -> str:
         """Return the text completed since the last call, or "" if its last character is still incomplete."""
-        text = self._new_text()
+        text = self.rest()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self.start, self.done = self.done, len(self.ids)
         return text
-
-    def rest(self) -> str:
-        """Return the text that is still held back, even if its last character is incomplete."""
-        return self._new_text()
 
 
 class StopStrings:

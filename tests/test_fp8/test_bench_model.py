@@ -154,12 +154,9 @@ def series(name: str, *ms: float) -> Series:
     """With these measurements of its first setting."""
     one = Series(PRESETS[name], {Setting(b, "auto"): configured(PRESETS[name], b) for b in (2, 4)})
     if ms:
-        one.found[Setting(2, "auto")] = measurements(*ms)
+        facts = {"allocated_gib": 1.0, "reserved_gib": 2.0, "loss_error": 1e-4}
+        one.found[Setting(2, "auto")] = [{"ms": each, **facts} for each in ms]
     return one
-
-
-def measurements(*ms: float) -> list[dict[str, Any]]:
-    return [{"ms": each, "allocated_gib": 1.0, "reserved_gib": 2.0, "loss_error": 1e-4} for each in ms]
 
 
 @pytest.mark.parametrize(
