@@ -121,26 +121,20 @@ def _measured() -> list[list[str]]:
     for name in MEASURED:
         report = json.loads((ROOT / "test_fp8" / "results" / f"{name}.json").read_text(encoding="utf-8"))
         for r in report["results"]:
-            if r["row"] in ROWS:
-                speed = r["tokens_per_second"]
-                figures = (
-                    r["allocated_gib"],
-                    speed,
-                    speed * report["gflop_per_token"] / 1e3,
-                    1e9 / speed / 3600,
-                )
-                shown = [
-                    form.format(figure)
-                    for form, figure in zip(("{:.0f}", "{:,.0f}", "{:,.0f}", "{:.2f}"), figures, strict=True)
+            if r["row"] not in ROWS:
+                continue
+            speed = r["tokens_per_second"]
+            rows.append(
+                [
+                    f"[{report['model']}](../test_fp8/results/{name}.json)",
+                    ROWS[r["row"]],
+                    str(r["micro_batch"]),
+                    f"{r['allocated_gib']:.0f}",
+                    f"{speed:,.0f}",
+                    f"{speed * report['gflop_per_token'] / 1e3:,.0f}",
+                    f"{1e9 / speed / 3600:.2f}",
                 ]
-                rows.append(
-                    [
-                        f"[{report['model']}](../test_fp8/results/{name}.json)",
-                        ROWS[r["row"]],
-                        str(r["micro_batch"]),
-                        *shown,
-                    ]
-                )
+            )
     return rows
 
 
