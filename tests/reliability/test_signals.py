@@ -1,6 +1,9 @@
-"""Tests of stop requests.
+"""Tests of stop requests and of Ctrl-C.
 
-All ranks stop after the same step and save a checkpoint, from which the next start resumes.
+All ranks stop after the same step and save a checkpoint, from which the next start resumes. If an evaluation was
+stopped, the next start repeats it in the precision of its step. During training, the first Ctrl-C requests a stop like
+SIGTERM, and the second terminates the process immediately. Outside of training, the first Ctrl-C terminates the
+process.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,18 +21,17 @@ from typing import Any
 
 import pytest
 
-from model.errors import UserError
 from tests import programs
 from tests.reliability.conftest import assert_equal_runs, stop_when
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import PRECISIONS, ROOT, metrics, run
 from train import launch as launch_module
-from train import phase, train, trainer
+from train import phase, trainer
 from train.checkpoint import save
-from train.checkpoint.files import committed, problems
-from train.checkpoint.save import SaveError
+from train.checkpoint.files import committed, problems, read_state
 from train.launch import parse_arguments, run_ranks
-from train.monitor import signals
+from train.monitor import fp8_alarms, signals
+from train.monitor.lock import process_started
 from train.preflight import check
 
 
@@ -87,6 +90,79 @@ def test_stop_without_checkpoints(settings: dict, handlers: None, monkeypatch: p
     assert not (Path(settings["output_dir"]) / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
+def test_stopped_evaluation_runs_on_resume(
+    settings: dict,
+    tmp_path: Path,
+    handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluation: int,
+    step: int,
+) -> None:
+    """A stopped evaluation is repeated even if the run crashes before the next save, or if no steps are left to train.
+
+    Each evaluation has three batches here.
+    """
+    settings["eval_steps"] = 2
+    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
+    with monkeypatch.context() as patch:
+        stop_when(patch, trainer.Trainer, "_evaluate", evaluation, signal.SIGUSR1)
+        with pytest.raises(signals.Stopped) as stopped:
+            run(settings)
+    assert stopped.value.step == step
+    folder = Path(settings["output_dir"])
+    assert [m.get("eval_loss") for m in metrics(folder) if m["step"] == step] == [None]
+    signals.received.clear()
+    right = trainer.Trainer._evaluate_first
+
+    def crashes(*arguments: Any) -> None:
+        right(*arguments)
+        raise RuntimeError("a crash")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(trainer.Trainer, "_evaluate_first", crashes)
+        run(settings)
+    assert [m.get("eval_loss") is None for m in metrics(folder) if m["step"] == step] == [True, False]
+    run(settings)  # which makes up for it once more
+    evaluated = [m for m in metrics(folder) if m.get("eval_loss") is not None]
+    made_up = [(m["step"], m["eval_loss"]) for m in evaluated]
+    assert all(m["unigram_loss"] > 0 for m in evaluated)
+    expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
+    assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
+    # what was saved since then has none to make up for
+    assert read_state(committed(folder / "checkpoints")[-1]).evaluation_due == (step == 6)
+    assert (folder / "hf/config.json").exists()
+
+
+def test_stopped_evaluation_keeps_its_precision(
+    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated evaluation uses the precision of its step, even if the precision changes after this step.
+
+    The precision changes once because a phase of precision.schedule ends, and once because modules fall back.
+    """
+    schedule = [{"until_step": 2, "compute": "bf16"}, {"on_trouble": "escalate", "recipe": "current"}]
+    settings |= {"eval_steps": 2, "max_steps": 5, "precision": {"health_steps": 3, "schedule": schedule}}
+    # of each gradient more is asked than FP8 can do, at the looks in steps 3 and 4
+    monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
+    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
+    folder = Path(settings["output_dir"])
+    for step, evaluation in ((2, 1), (4, 2)):  # the second start makes up for the first one's
+        with monkeypatch.context() as patch:
+            stop_when(patch, trainer.Trainer, "_evaluate", evaluation, signal.SIGUSR1)
+            with pytest.raises(signals.Stopped) as stopped:
+                run(settings)
+        assert stopped.value.step == step
+        signals.received.clear()
+    run(settings)
+    took_up = [m["step"] for m in metrics(folder) if "fp8_escalations" in m]
+    assert took_up[0] == 4
+    evaluated = [
+        [(m["step"], m["eval_loss"]) for m in metrics(f) if "eval_loss" in m] for f in (whole, folder)
+    ]
+    assert [step for step, _ in evaluated[0]] == [2, 4, 5] and evaluated[1] == evaluated[0]
+
+
 @pytest.mark.process
 def test_stop_request_to_one_rank_stops_all() -> None:
     done = launch(3, "tests/reliability/meeting_ranks.py", "asked", "60")
@@ -133,34 +209,6 @@ def test_launcher_exit_status(tmp_path: Path, script: str, status: int, left: se
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ValueError("of the user"), 2),
-        (UserError("of the user"), 2),
-        (OSError("of the system"), 1),
-        (OSError(5, "I/O"), 1),
-        (OSError(30, "Read-only file system"), 2),
-        (SaveError("of a save"), 2),
-        (SaveError("of a save", is_transient=True), 1),
-        (RuntimeError("of the program"), 1),
-        (signals.Interrupted(), 130),
-        (signals.Interrupted(signals.STOPPED), 75),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_exit_status_of_the_run(monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int) -> None:
-    """The exit status tells the launcher whether to restart. Errors that the user has to fix would occur again."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def fails(argv: list[str]) -> None:
-        raise error
-
-    monkeypatch.setattr(train, "load_arguments", fails)
-    assert train.main([]) == status
-
-
 def test_startup_on_a_second_node(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(check.CHECKED, "")
     checked: list[tuple] = []
@@ -201,13 +249,115 @@ def test_launcher_forwards_signals(tmp_path: Path, number: int, status: int) -> 
         process.send_signal(number)
         assert process.wait(timeout=200) == status
     deadline = time.monotonic() + 10
-    while is_running(int(ready.read_text())):
+    while process_started(int(ready.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+# ---------------------------------------------------------------- Ctrl-C
+
+
+class Ended(Exception):
+    """An exception raised in place of a call to os._exit."""
+
+
+@pytest.fixture
+def no_exit(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(status: int) -> None:
+        assert status == 130
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+
+def test_second_interrupt_ends_the_run(no_exit: None) -> None:
+    with signals.defer_stop():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)  # of a launcher
+        assert signals.received[0] == "SIGINT"
+        with pytest.raises(Ended):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_torchrun_forwards_interrupts(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with signals.defer_stop():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(signals.Interrupted):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    assert signals.received == ["SIGINT"]
+
+
+def test_background_job_ignores_interrupts(no_exit: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.install()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_interrupt_outside_of_training_ends_the_run(no_exit: None) -> None:
+    with pytest.raises(signals.Interrupted) as ended:
+        signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "the second needs no Python"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not signals.received
+
+
+RANKS = """
+import os, sys, time
+from contextlib import nullcontext
+from train.monitor import signals
+
+def mark(what):
+    open(f"{what}-{os.environ['RANK']}", "w").close()
+
+steps = sys.argv[1]
+if steps == "before handlers":
+    mark("ready")
+    time.sleep(1e6)
+signals.install()
+with nullcontext() if steps == "none" else signals.defer_stop():
+    mark("ready")
+    # the terminal's Ctrl-C, and the launcher's request, which shows that it had the Ctrl-C too
+    while not {"SIGINT", "SIGUSR1"} <= set(signals.received):
+        time.sleep(0.01)
+    mark("requested")
+    if steps == "never end":
+        time.sleep(1e6)
+sys.exit(signals.STOPPED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "presses", "status"),
+    [("before handlers", 1, 130), ("none", 1, 130), ("taken", 1, 75), ("never end", 2, 130)],
+)
+@pytest.mark.process
+def test_ctrl_c_reaches_launcher_and_ranks(tmp_path: Path, steps: str, presses: int, status: int) -> None:
+    """A second Ctrl-C terminates ranks that do not stop after the first one.
+
+    A rank may be terminated before it prints anything.
+    """
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py", steps]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        process = programs.Popen(
+            command,
+            cwd=tmp_path,
+            env=clean_environment(PYTHONPATH=str(ROOT)),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with process:
+            for marked in ("ready", "requested")[:presses]:
+                while not all((tmp_path / f"{marked}-{rank}").exists() for rank in range(2)):
+                    assert process.poll() is None
+                    time.sleep(0.02)
+                os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(timeout=200) == status
+    assert "Traceback" not in log.read_text()

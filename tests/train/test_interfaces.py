@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from model import decoder
+from model.errors import UserError
 from tests.fixtures import settings_of
 from tests.train.runs import PRECISIONS, metrics, run
 from train import train
+from train.checkpoint.save import SaveError
 from train.config.schema import all_keys
 from train.monitor import signals
 
@@ -276,11 +278,26 @@ def test_configuration_keys() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(RuntimeError("crash"), 1), (ValueError("configuration"), 2), (signals.Interrupted(), 130)],
+    [
+        (ValueError("of the user"), 2),
+        (UserError("of the user"), 2),
+        (OSError("of the system"), 1),
+        (OSError(5, "I/O"), 1),
+        (OSError(30, "Read-only file system"), 2),
+        (SaveError("of a save"), 2),
+        (SaveError("of a save", is_transient=True), 1),
+        (RuntimeError("of the program"), 1),
+        (signals.Interrupted(), 130),
+        (signals.Interrupted(signals.STOPPED), 75),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int) -> None:
-    """Of errors while the arguments are read. tests/reliability has 0 and 75 of whole programs."""
+    """The status tells the launcher whether to restart. Errors that the user has to fix would occur again.
+
+    The errors occur while the arguments are read. tests/reliability has 0 and 75 of whole programs.
+    """
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(train, "load_arguments", Mock(side_effect=error))
-    assert (train.main([]), signals.STOPPED) == (status, 75)
+    assert train.main([]) == status
