@@ -3,9 +3,9 @@
     python tests/reliability/save_ranks.py SCENARIO FOLDER [--trials N] [--seed N]
 
 One process imports everything and forks the ranks for each trial, so that a trial takes about a second. SCENARIO is a
-key of SCENARIOS. The last output line is a JSON object with the results. Checkpoints are saved in FOLDER/checkpoints.
-FOLDER/rank_*.jsonl contains the loss and a state hash for each step of a rank. A rank that repeats a step after loading
-a checkpoint must get the same values.
+key of SCENARIOS. The last output line is a JSON list with the report of each rank. Checkpoints are saved in
+FOLDER/checkpoints. FOLDER/rank_*.jsonl contains the loss and a state hash for each step of a rank. A rank that repeats
+a step after loading a checkpoint must get the same values.
 """
 
 from __future__ import annotations
@@ -146,16 +146,16 @@ class Ranks:
         for _, write in ends:
             os.close(write)
 
-    def next_mark(self, timeout_s: float = DEADLINE_S) -> tuple[int, str] | None:
+    def next_mark(self) -> tuple[int, str] | None:
         """Return (rank, letter) for the next letter from any rank, or None if all ranks have exited.
 
         Raises TimeoutError if the ranks hang.
         """
         while self.pipes.count(-1) < RANKS:
-            ready = select.select([p for p in self.pipes if p >= 0], [], [], timeout_s)[0]
+            ready = select.select([p for p in self.pipes if p >= 0], [], [], DEADLINE_S)[0]
             if not ready:
                 self.kill()
-                raise TimeoutError(f"the ranks say nothing for {timeout_s} s")
+                raise TimeoutError(f"the ranks say nothing for {DEADLINE_S} s")
             rank = self.pipes.index(ready[0])
             letter = os.read(ready[0], 1).decode()
             if not letter:
@@ -182,7 +182,7 @@ class Ranks:
         """Wait for all ranks, and return the result of `body` on each rank."""
         texts = self.end()
         assert all("{" in text for text in texts), texts
-        return [json.loads(text[text.index("{") :]) for text in texts]
+        return [json.loads(text[text.index("{") :])["report"] for text in texts]
 
 
 def _run_rank(
@@ -274,17 +274,17 @@ def save_with_a_full_disk(trainer: Trainer) -> list[Any]:
 # ---------------------------------------------------------------- scenarios
 
 
-def make(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def make(folder: Path, args: argparse.Namespace) -> list[Any]:
     """Train for `--trials` steps with a save after each step. The last KEEP checkpoints remain."""
-    return {"ranks": Ranks(folder, lambda t: train_and_save(t, args.trials)).reports()}
+    return Ranks(folder, lambda t: train_and_save(t, args.trials)).reports()
 
 
-def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def load(folder: Path, args: argparse.Namespace) -> list[Any]:
     """Report which checkpoint each rank loads, and why newer checkpoints are not used."""
-    return {"ranks": Ranks(folder, resume).reports()}
+    return Ranks(folder, resume).reports()
 
 
-def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def kill_all(folder: Path, args: argparse.Namespace) -> list[Any]:
     """Repeatedly kill all ranks with SIGKILL at a random moment of a save.
 
     Each trial resumes from the checkpoints of the previous trial. If all saves are already complete when the ranks are
@@ -308,10 +308,10 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             trials += 1
             newest = committed(folder / "checkpoints")
             assert not newest or not problems(newest[-1]), f"trial {trials}: {newest[-1]}"
-    return {**load(folder, args), "trials": trials}
+    return load(folder, args)
 
 
-def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def kill_one(folder: Path, args: argparse.Namespace) -> list[Any]:
     """Kill a rank with SIGKILL during its save.
 
     The save must never be committed, and the previous checkpoint must be loaded.
@@ -328,9 +328,9 @@ def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return load(folder, args)
 
 
-def full_disk(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def full_disk(folder: Path, args: argparse.Namespace) -> list[Any]:
     """Run `save_with_a_full_disk` on each rank."""
-    return {"ranks": [r["report"] for r in Ranks(folder, save_with_a_full_disk).reports()]}
+    return Ranks(folder, save_with_a_full_disk).reports()
 
 
 SCENARIOS = {f.__name__: f for f in (make, load, kill_all, kill_one, full_disk)}

@@ -31,8 +31,8 @@ def by_form(short: Any, full: Any) -> list[Any]:
     return [pytest.param(short, id="short"), pytest.param(full, id="full", marks=FULL)]
 
 
-def ranks(scenario: str, folder: Path, *options: object) -> dict[str, Any]:
-    """Run a scenario of save_ranks.py, and return its report."""
+def ranks(scenario: str, folder: Path, *options: object) -> list[Any]:
+    """Run a scenario of save_ranks.py, and return the report of each rank."""
     command = [sys.executable, str(ROOT / "tests/reliability/save_ranks.py"), scenario, str(folder)]
     environment = clean_environment(CUDA_VISIBLE_DEVICES="")
     done = programs.run([*command, *map(str, options)], capture_output=True, text=True, env=environment)
@@ -88,7 +88,7 @@ def test_damaged_checkpoint_falls_back_on_all_ranks(saved: Path) -> None:
     (file,) = (saved / "checkpoints/step-00000003").glob("*_pp_rank_1_*optim_states.pt")
     flip(file, 4 * file.stat().st_size)
     (saved / "checkpoints/latest").write_text("step-00000003\x00garbage")
-    reports = [rank["report"] for rank in ranks("load", saved)["ranks"]]
+    reports = ranks("load", saved)
     assert [r["loaded"] for r in reports] == ["step-00000002"] * 2
     assert len(reports[0]["why"]) == 1 and file.name in reports[0]["why"][0]
 
@@ -100,22 +100,21 @@ def test_killed_save_keeps_the_last_checkpoint(tmp_path: Path, trials: int) -> N
 
     Each trial resumes from the checkpoint of the previous trial, and repeated steps must give the same results.
     """
-    report = ranks("kill_all", tmp_path, "--trials", trials)
-    assert report["trials"] == trials
-    assert report["ranks"][0]["report"]["loaded"] == report["ranks"][1]["report"]["loaded"] is not None
+    first, second = ranks("kill_all", tmp_path, "--trials", trials)
+    assert first["loaded"] == second["loaded"] is not None
 
 
 @pytest.mark.parametrize("trials", by_form(1, 50))
 @pytest.mark.process
 def test_killed_rank_prevents_commit(tmp_path: Path, trials: int) -> None:
-    report = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
-    assert [r["report"]["loaded"] for r in report["ranks"]] == ["step-00000001"] * 2
+    reports = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
+    assert [report["loaded"] for report in reports] == ["step-00000001"] * 2
 
 
 @pytest.mark.process
 def test_full_disk_on_one_rank_fails_the_save(tmp_path: Path) -> None:
     """The previous checkpoint is kept, and the next save succeeds."""
-    outcomes = ranks("full_disk", tmp_path)["ranks"]
+    outcomes = ranks("full_disk", tmp_path)
     assert outcomes[0] == outcomes[1]
     first, failed, after = outcomes[0]
     assert first == ["saved", ["step-00000001"]]

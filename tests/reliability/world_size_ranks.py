@@ -76,8 +76,8 @@ def group_timeouts() -> list[float]:
     ]
 
 
-class Watched:
-    """Training run that writes its state, samples and timeouts to a folder.
+def watched_run(folder: str, settings: dict, keep_after_step: int = 0) -> None:
+    """Run a training, and write its state, samples and timeouts to a folder.
 
     Rank 0 writes the results of `full_state`:
 
@@ -88,70 +88,55 @@ class Watched:
     Each rank R writes samples_R.json, a list of [step of this process, micro-batch, sample hash, micro-batch loss], and
     timeouts_R.json, the result of `group_timeouts`.
     """
+    args = resolve_arguments(build_arguments(settings), dist.get_world_size())
+    accumulation = args.gradient_accumulation_steps or 1
+    build, call = phase.build_engine, MicroStep.__call__
+    output, rank = Path(folder), dist.get_rank()
+    loaded_from: list[Path] = []
+    calls: list[MicroStep] = []
+    samples: list[tuple[int, int, str, float]] = []
 
-    def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0):
-        self.folder, self.keep = folder, keep_after_step
-        self.args = resolve_arguments(build_arguments(settings), dist.get_world_size())
-        self.engine: Any = None
-        self.precision: Any = None
-        self.samples: list[tuple[int, int, str, float]] = []
-        self.calls, self.loaded_from = 0, None
+    def dump(name: str, engine: Any, precision: Any) -> None:
+        state = full_state(engine, precision)
+        if rank == 0:
+            torch.save(state, output / f"{name}.pt")
 
-    def run(self) -> None:
-        build, call = phase.build_engine, MicroStep.__call__
+    def built(*values: Any) -> Any:
+        engine = build(*values)
+        # as if so many steps had been skipped: a resume has the number of the ranks that saved
+        engine.skipped_steps = dist.get_world_size()
+        return engine
 
-        def built(*values: Any) -> Any:
-            self.engine = build(*values)
-            # as if so many steps had been skipped: a resume has the number of the ranks that saved
-            self.engine.skipped_steps = dist.get_world_size()
-            return self.engine
+    def loaded(engine: Any, path: Path, precision: Any, *how: Any) -> None:
+        addresses = [p.data_ptr() for p in engine.module.parameters()]
+        load_checkpoint(engine, path, precision, *how)
+        if engine.zero_optimization_stage() < 3:  # ZeRO 3 moves them in each step
+            assert addresses == [p.data_ptr() for p in engine.module.parameters()]
+        loaded_from.append(path)
+        dump("loaded", engine, precision)
 
-        def loaded(engine: Any, path: Path, precision: Any, *how: Any) -> None:
-            addresses = [p.data_ptr() for p in engine.module.parameters()]
-            load_checkpoint(engine, path, precision, *how)
-            if engine.zero_optimization_stage() < 3:  # ZeRO 3 moves them in each step
-                assert addresses == [p.data_ptr() for p in engine.module.parameters()]
-            if self.loaded_from is None:
-                self.loaded_from = path
-                self.dump("loaded", precision)
+    def micro_step(step: MicroStep, batch: Batch, index: int) -> torch.Tensor:
+        calls.append(step)
+        number, last = -(-len(calls) // accumulation), len(calls) % accumulation == 0
+        loss = call(step, batch, index)
+        samples.extend((number, index, hash_tensors([row])[:16], float(loss)) for row in batch.input_ids)
+        if last and number == keep_after_step:
+            dump("kept", step.engine, step.precision)
+        return loss
 
-        def micro_step(step: MicroStep, batch: Batch, index: int) -> torch.Tensor:
-            self.calls += 1
-            accumulation = self.args.gradient_accumulation_steps or 1
-            number, last = -(-self.calls // accumulation), self.calls % accumulation == 0
-            loss = call(step, batch, index)
-            self.samples += [
-                (number, index, hash_tensors([row])[:16], float(loss)) for row in batch.input_ids
-            ]
-            self.precision = step.precision
-            if last and number == self.keep:
-                self.dump("kept", step.precision)
-            return loss
-
-        Path(self.args.output_dir or "").mkdir(
-            parents=True, exist_ok=True
-        )  # which the lock of train.py has done
-        with (
-            mock.patch.object(phase, "build_engine", built),
-            mock.patch.object(phase, "load_checkpoint", loaded),
-            mock.patch.object(MicroStep, "__call__", micro_step),
-        ):
-            training.run_training(self.args)
-        if self.loaded_from is not None:
-            with suppress_prints():
-                load_checkpoint(self.engine, self.loaded_from, self.precision)
-            self.dump("again", self.precision)
-        (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
-        (self.folder / f"timeouts_{dist.get_rank()}.json").write_text(json.dumps(group_timeouts()))
-
-    def dump(self, name: str, precision: Any) -> None:
-        state = full_state(self.engine, precision)
-        if dist.get_rank() == 0:
-            torch.save(state, self.folder / f"{name}.pt")
-
-
-def watched_run(folder: str, settings: dict, keep_after_step: int = 0) -> None:
-    """Run a training with `Watched` and write its records to `folder`."""
-    Path(folder).mkdir(exist_ok=True)
-    Watched(Path(folder), settings, keep_after_step).run()
+    # train.py creates this folder for the lock
+    Path(settings["output_dir"]).mkdir(parents=True, exist_ok=True)
+    with (
+        mock.patch.object(phase, "build_engine", built),
+        mock.patch.object(phase, "load_checkpoint", loaded),
+        mock.patch.object(MicroStep, "__call__", micro_step),
+    ):
+        training.run_training(args)
+    if loaded_from:
+        engine, precision = calls[-1].engine, calls[-1].precision
+        with suppress_prints():
+            load_checkpoint(engine, loaded_from[0], precision)
+        dump("again", engine, precision)
+    (output / f"samples_{rank}.json").write_text(json.dumps(samples))
+    (output / f"timeouts_{rank}.json").write_text(json.dumps(group_timeouts()))
     dist.barrier()
