@@ -29,6 +29,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.config import load_sizes
 from test_fp8.common import report
 from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run_together
@@ -102,10 +103,11 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
     Raises CaseError or ConfigurationError if the case is invalid.
     """
     arguments = training_arguments(case, options, "auto", options.micro_batch, ranks)
+    ds_config = resolve_ds_config(arguments, load_sizes(arguments.model.config), ranks)
     return {
         "row": case.name,
         "ranks": ranks,
-        "stage": resolve_ds_config(arguments, ranks)["zero_optimization"]["stage"],
+        "stage": ds_config["zero_optimization"]["stage"],
         "compute": arguments.precision.compute,
         "configuration": dict(case.overrides),
         "accumulation": options.accumulation,

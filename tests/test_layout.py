@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,18 @@ PREPARATION = {
 }
 
 
+# Functions that open the configuration files and the data of a run.
+OPENING = {
+    "model.config.load_config",
+    "model.config.load_sizes",
+    "model.config.read_json_file",
+    "train.data.format.read_manifest",
+    "train.data.source.open_held_out",
+    "train.data.source.open_sources",
+    "train.data.stream.open_stream",
+}
+
+
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_optional_packages_are_imported_in_one_place(package: str) -> None:
     users = [p for p in sources() if package in {name.split(".")[0] for name in imported_modules(p)}]
@@ -90,6 +103,15 @@ def test_train_packages_import_in_one_direction() -> None:
             assert not wrong, f"{room} may import {sorted(below)}, not {sorted(wrong)}"
         below |= set(line)
     assert not PREPARATION & reached(graph, "train/train.py")
+
+
+def test_a_run_opens_its_files_in_one_module() -> None:
+    """The check before the ranks start opens them, too, because it reports the problems of all files together."""
+    graph = {str(p): {str(f) for f in imported_files(p)} for p in sources()}
+    run = {"train/train.py"} | reached(graph, "train/train.py")
+    users = {file for file in run if file.startswith("train/") and imported_modules(Path(file)) & OPENING}
+    library = {file for file in users if file.startswith("train/data/")}
+    assert users - library == {"train/config/load.py", "train/preflight/check.py"}
 
 
 def test_model_and_demo_do_not_import_train() -> None:

@@ -60,8 +60,7 @@ from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
 from train.config.arguments import TrainingArguments
-from train.config.ds_config import load_deepspeed
-from train.config.load import CONFIGURATION, load_arguments, read_configuration
+from train.config.load import CONFIGURATION, load_arguments, load_deepspeed, read_configuration
 from train.files import describe_error, is_transient, remove_dead_buffers, write_durably
 from train.monitor import signals
 from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED

@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> None:
     resolved = resolve_arguments(arguments, gpus)
     step_tokens = resolved.train_batch_size_tokens or 1
     tokens = options.tokens or arguments.max_steps * step_tokens
-    ds_config, steps = resolve_ds_config(resolved, gpus), max(1, round(tokens / step_tokens))
-    setting = Setting.from_run(resolved, ds_config, load_sizes(arguments.model.config), gpus, steps)
+    sizes, steps = load_sizes(arguments.model.config), max(1, round(tokens / step_tokens))
+    setting = Setting.from_run(resolved, resolve_ds_config(resolved, sizes, gpus), sizes, gpus, steps)
     planned = plan(
         Path(arguments.model.config).name, arguments, setting, GPUS[options.gpu], tokens, options.network
     )

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model.config import flops_per_token, load_config, model_name, num_parameters, numeric_settings
+from model.config import flops_per_token, model_name, num_parameters, numeric_settings
 from model.fp8.machine import describe, headline
 from model.fp8.precision import resolve_head_gradients
 from model.variants import VARIANTS
@@ -40,11 +40,11 @@ from train.checkpoint.load import choose_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import resume_option, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import msamp_settings, resolve_ds_config
-from train.config.load import resolve_arguments
+from train.config.load import Inputs, open_inputs, resolve_arguments
 from train.config.schedule import describe_phase, phase_end_problems
 from train.data.format import count
 from train.data.source import check_fit
-from train.data.stream import compute_unigram_loss, open_held_out, open_stream
+from train.data.stream import SampleStream, compute_unigram_loss
 from train.engine import process_group
 from train.engine.step import free_memory, release
 from train.export import export
@@ -81,30 +81,32 @@ def run(args: TrainingArguments) -> int:
     status = 0
     with contextlib.ExitStack() as folder:
         with Watchdog(args.hang_timeout_s) as watchdog:
-            watchdog.set_position("comparing the configurations of all ranks")
+            watchdog.set_position("opening the data and comparing the configurations of all ranks")
             args = resolve_arguments(args, dist.get_world_size())
-            check_configured_alike(args)
+            inputs = open_inputs(args)
+            check_configured_alike(args, inputs.config)
             watchdog.phase("waiting for run.lock")
             if not args.dry_run:
                 folder.enter_context(hold_lock(RunFolder(args.output_dir)))
         try:
-            run_training(args)
+            run_training(args, inputs)
         except Stopped:
             status = STOPPED
     dist.destroy_process_group()
     return status
 
 
-def run_training(args: TrainingArguments) -> None:
+def run_training(args: TrainingArguments, inputs: Inputs) -> None:
     """Train with one Trainer for each precision of the run, then export the model.
 
     Args:
         args: The resolved arguments.
+        inputs: The files of the run.
     """
     began, is_main = round(time.time(), 1), dist.get_rank() == 0
     configure_logging(args.log_level, dist.get_rank(), has_file=True)
     with Watchdog(args.hang_timeout_s) as watchdog:
-        run, state, phase = start_run(args, watchdog)
+        run, state, phase = start_run(args, inputs, watchdog)
         args, folder = run.args, run.folder
         watchdog.phase("opening the output folder")
         if args.dry_run:
@@ -155,7 +157,7 @@ def run_training(args: TrainingArguments) -> None:
         raise
 
 
-def start_run(args: TrainingArguments, watchdog: Watchdog) -> tuple[Run, RunState, Phase]:
+def start_run(args: TrainingArguments, inputs: Inputs, watchdog: Watchdog) -> tuple[Run, RunState, Phase]:
     """Run the preflight checks and build the first phase, without writing to the run folder.
 
     Returns:
@@ -165,16 +167,17 @@ def start_run(args: TrainingArguments, watchdog: Watchdog) -> tuple[Run, RunStat
         PreflightError: The software, files or configuration of the ranks differ, or the gradients of the first step are
             wrong.
     """
+    train = SampleStream(inputs.train, args.data.weights, args.seed, args.data.document_mask)
     if is_enabled(args):
         watchdog.phase("comparing the ranks and measuring the links between them")
-        check_alike(args)
+        check_alike(args, train)
     seed_generators(args)
     watchdog.phase("timing precisions for precision.auto")
     if VARIANTS[args.model.variant].te:
         args = replace(args, precision=resolve_head_gradients(args.precision))
-    args = resolve_auto(args, dist.get_world_size())
-    watchdog.phase("opening the data")
-    run = open_run(args, watchdog)
+    args = resolve_auto(args, inputs.config, dist.get_world_size())
+    watchdog.phase("reading the evaluation data")
+    run = open_run(args, inputs, train, watchdog)
     state, checkpoint = load_start_position(run, watchdog)
     describe_run(run, state)
     phase = build_phase(run, state, checkpoint, watchdog)
@@ -243,19 +246,19 @@ def seed_generators(args: TrainingArguments) -> None:
         process_group.make_deterministic()
 
 
-def open_run(args: TrainingArguments, watchdog: Watchdog) -> Run:
-    """Open the data, and read the model and DeepSpeed configurations.
+def open_run(args: TrainingArguments, inputs: Inputs, train: SampleStream, watchdog: Watchdog) -> Run:
+    """Collect what all phases use: the configurations, the data, and the loss of a unigram model.
 
     With data.verify, each rank verifies its share of the shards.
 
     Raises:
         DataError, ValueError: The data is damaged or does not fit the model.
     """
-    data, config = args.data, load_config(args.model.config)
-    train = open_stream(
-        data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
-    )
-    held_out = open_held_out(train, data.sources, data.eval_sources or {}, args.max_eval_samples)
+    data, config = args.data, inputs.config
+    held_out = {
+        loss: SampleStream(sources, None, args.seed, data.document_mask, args.max_eval_samples)
+        for loss, sources in inputs.held_out.items()
+    }
     check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
     unigram_loss = compute_unigram_loss(train, held_out["eval_loss"])
     if data.verify:
@@ -265,7 +268,7 @@ def open_run(args: TrainingArguments, watchdog: Watchdog) -> Run:
         )
         shards = sum(stream.verify(*share) for stream in streams)
         logger.info(f"data.verify: rank 0 verified the hashes and token ids of {count(shards, 'shard')}")
-    ds_config = resolve_ds_config(args, dist.get_world_size())
+    ds_config = resolve_ds_config(args, config, dist.get_world_size())
     return Run(args, config, ds_config, RunFolder(args.output_dir), train, held_out, unigram_loss)
 
 

@@ -275,7 +275,8 @@ def measure_case(arguments: TrainingArguments, setting: Setting, conditions: Con
     no_graphs = cuda_graphs_problem(arguments.model.variant, emulated=not torch.cuda.is_available())
     if arguments.speed.cuda_graphs and no_graphs:
         raise Unavailable(no_graphs)
-    model, precision = build_model_and_precision(arguments, load_config(arguments.model.config))
+    config = load_config(arguments.model.config)
+    model, precision = build_model_and_precision(arguments, config)
     model.train()
     is_te, engine = VARIANTS[arguments.model.variant].te, None
     pinned = "auto" if is_te else setting.attention
@@ -284,7 +285,8 @@ def measure_case(arguments: TrainingArguments, setting: Setting, conditions: Con
             if not is_te:
                 use_loss(model, setting.loss)
             facts = check_case(model, precision, arguments, conditions)
-            engine = build_engine(model, arguments, resolve_ds_config(arguments, dist.get_world_size()))
+            ds_config = resolve_ds_config(arguments, config, dist.get_world_size())
+            engine = build_engine(model, arguments, ds_config)
             facts |= time_steps(engine, precision, arguments, conditions)
             facts |= memory_facts(before)
     finally:

@@ -24,7 +24,7 @@ from model.fp8.state import fp8_state, reduce_amaxes
 from train import run as training
 from train import trainer
 from train.config.ds_config import resolve_ds_config
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, open_inputs, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, SkipDecision, build_engine
 from train.monitor import signals
@@ -133,7 +133,7 @@ def skip(
     engine = build_engine(
         build_model(model_config, "te_layer", how, seed=1, speed=args.speed),
         args,
-        resolve_ds_config(args, world),
+        resolve_ds_config(args, model_config, world),
     )
     micro_step = MicroStep(engine, how, args)
     skip_decision = SkipDecision(engine, how)
@@ -212,7 +212,7 @@ def whole_run(
     Path(settings["output_dir"]).mkdir(parents=True, exist_ok=True)  # which the lock of train.py has done
     try:
         with mock.patch.object(MicroStep, "__call__", call), mock.patch.object(training, "read_state", read):
-            training.run_training(arguments)
+            training.run_training(arguments, open_inputs(arguments))
     except (TrainingError, ReplicaError, signals.Stopped) as error:
         return {"error": str(error)}
     finally:

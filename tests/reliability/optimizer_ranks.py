@@ -129,7 +129,7 @@ def two_steps(
     args = resolve_arguments(build_arguments(raw), dist.get_world_size())
     model_config, how = load_config(config), Precision(args.precision)
     model = build_model(model_config, variant, how, seed=1, speed=args.speed)
-    engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))
+    engine = build_engine(model, args, resolve_ds_config(args, model_config, dist.get_world_size()))
     micro_step, plain = MicroStep(engine, how, args), PlainMuon(_full(engine), args)
     gradients, step = Tensors(), engine.optimizer.step
 

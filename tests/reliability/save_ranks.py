@@ -71,7 +71,7 @@ class Trainer:
         args = resolve_arguments(build_arguments(raw), dist.get_world_size())
         self.config, self.precision = load_config(args.model.config), Precision(args.precision)
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
-        self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))
+        self.engine = build_engine(model, args, resolve_ds_config(args, self.config, dist.get_world_size()))
         self.micro_step = MicroStep(self.engine, self.precision, args)
         self.saver = save.Saver(self.engine, self.root, self.precision, KEEP)
         mark_ends_of_jobs(mark)

@@ -18,7 +18,7 @@ from tests.reliability.number_ranks import hash_tensors
 from train import phase
 from train import run as training
 from train.checkpoint.load import load_checkpoint
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, open_inputs, resolve_arguments
 from train.data.stream import Batch
 from train.engine.packed_adamw import PackedAdamW
 from train.engine.process_group import suppress_prints
@@ -131,7 +131,7 @@ def watched_run(folder: str, settings: dict, keep_after_step: int = 0) -> None:
         mock.patch.object(phase, "load_checkpoint", loaded),
         mock.patch.object(MicroStep, "__call__", micro_step),
     ):
-        training.run_training(args)
+        training.run_training(args, open_inputs(args))
     if loaded_from:
         engine, precision = calls[-1].engine, calls[-1].precision
         with suppress_prints():

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from model.te_reference import gemm, quantize
 from train import run as training
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, open_inputs, resolve_arguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,7 +29,7 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
         if not plots:
             stack.enter_context(mock.patch("train.record.plots.draw"))
             stack.enter_context(mock.patch("train.record.plots.draw_health", return_value=False))
-        training.run_training(arguments)
+        training.run_training(arguments, open_inputs(arguments))
     return Path(merged["output_dir"])
 
 

@@ -15,7 +15,7 @@ from train import phase
 from train import run as training
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, open_inputs, resolve_arguments
 from train.record.run_folder import RunFolder
 
 
@@ -61,7 +61,8 @@ def test_each_rank_verifies_its_share(
     rank[0] = 3
     args = resolve_arguments(build_arguments({**settings, "data": {**settings["data"], "verify": True}}), 8)
     watchdog: Any = SimpleNamespace(phase=lambda *_, **__: None)
-    training.open_run(args, watchdog)
+    inputs = open_inputs(args)
+    training.open_run(args, inputs, phase.SampleStream(inputs.train, None, args.seed), watchdog)
     assert shares == [("train", 3, 8), ("eval", 3, 8)]
 
 

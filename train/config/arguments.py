@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from model.config import read_json_file
 from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
 from model.keys import STRICT, option
@@ -421,46 +419,3 @@ class TrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as a JSON object that `load.build_arguments` accepts."""
         return dataclasses.asdict(self)
-
-
-def find_config(name: str, what: str) -> Path:
-    """Return the path of a training or DeepSpeed configuration file.
-
-    Args:
-        name: A path, or the name of a file in train_args/ with or without ".json".
-        what: The argument or key that selects the file: "CONFIG" or "deepspeed".
-
-    Raises:
-        ConfigurationError: The file does not exist.
-    """
-    candidates = [Path(name)]
-    if Path(name).name == name:
-        candidates += [CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name.removesuffix('.json')}.json"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    pattern = "ds_config_*.json" if what == "deepspeed" else "train_config_*.json"
-    shipped = sorted(path.name for path in CONFIG_FOLDER.glob(pattern))
-    raise ConfigurationError(
-        f"{what}: the file {' or '.join(dict.fromkeys(map(str, candidates)))} does not exist. Pass the path "
-        f"of a file, or one of these names in train_args/: {', '.join(shipped)}",
-        code="no_such_file",
-        key=name,
-    )
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
-
-    Raises:
-        JsonError: See `read_json_file`.
-        ConfigurationError: The file does not contain a JSON object.
-    """
-    value = read_json_file(path)
-    if not isinstance(value, dict):
-        raise ConfigurationError(
-            f"{path} does not contain a JSON object; enclose its keys in curly braces",
-            code="not_an_object",
-            key=str(path),
-        )
-    return value

@@ -11,16 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.config import load_sizes
 from model.fp8.recipes import PrecisionConfig
 from model.variants import VARIANTS, compiles, cuda_graphs_problem
-from train.config.arguments import (
-    DEFAULT_DEEPSPEED,
-    TrainingArguments,
-    find_config,
-    raise_problems,
-    read_json_object,
-)
+from train.config.arguments import TrainingArguments, raise_problems
 from train.config.schema import flatten, suggest
 
 
@@ -168,24 +161,8 @@ REPLACEMENTS = {
 }
 
 
-def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Load the DeepSpeed configuration without resolving "auto" values.
-
-    Args:
-        value: The value of the key `deepspeed`: a name or path of a file, an object, or None for the default file.
-
-    Raises:
-        ConfigurationError: The file does not exist or does not contain a JSON object.
-        JsonError: The file is not valid JSON.
-    """
-    if isinstance(value, dict):
-        return copy.deepcopy(value)
-    path = find_config(DEFAULT_DEEPSPEED if value is None else value, "deepspeed")
-    return read_json_object(path)
-
-
 def resolve_ds_config(
-    arguments: TrainingArguments, world_size: int, source: str = "deepspeed"
+    arguments: TrainingArguments, sizes: Any, world_size: int, source: str = "deepspeed"
 ) -> dict[str, Any]:
     """Return the configuration for deepspeed.initialize.
 
@@ -193,6 +170,7 @@ def resolve_ds_config(
 
     Args:
         arguments: The training arguments, resolved for `world_size` ranks.
+        sizes: The model configuration.
         world_size: The number of ranks.
         source: The name of the DeepSpeed configuration for error messages.
 
@@ -216,7 +194,7 @@ def resolve_ds_config(
         problems += _fill(config, {"communication_data_type": (asked, "precision.gradient_communication")})
     config.setdefault("zero_optimization", {}).setdefault("stage", 0)
     problems += _combination_problems(config, arguments)
-    _fill_sizes(config["zero_optimization"], arguments)
+    _fill_sizes(config["zero_optimization"], sizes.hidden_size)
     # off by default, because these timers wait for the GPU in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
@@ -391,14 +369,13 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     return [problem for is_unsupported, problem in rules if is_unsupported]
 
 
-def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
+def _fill_sizes(zero: dict[str, Any], hidden: int) -> None:
     """Replace "auto" bucket sizes with values derived from the hidden size.
 
     The sizes are in elements. transformers uses the same values.
     """
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
-        hidden = load_sizes(arguments.model.config).hidden_size
         sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
         zero.update((key, sizes[key]) for key in autos)
 

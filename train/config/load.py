@@ -1,9 +1,13 @@
-"""Load the training arguments from a JSON file and the command line.
+"""Load the training arguments from a JSON file and the command line, and open the other files that a run reads.
+
+Later code of a run does not open these files again.
 
 - `read_configuration` reads the file and applies the command-line options.
 - `load_arguments` also checks the values and locates the data folders.
 - `build_arguments` checks a JSON object: first the type and limits of each key, then combinations of keys.
-- `resolve_arguments` sets the keys that are determined by other keys and the number of ranks.
+- `resolve_arguments` reads the DeepSpeed configuration, and sets the keys that are determined by other keys and the
+  number of ranks.
+- `open_inputs` reads the model configuration and opens the data.
 
 Command-line options take precedence over the file, and the file takes precedence over the defaults.
 """
@@ -13,26 +17,28 @@ from __future__ import annotations
 import copy
 import json
 import os
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from model import end_with_reader
+from model.config import load_config, read_json_file
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
 from model.hf_folder import local_folder
 from model.keys import RESUME
 from model.variants import VARIANTS, cuda_graphs_problem, supports_mlp, variant_problems
 from train.config.arguments import (
+    CONFIG_FOLDER,
+    DEFAULT_DEEPSPEED,
     ConfigurationError,
     TrainingArguments,
-    find_config,
     raise_problems,
-    read_json_object,
 )
-from train.config.ds_config import apply_msamp, load_deepspeed
+from train.config.ds_config import apply_msamp
 from train.config.schedule import phase_end_problems, phase_precisions, phase_problems
 from train.config.schema import (
     Node,
@@ -49,7 +55,11 @@ from train.config.schema import (
     value_schema,
 )
 from train.data.order import weight_problems
+from train.data.source import TokenSource, open_held_out, open_sources
 from train.files import data_folder, nearest_existing_path, to_json_text
+
+if TYPE_CHECKING:
+    from transformers import MistralConfig
 
 USAGE = """\
 usage: train.py CONFIG [--key value]...
@@ -129,6 +139,90 @@ def read_configuration(argv: list[str]) -> tuple[dict[str, Any], str]:
     if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
     return raw, f"{path} with the command line" if overrides else str(path)
+
+
+def find_config(name: str, what: str) -> Path:
+    """Return the path of a training or DeepSpeed configuration file.
+
+    Args:
+        name: A path, or the name of a file in train_args/ with or without ".json".
+        what: The argument or key that selects the file: "CONFIG" or "deepspeed".
+
+    Raises:
+        ConfigurationError: The file does not exist.
+    """
+    candidates = [Path(name)]
+    if Path(name).name == name:
+        candidates += [CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name.removesuffix('.json')}.json"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    pattern = "ds_config_*.json" if what == "deepspeed" else "train_config_*.json"
+    shipped = sorted(path.name for path in CONFIG_FOLDER.glob(pattern))
+    raise ConfigurationError(
+        f"{what}: the file {' or '.join(dict.fromkeys(map(str, candidates)))} does not exist. Pass the path "
+        f"of a file, or one of these names in train_args/: {', '.join(shipped)}",
+        code="no_such_file",
+        key=name,
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that contains an object.
+
+    Raises:
+        JsonError: See `read_json_file`.
+        ConfigurationError: The file does not contain a JSON object.
+    """
+    value = read_json_file(path)
+    if not isinstance(value, dict):
+        raise ConfigurationError(
+            f"{path} does not contain a JSON object; enclose its keys in curly braces",
+            code="not_an_object",
+            key=str(path),
+        )
+    return value
+
+
+def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Load the DeepSpeed configuration without resolving "auto" values.
+
+    Args:
+        value: The value of the key `deepspeed`: a name or path of a file, an object, or None for the default file.
+
+    Raises:
+        ConfigurationError: The file does not exist or does not contain a JSON object.
+        JsonError: The file is not valid JSON.
+    """
+    if isinstance(value, dict):
+        return copy.deepcopy(value)
+    path = find_config(DEFAULT_DEEPSPEED if value is None else value, "deepspeed")
+    return read_json_object(path)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files that a run reads in addition to its arguments.
+
+    The run uses these objects until its end, even if the user edits a file meanwhile.
+    """
+
+    config: MistralConfig  # model configuration
+    train: list[TokenSource]
+    held_out: dict[str, list[TokenSource]]  # evaluation data, keyed by loss name
+
+
+def open_inputs(args: TrainingArguments) -> Inputs:
+    """Read the model configuration and open the data of a run.
+
+    Raises:
+        ModelConfigError: The model configuration is invalid.
+        DataError: A data folder cannot be opened, or the folders are incompatible with each other.
+    """
+    data, length = args.data, args.max_seq_length
+    train = open_sources(data.sources, "train", length)
+    held_out = open_held_out(train, data.sources, data.eval_sources or {}, length)
+    return Inputs(load_config(args.model.config), train, held_out)
 
 
 # ---------------------------------------------------------------- the command line

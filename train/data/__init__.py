@@ -6,6 +6,6 @@
     stream        batches for each rank
     encoder       tokenizer
 
-May import: train.files. Training uses open_stream, MicroBatches and NO_LABEL from stream, and DataError and the
+May import: train.files. Training uses SampleStream, MicroBatches and NO_LABEL from stream, and DataError and the
 manifest from format. The data preparation writes files with format. Only stream imports torch.
 """

@@ -188,6 +188,35 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
     return sources
 
 
+def open_held_out(
+    train: list[TokenSource],
+    folders: Mapping[str, str | Path],
+    sets: Mapping[str, str | Path],
+    seq_length: int,
+) -> dict[str, list[TokenSource]]:
+    """Open the evaluation data of a training run.
+
+    Args:
+        train: the training data.
+        folders: {name: folder} of the training data. The loss on their eval splits is named "eval_loss".
+        sets: {name: folder} of additional evaluation sets. The loss on the eval split of a set is named
+            "eval_loss/NAME".
+
+    Returns:
+        {name of the loss: sources}.
+
+    Raises:
+        DataError: if a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
+            training data or with a larger eval fraction.
+    """
+    groups = {"eval_loss": folders} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
+    opened = {loss: open_sources(group, "eval", seq_length) for loss, group in groups.items()}
+    for sources in opened.values():
+        check_same_tokenizer(train[0], sources[0])
+        check_no_leak(train, sources)
+    return opened
+
+
 def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None:
     """Check that no document used for evaluation can have a copy in the training data.
 

@@ -23,7 +23,7 @@ import torch
 from model.documents import Documents
 from train.data.format import DataError, unigram_loss, verify_shard
 from train.data.order import Drawn, Mixture, Weights, permutation_key, permute, spread
-from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
+from train.data.source import TokenSource, open_sources
 
 NO_LABEL = -100  # label of tokens that the loss ignores
 
@@ -308,41 +308,6 @@ def open_stream(
             invalid.
     """
     return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
-
-
-def open_held_out(
-    train: SampleStream,
-    sources: Mapping[str, str | Path],
-    sets: Mapping[str, str | Path],
-    max_samples: int | None = None,
-) -> dict[str, SampleStream]:
-    """Open the evaluation data of a training run.
-
-    Args:
-        train: the training stream of `sources`.
-        sources: {name: folder} of the training data. The loss on their eval splits is named "eval_loss".
-        sets: {name: folder} of additional evaluation sets. The loss on the eval split of a set is named
-            "eval_loss/NAME".
-        max_samples: maximum number of samples in each stream (see SampleStream).
-
-    Returns:
-        {name of the loss: stream}.
-
-    Raises:
-        DataError: if a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
-            training data or with a larger eval fraction.
-    """
-    streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
-    opened = {
-        loss: open_stream(
-            folders, None, train.seq_length, train.seed, "eval", train.document_mask, max_samples
-        )
-        for loss, folders in streams.items()
-    }
-    for stream in opened.values():
-        check_same_tokenizer(train.sources[0], stream.sources[0])
-        check_no_leak(train.sources, stream.sources)
-    return opened
 
 
 def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from transformers import MistralConfig
+
 from model.autotune import Choice, Task, autotune
-from model.config import GIB, load_config, num_parameters, state_parts_gib
+from model.config import GIB, num_parameters, state_parts_gib
 from model.variants import cuda_graphs_problem
 from train.checkpoint.files import read_state
 from train.checkpoint.resume import checkpoint_to_resume
@@ -20,13 +22,14 @@ from train.engine.process_group import call_on_rank_0
 logger = logging.getLogger(__name__)
 
 
-def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
+def resolve_auto(args: TrainingArguments, config: MistralConfig, world_size: int) -> TrainingArguments:
     """Replace precision.auto with the fastest precision settings, which are found by timing training steps.
 
     Collective: all ranks must call this function.
 
     Args:
         args: The resolved training arguments. Without precision.auto, they are returned unchanged.
+        config: The model configuration.
 
     Raises:
         ValueError, PrecisionError: See `autotune`.
@@ -41,7 +44,7 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
             "and attention backend"
         )
         return replace(args, precision=replace(precision, auto=False))
-    task = make_task(args, world_size)
+    task = make_task(args, config, world_size)
 
     def choose() -> Choice:
         checkpoint = checkpoint_to_resume(args)
@@ -65,9 +68,9 @@ def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     )
 
 
-def make_task(args: TrainingArguments, world_size: int) -> Task:
+def make_task(args: TrainingArguments, config: MistralConfig, world_size: int) -> Task:
     """Return the training settings that `autotune` needs for its measurements."""
-    ds_config, config = resolve_ds_config(args, world_size), load_config(args.model.config)
+    ds_config = resolve_ds_config(args, config, world_size)
     stage = ds_config["zero_optimization"]["stage"]
     main_grad = (
         args.speed.main_grad

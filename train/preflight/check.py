@@ -93,7 +93,7 @@ def check(
         gpu = capability if resolved.precision.backend != "reference" else None
         supported = gpu is None or "block" in architecture(gpu).recipes
         resolved = replace(resolved, precision=replace(resolved.precision, fp8_head_gradients=supported))
-    ds_config = resolved and attempt(resolve_ds_config, resolved, world_size, source)
+    ds_config = resolved and sizes and attempt(resolve_ds_config, resolved, sizes, world_size, source)
     train = attempt(open_sources, args.data.sources, "train", args.max_seq_length)
     if train and sizes is not None:
         attempt(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings)

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import MistralConfig
 
-from model.config import load_config, numeric_settings
-from model.errors import UserError
+from model.config import numeric_settings
 from model.fp8.machine import describe
 from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.schema import flatten
-from train.data.stream import open_stream
+from train.data.stream import SampleStream
 from train.files import nearest_existing_path
 from train.preflight.check import PreflightError
 from train.record.provenance import NOT_HASHED, sources_sha256
@@ -63,8 +63,8 @@ def is_enabled(args: TrainingArguments) -> bool:
     return rank_env.is_multi_node() if args.preflight is None else args.preflight
 
 
-def check_configured_alike(args: TrainingArguments) -> None:
-    """Check that all ranks have the same resolved training arguments.
+def check_configured_alike(args: TrainingArguments, config: MistralConfig) -> None:
+    """Check that all ranks have the same resolved training arguments and the same model configuration.
 
     Collective: all ranks must call this function.
 
@@ -76,7 +76,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
     """
     values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
-    values["model"] |= {"config": numeric_settings(load_config(args.model.config)), "init_from": None}
+    values["model"] |= {"config": numeric_settings(config), "init_from": None}
     mine = {key: json.dumps(value) for key, value in flatten(values).items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (socket.gethostname(), mine))
@@ -86,7 +86,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
         raise PreflightError([ValueError("\n  ".join([title, *found]))])
 
 
-def check_alike(args: TrainingArguments) -> None:
+def check_alike(args: TrainingArguments, train: SampleStream) -> None:
     """Compare software, hardware and files of all ranks, and log the speed of GPUs and links.
 
     Collective: all ranks must call this function.
@@ -96,7 +96,7 @@ def check_alike(args: TrainingArguments) -> None:
         OSError: On rank 0, if output_dir cannot be written.
     """
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, this_rank(args, sees_file_of_rank_0(args)))
+    dist.all_gather_object(every, this_rank(train, sees_file_of_rank_0(args)))
     problems, warnings = compare_ranks(every)
     if speeds := [rank.gemm_tflops for rank in every if rank.gemm_tflops]:
         logger.info(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
@@ -108,19 +108,20 @@ def check_alike(args: TrainingArguments) -> None:
         raise PreflightError([ValueError(f"preflight: {problem}") for problem in problems])
 
 
-def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
+def this_rank(train: SampleStream, sees_file: bool) -> Rank:
     """Collect facts about the software, files and hardware of this rank, including the measured speed of its GPU.
 
     Args:
-        args: The training arguments.
+        train: The training data.
         sees_file: The result of `sees_file_of_rank_0`.
     """
     machine, versions = describe()
+    data = json.dumps(train.fingerprint(), sort_keys=True)
     on_gpu = torch.cuda.is_available()
     equal = {name: str(version) for name, version in versions.items()} | {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
         "the sources in model/ and train/": sources_sha256("model", "train")[:12],
-        "data.sources": data_facts(args),
+        "data.sources": hashlib.sha256(data.encode()).hexdigest()[:12],
         "output_dir": "shared" if sees_file else "not shared (a file that rank 0 wrote there is not visible)",
     }
     return Rank(
@@ -129,19 +130,6 @@ def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
         machine={name: str(machine[name]) for name in ("gpu", "gpu_memory_gib", "driver") if name in machine},
         gemm_tflops=gemm_tflops() if on_gpu else None,
     )
-
-
-def data_facts(args: TrainingArguments) -> str:
-    """Return a hash of the training data that this rank reads, or the reason the data cannot be read."""
-    data = args.data
-    try:
-        stream = open_stream(
-            data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
-        )
-    except (ValueError, OSError, UserError) as error:
-        return f"unreadable ({error})"
-    fingerprint = json.dumps(stream.fingerprint(), sort_keys=True, default=str)
-    return hashlib.sha256(fingerprint.encode()).hexdigest()[:12]
 
 
 def sees_file_of_rank_0(args: TrainingArguments) -> bool:

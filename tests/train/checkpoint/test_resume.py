@@ -21,8 +21,7 @@ from train.checkpoint.resume import (
 )
 from train.config.arguments import ConfigurationError
 from train.config.differences import Difference
-from train.config.ds_config import load_deepspeed
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.config.schedule import phase_arguments
 from train.config.schema import Node, all_keys, options
 from train.data.stream import open_stream

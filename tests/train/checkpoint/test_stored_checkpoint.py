@@ -52,7 +52,7 @@ class Stored:
         args = resolve_arguments(build_arguments(raw), 1)
         self.config, self.precision = load_config(args.model.config), Precision(args.precision)
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
-        self.engine = build_engine(model, args, resolve_ds_config(args, 1))
+        self.engine = build_engine(model, args, resolve_ds_config(args, self.config, 1))
         self.micro_step = MicroStep(self.engine, self.precision, args)
 
     def losses(self, first: int, count: int) -> list[float]:

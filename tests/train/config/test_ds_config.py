@@ -6,15 +6,18 @@ import sys
 
 import pytest
 
+from model.config import load_sizes
 from tests import programs
 from tests.conftest import refused
 from train.config import ds_config
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
-from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS, load_deepspeed, msamp_settings
-from train.config.load import build_arguments, resolve_arguments
+from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS, msamp_settings
+from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.files import REPOSITORY
 from train.launch import free_port
+
+SIZES = load_sizes("tiny")
 
 
 def arguments(deepspeed=None, compute="bf16", **changes) -> TrainingArguments:
@@ -35,7 +38,7 @@ def arguments(deepspeed=None, compute="bf16", **changes) -> TrainingArguments:
 def resolved(deepspeed=None, compute="bf16", ranks=2, **changes) -> dict:
     """The configuration for DeepSpeed on `ranks` ranks."""
     given = resolve_arguments(arguments(deepspeed, compute, **changes), ranks)
-    return ds_config.resolve_ds_config(given, ranks)
+    return ds_config.resolve_ds_config(given, SIZES, ranks)
 
 
 def refusal(deepspeed, *keys, **changes) -> str:
@@ -129,7 +132,7 @@ def test_msamp_section(level, enabled, own):
     same = resolve_arguments(arguments("ds_config_zero1.json", precision={"compute": "bf16", **own}), 2)
     assert found.precision == same.precision and msamp_settings(found.deepspeed) == own
     assert given.precision.optimizer_states == "fp32" and resolve_arguments(found, 2) == found
-    assert ds_config.resolve_ds_config(found, 2) == ds_config.resolve_ds_config(same, 2)
+    assert ds_config.resolve_ds_config(found, SIZES, 2) == ds_config.resolve_ds_config(same, SIZES, 2)
     # a run with these keys in place of the section may resume from it
     assert resume_differences(found.to_dict(), same.to_dict()) == []
 
@@ -336,7 +339,7 @@ def test_unsupported_key_suggests_the_nearest(path, near):
 def test_all_problems_are_reported_together():
     given = resolve_arguments(arguments({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}}), 2)
     with refused(ConfigurationError, key="zero") as error:
-        ds_config.resolve_ds_config(given, 2, "own.json")
+        ds_config.resolve_ds_config(given, SIZES, 2, "own.json")
     assert error.value.keys == ["zero", "optimizer.type", "gradient_clipping"]
     assert "own.json" in str(error.value)
 

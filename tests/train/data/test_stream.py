@@ -14,12 +14,11 @@ from tests.train.runs import run
 from train.data import source as source_module
 from train.data.format import DataError, read_manifest
 from train.data.order import permutation_key, permute, spread
-from train.data.source import check_fit, open_sources
+from train.data.source import check_fit, open_held_out, open_sources
 from train.data.stream import (
     NO_LABEL,
     compute_unigram_loss,
     held_out_batches,
-    open_held_out,
     open_stream,
 )
 from train.files import sha256_file
@@ -199,7 +198,7 @@ def test_different_tokenizer_raises(tmp_path, own_shards):
     with refused(DataError, code="different_tokenizers"):
         open_stream({"a": own_shards, "b": own_shards, "c": other}, None, T, seed=1)
     with refused(DataError, code="different_tokenizers"):
-        open_held_out(open_stream({"a": own_shards}, None, T, seed=1), {"a": own_shards}, {"b": other})
+        open_held_out(open_sources({"a": own_shards}, "train", T), {"a": own_shards}, {"b": other}, T)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +219,13 @@ def test_leaked_document_raises(tmp_path, own_shards, changes, as_source, as_set
     )
     path = other / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    train = open_stream({"a": own_shards}, None, T, seed=1)
+    train = open_sources({"a": own_shards}, "train", T)
     for names in ({"a": plain, "b": own_shards, "c": other}, {"a": other, "b": own_shards, "c": plain}):
         with nullcontext() if as_source else refused(DataError, code="different_eval_fractions"):
             open_stream(names, None, T, seed=1)
         open_stream(names, None, T, seed=1, split="eval")  # nothing is trained on
     with nullcontext() if as_set else refused(DataError, code="different_eval_fractions"):
-        open_held_out(train, {"a": own_shards}, {"b": other})
+        open_held_out(train, {"a": own_shards}, {"b": other}, T)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.folders import make_folder
-from train.data.stream import NO_LABEL, Batch, open_held_out, open_stream
+from train.data.source import open_held_out
+from train.data.stream import NO_LABEL, Batch, SampleStream, open_stream
 from train.engine.held_out import held_out_losses
 
 
@@ -84,8 +85,9 @@ def test_each_source_has_a_loss(process_group: None, tmp_path: Path) -> None:
     folders = {n: make_folder(tmp_path / n, {"train": [t], "eval": [t]}) for n, t in tokens.items()}
     train = open_stream(folders, {"a": 0.9, "b": 0.1}, 4, seed=1)
     for most, total in ((None, 6), (8, 6), (4, 6), (1, 5)):
-        held_out = open_held_out(train, folders, {"other": folders["a"]}, most)
-        losses = Engine(growth=0).evaluate_streams(held_out)
+        held_out = open_held_out(train.sources, folders, {"other": folders["a"]}, 4)
+        streams = {loss: SampleStream(each, None, 1, max_samples=most) for loss, each in held_out.items()}
+        losses = Engine(growth=0).evaluate_streams(streams)
         assert losses == {"eval_loss": total, "eval_loss/a": 3, "eval_loss/b": 7, "eval_loss/other": 3}
 
 

@@ -13,8 +13,8 @@ from tests.train.runs import curve, run
 from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.save import Saver
-from train.config.ds_config import load_deepspeed, resolve_ds_config
-from train.config.load import build_arguments, resolve_arguments
+from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.data.stream import Batch
 from train.engine import packed_adamw, zero
 from train.engine.packed_adamw import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
@@ -126,8 +126,9 @@ class Trained:
 
     def __init__(self, settings: dict, precision: dict[str, str], **changes: Any):
         self.args = resolve_arguments(build_arguments({**settings, "precision": precision, **changes}), 1)
-        model, self.precision = build_model_and_precision(self.args, load_config(self.args.model.config))
-        self.engine = build_engine(model, self.args, resolve_ds_config(self.args, 1))
+        config = load_config(self.args.model.config)
+        model, self.precision = build_model_and_precision(self.args, config)
+        self.engine = build_engine(model, self.args, resolve_ds_config(self.args, config, 1))
         self.micro_step = MicroStep(self.engine, self.precision, self.args)
 
     def steps(self, count: int) -> "Trained":

@@ -17,7 +17,7 @@ from tests.conftest import numbers, small_config
 from tests.model.cuda_graphs import use_tapes
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
 from train.config.arguments import ConfigurationError
-from train.config.ds_config import load_deepspeed
+from train.config.load import load_deepspeed
 from train.engine import step
 from train.engine.step import MainGrads, MicroStep
 from train.trainer import TrainingError

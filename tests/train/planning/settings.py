@@ -23,8 +23,8 @@ def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: objec
     keys = {"per_device_train_batch_size": 8} | keys
     words = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()]
     arguments = resolve_arguments(load_arguments([config, "--train_batch_size_tokens=null", *words]), ranks)
-    ds_config = resolve_ds_config(arguments, ranks)
-    return Setting.from_run(arguments, ds_config, load_sizes(arguments.model.config), ranks)
+    sizes = load_sizes(arguments.model.config)
+    return Setting.from_run(arguments, resolve_ds_config(arguments, sizes, ranks), sizes, ranks)
 
 
 class Measured(NamedTuple):

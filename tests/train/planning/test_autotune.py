@@ -18,7 +18,7 @@ from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
 from train import run as training
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, open_inputs, resolve_arguments
 from train.planning import autotune as glue
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -64,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
 
 def resolve(args: TrainingArguments) -> TrainingArguments:
-    return glue.resolve_auto(args, 1)
+    return glue.resolve_auto(args, load_config(args.model.config), 1)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +101,23 @@ def test_choice_is_applied(settings: dict, measured: list[Task], packs: bool) ->
     ],
 )
 def test_graph_candidates(settings: dict, changes: dict, graphs: tuple[bool, ...]) -> None:
-    assert glue.make_task(arguments(settings, **changes), 1).graph_modes() == graphs
+    args = arguments(settings, **changes)
+    assert glue.make_task(args, load_config(args.model.config), 1).graph_modes() == graphs
 
 
 def test_optimizer_memory_is_reserved(settings: dict) -> None:
-    parameters = num_parameters(load_config(settings["model"]["config"]))
+    config = load_config(settings["model"]["config"])
     one, two = (
-        glue.make_task(resolve_arguments(build_arguments(settings), ranks), ranks).other_memory_gib
+        glue.make_task(resolve_arguments(build_arguments(settings), ranks), config, ranks).other_memory_gib
         for ranks in (1, 2)
     )
-    assert one - two == pytest.approx(12 * parameters / 2 / GIB)
+    assert one - two == pytest.approx(12 * num_parameters(config) / 2 / GIB)
 
 
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)
-    training.run_training(args)
+    training.run_training(args, open_inputs(args))
     lines = (Path(str(args.output_dir)) / "metrics.jsonl").read_text().splitlines()
     return [(m["step"], m["loss"], m["grad_norm"], m.get("eval_loss")) for m in map(json.loads, lines)]
 

@@ -14,8 +14,8 @@ import pytest
 from model.config import CONFIGS, GIB, load_sizes, state_parts_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
-from train.config.ds_config import load_deepspeed, resolve_ds_config
-from train.config.load import load_arguments, resolve_arguments
+from train.config.ds_config import resolve_ds_config
+from train.config.load import load_arguments, load_deepspeed, resolve_arguments
 from train.files import REPOSITORY
 from train.planning.memory import MUON_BYTES, largest_micro_batch, predict_memory
 from train.planning.prediction import Prediction, duration, parse_tokens
@@ -339,7 +339,8 @@ def test_options_give_the_recommended_setting(
             continue
         arguments = load_arguments([*words, *entry["flags"].split()])
         args = resolve_arguments(arguments, int(n))
-        s = Setting.from_run(args, resolve_ds_config(args, int(n)), load_sizes(args.model.config), int(n))
+        model_sizes = load_sizes(args.model.config)
+        s = Setting.from_run(args, resolve_ds_config(args, model_sizes, int(n)), model_sizes, int(n))
         parts = {k: gib for k, gib in entry["memory_gib"].items() if k not in ("peak", "needed")}
         assert predict_memory(s).parts == pytest.approx(parts)
         assert (

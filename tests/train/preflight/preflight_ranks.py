@@ -18,7 +18,7 @@ from tests.conftest import log_messages
 from tests.reliability.number_ranks import digests, spoil
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
-from train.data.stream import Batch
+from train.data.stream import Batch, open_stream
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
@@ -71,7 +71,7 @@ def gradients(
     args = resolve_arguments(build_arguments(raw), world)
     model_config, how = load_config(config), Precision(args.precision)
     engine = build_engine(
-        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, world)
+        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, model_config, world)
     )
     micro_step = MicroStep(engine, how, args)
 
@@ -141,10 +141,9 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
     args, is_second = build_arguments(settings), dist.get_rank() == 1
     right, right_existing = ranks.this_rank, ranks.nearest_existing_path
     ranks.VISIBILITY_TIMEOUT_S = 0.3
-    if is_second and fault == "no_data":
-        args.data.sources = {"text": folder}
     if is_second and fault == "other_data":
         args.seed += 1
+    stream = open_stream(args.data.sources, None, args.max_seq_length, args.seed)
     if is_second and fault == "other_folder":
         ranks.nearest_existing_path = lambda path: Path(folder)
 
@@ -157,7 +156,7 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
     problems: list[str] = []
     try:
         with log_messages() as said:
-            ranks.check_alike(args)
+            ranks.check_alike(args, stream)
     except PreflightError as error:
         problems = [str(problem) for problem in error.problems]
     finally:

@@ -16,8 +16,7 @@ import pytest
 from model.config import layer_matrix_parameters, load_sizes, num_parameters, state_parts_gib
 from tests.conftest import refused
 from tests.train.mistakes import World, keys
-from train.config.ds_config import load_deepspeed
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.data.format import read_manifest
 from train.planning.memory import checkpoint_bytes
 from train.preflight import check, machine, sizes

@@ -36,7 +36,7 @@ def test_dry_run_takes_no_lock(settings: dict, tmp_path: Path, monkeypatch: pyte
     config.write_text(json.dumps(settings))
     monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr("train.run.run_training", lambda args: ran.append(Path(args.output_dir).exists()))
+    monkeypatch.setattr("train.run.run_training", lambda args, _: ran.append(Path(args.output_dir).exists()))
     assert train.main([str(config), "--dry_run"]) == 0
     assert train.main([str(config), "--max_steps", "5", "--dry_run", "false"]) == 0
     assert ran == [False, True]
@@ -49,7 +49,7 @@ def test_out_of_memory_is_transient(
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
 
-    def runs_out(_: object) -> None:
+    def runs_out(*_: object) -> None:
         raise error
 
     monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)

@@ -18,7 +18,6 @@ from train.preflight.ranks import Rank, compare_ranks
 SECOND = f"rank 1 ({socket.gethostname()})"
 # Fault of the second of three ranks -> what names it, and whether it refuses the run.
 FAULTS = {
-    "no_data": ("data.sources", True),
     "other_data": ("data.sources", True),
     "other_folder": ("output_dir", True),
     "torch": ("torch", True),
