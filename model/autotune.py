@@ -1,7 +1,7 @@
 """precision.auto: time training steps with each candidate setting on the current GPU, and choose the fastest.
 
 A candidate combines an attention backend, FP8 or bf16, and execution with or without CUDA graphs. On a GPU that does
-not support FP8, only bf16 candidates are timed. train/planning/autotune.py creates the task for a training run.
+not support FP8, only bf16 candidates are timed. train/phase.py creates the task for a training run.
 
 Candidates are ordered by preference. cuDNN attention comes first, because it needs no additional package (with a
 document mask, the order is that of `te_backend.document_backends`). FP8, which the user configured, comes before bf16.

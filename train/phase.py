@@ -1,5 +1,7 @@
 """Build what a phase of precision.schedule trains with: the model, its checks, the FP8 scales and the engine.
 
+`resolve_auto` applies precision.auto to a run, before its first phase.
+
 A phase begins at the start of a run, when the next step has another precision, and when a module falls back to a safer
 recipe (precision.on_trouble). Its model, engine and precision never change. All ranks must call the functions at the
 same points.
@@ -18,18 +20,21 @@ import torch.distributed as dist
 from torch import nn
 from transformers import MistralConfig
 
+from model.autotune import Choice, Task, autotune
 from model.build import build_model, choose_attention
 from model.checks.numerics import choose_kernels
 from model.checks.startup import attention_in_use, backend_in_use, check_startup, verify_attention
+from model.config import GIB, num_parameters, state_parts_gib
 from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import HEAD_GRADIENTS_ADVICE, Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gradients, relative_error
-from model.variants import VARIANTS
+from model.variants import VARIANTS, cuda_graphs_problem
 from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import fits_fp8_state, load_checkpoint, read_weights
-from train.checkpoint.resume import is_partitioned_differently, starting_precision
+from train.checkpoint.resume import checkpoint_to_resume, is_partitioned_differently, starting_precision
 from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
 from train.config.schedule import phase_arguments, phase_precisions
 from train.data.order import next_position
 from train.data.stream import SampleStream
@@ -108,6 +113,87 @@ class Phase:
     gradient_error: float | None  # see `calibrate_scales`
     engine: Any  # DeepSpeed engine
     micro_step: MicroStep
+
+
+def resolve_auto(args: TrainingArguments, config: MistralConfig, world_size: int) -> TrainingArguments:
+    """Replace precision.auto with the fastest precision settings, which are found by timing training steps.
+
+    Collective: all ranks must call this function.
+
+    Args:
+        args: The resolved training arguments. Without precision.auto, they are returned unchanged.
+        config: The model configuration.
+
+    Raises:
+        ValueError, PrecisionError: See `autotune`.
+        CheckpointError: The checkpoint to resume from is damaged.
+    """
+    precision = args.precision
+    if not precision.auto:
+        return args
+    if precision.emulated:
+        logger.info(
+            "precision.auto: no GPU is available for measurements. Keeping the configured precision, CUDA graphs "
+            "and attention backend"
+        )
+        return replace(args, precision=replace(precision, auto=False))
+    task = make_task(args, config, world_size)
+
+    def choose() -> Choice:
+        checkpoint = checkpoint_to_resume(args)
+        if checkpoint is None:
+            return autotune(task)
+        logger.info(f"precision.auto: reusing the settings stored in checkpoint {checkpoint}")
+        saved = read_state(checkpoint).train_config
+        return Choice(
+            saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]
+        )
+
+    choice = process_group.call_on_rank_0(choose)
+    if choice.compute != "fp8" and args.gradient_checkpointing == "mlp":  # "mlp" needs FP8
+        args = replace(args, gradient_checkpointing=False)
+    return replace(
+        args,
+        precision=replace(precision, auto=False, compute=choice.compute),
+        # The checkpoint may come from a run with CUDA graphs, which this configuration may not support.
+        speed=replace(args.speed, cuda_graphs=choice.cuda_graphs and task.graphs_allowed),
+        model=replace(args.model, attention_backend=choice.attention_backend),
+    )
+
+
+def make_task(args: TrainingArguments, config: MistralConfig, world_size: int) -> Task:
+    """Return the training settings that `autotune` needs for its measurements."""
+    ds_config = resolve_ds_config(args, config, world_size)
+    stage = ds_config["zero_optimization"]["stage"]
+    main_grad = (
+        args.speed.main_grad
+        and stage == 1
+        and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    )
+    state = state_parts_gib(
+        config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
+    )
+    # weights and, with main_grad, float32 gradients
+    measured_gib = num_parameters(config) * (2 + 4 * main_grad) / GIB
+    return Task(
+        config=config,
+        variant=args.model.variant,
+        precision=args.precision,
+        batch_size=args.per_device_train_batch_size,
+        seq_length=args.max_seq_length,
+        speed=args.speed,
+        attention_backend=args.model.attention_backend,
+        gradient_checkpointing=args.gradient_checkpointing,
+        # ZeRO 3 gathers the weights for each micro-batch and keeps no FP8 copies of them.
+        accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
+        main_grad=main_grad,
+        graphs_allowed=cuda_graphs_problem(
+            args.model.variant, recomputes=args.gradient_checkpointing is True, zero_stage=stage
+        )
+        is None,
+        document_mask=args.data.document_mask,
+        other_memory_gib=max(0.0, sum(state.values()) - measured_gib),
+    )
 
 
 def build_phase(run: Run, state: RunState, checkpoint: Path | None, watchdog: Watchdog) -> Phase:

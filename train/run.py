@@ -59,8 +59,7 @@ from train.monitor.signals import (
     write_stopped,
 )
 from train.monitor.watchdog import Watchdog
-from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value
-from train.planning.autotune import resolve_auto
+from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value, resolve_auto
 from train.planning.prediction import Prediction
 from train.planning.setting import Setting
 from train.preflight.gradients import check_gradients

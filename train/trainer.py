@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,16 @@ from model.checks.startup import check_attention
 from model.config import GIB, flops_per_token
 from model.errors import UserError
 from model.fp8.modules import uses_transformer_engine
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, snapshot_fp8_state
 from train.checkpoint.files import RunState, checkpoint_name
+from train.checkpoint.load import roll_back
 from train.checkpoint.resume import resume_option
-from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_at
 from train.data.order import next_position
-from train.data.stream import MicroBatches
-from train.engine.held_out import held_out_losses
+from train.data.stream import NO_LABEL, MicroBatches, SampleStream, held_out_batches
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import SkipDecision
 from train.monitor.fp8_alarms import find_fallbacks
@@ -391,8 +393,8 @@ class Trainer:
             record["precision_stage"] = {
                 "number": self.phase.number + 1,
                 "tokens_per_second": typical_speed(self.speeds),
-                "compute": self.state.precision["compute"],
-                "recipe": self.state.precision["recipe"],
+                "compute": self.precision.config.compute,
+                "recipe": self.precision.config.recipe,
             }
         self._start_clock()
 
@@ -530,3 +532,68 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     value = value.clone()
     dist.all_reduce(value)
     return float(value / dist.get_world_size())
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def held_out_losses(
+    engine: Any,
+    precision: Precision,
+    streams: Mapping[str, SampleStream],
+    batch_size: int,
+    should_stop: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Return the mean loss of each held-out set in nats per token, keyed by loss name.
+
+    The loss of a set with several sources is the mean over the tokens of all sources. The mean over the tokens of one
+    source is added as NAME/SOURCE.
+
+    Collective: all ranks must call this function.
+
+    FP8 scales and amax histories are restored after each set, so the evaluation affects neither the training nor the
+    other sets.
+
+    Args:
+        streams: Held-out sets, keyed by loss name.
+        batch_size: Number of samples per batch on each rank.
+        should_stop: Function that is called after each batch and returns whether to cancel the evaluation. It must
+            return the same value on every rank.
+
+    Returns:
+        The losses, or None if the evaluation was cancelled.
+    """
+    before, losses = snapshot_fp8_state(engine.module, precision), dict[str, float]()
+    engine.eval()
+    for name, stream in streams.items():
+        totals = _sum_losses(engine, stream, batch_size, should_stop)
+        for key, tensor in fp8_state(engine.module, precision).items():
+            tensor.copy_(before[key])
+        if totals is None:
+            engine.train()
+            return None
+        means = {name: sum(totals.values())}
+        if len(totals) > 1:
+            means |= {f"{name}/{source}": total for source, total in totals.items()}
+        losses |= {key: float(total[0] / total[1]) for key, total in means.items()}
+    engine.train()
+    return losses
+
+
+def _sum_losses(
+    engine: Any, stream: SampleStream, batch_size: int, should_stop: Callable[[], bool]
+) -> dict[str, torch.Tensor] | None:
+    """Return the sum of the losses and the number of tokens of each source, or None if the evaluation was cancelled."""
+    totals, ranks = dict[str, torch.Tensor](), (dist.get_rank(), dist.get_world_size())
+    for source, samples in stream.parts.items():
+        total = totals[source] = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        for *_, batch in held_out_batches(stream, batch_size, *ranks, samples):
+            tokens = int((batch.labels != NO_LABEL).sum())
+            input_ids, labels, documents = batch.to(engine.device)
+            loss = engine(input_ids, labels=labels, documents=documents).loss
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+            if should_stop():
+                return None
+        dist.all_reduce(total)
+    return totals

@@ -10,7 +10,7 @@ The argument `resume` states whether a run that resumes from a checkpoint may ha
 - "allowed" (the default): only if the key is listed in allow_changes_on_resume.
 - "structural": no, for the reason given in `why`.
 
-differences.py compares the configuration with that of the checkpoint. train/checkpoint/resume.py refuses the resume.
+train/checkpoint/resume.py compares the configuration with that of the checkpoint, and refuses the resume.
 """
 
 from __future__ import annotations

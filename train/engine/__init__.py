@@ -3,7 +3,6 @@
     step          build_engine, MicroStep, SkipDecision
     optimizer     AdamW and Muon, learning_rate_at
     packed_adamw  AdamW with less memory
-    held_out      losses on held-out sets
     process_group  setup, determinism, calls on rank 0
     zero          private attributes of DeepSpeed, which no other module uses
 

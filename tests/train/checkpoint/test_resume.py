@@ -15,12 +15,12 @@ from tests.train.runs import metrics, run
 from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import (
     SIZES,
+    Difference,
     is_partitioned_differently,
     resume_state,
     starting_precision,
 )
 from train.config.arguments import ConfigurationError
-from train.config.differences import Difference
 from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.config.schedule import phase_arguments
 from train.config.schema import Node, all_keys, options

@@ -15,7 +15,7 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import refused
 from tests.train.checkpoint.test_checkpoint import commit, make
 from tests.train.checkpoint.test_resume import state_of
-from train.checkpoint import rollback
+from train.checkpoint import load
 from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
@@ -42,7 +42,7 @@ class World:
         self.root, self.state, self.precision = root, state, Precision(DELAYED)
         self.resharded: list[bool] = []
         self.logged: list[dict[str, Any]] = []
-        monkeypatch.setattr(rollback, "load_checkpoint", lambda *given: self.resharded.append(given[-1]))
+        monkeypatch.setattr(load, "load_checkpoint", lambda *given: self.resharded.append(given[-1]))
 
     def roll_back(self, *firsts: int) -> bool:
         """After spikes in the steps of these first samples."""
@@ -54,7 +54,7 @@ class World:
         sought: list[tuple] = []
         stream: Any = SimpleNamespace(sample_ids=lambda *_: [], seek=lambda *given: sought.append(given))
         options = {"root": self.root, "engine": None, "precision": self.precision, "state": self.state}
-        done = rollback.roll_back(spikes, 8, **options, health=health, metrics=metrics, stream=stream)
+        done = load.roll_back(spikes, 8, **options, health=health, metrics=metrics, stream=stream)
         assert sought == [(self.state.consumed_samples, self.state.sources)] * done
         return done
 

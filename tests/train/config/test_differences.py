@@ -1,4 +1,4 @@
-"""train/config/differences.py: which differences of two configurations a resume has to allow. Each key by itself:
+"""train/checkpoint/resume.py: which differences of two configurations a resume has to allow. Each key by itself:
 tests/train/checkpoint/test_resume_changes.py."""
 
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.config.test_load import arguments
-from train.config.differences import Difference, resume_differences
+from train.checkpoint.resume import Difference, resume_differences
 from train.config.load import load_arguments, resolve_arguments
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}

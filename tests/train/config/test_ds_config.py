@@ -9,9 +9,9 @@ import pytest
 from model.config import load_sizes
 from tests import programs
 from tests.conftest import refused
+from train.checkpoint.resume import resume_differences
 from train.config import ds_config
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
-from train.config.differences import resume_differences
 from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS, msamp_settings
 from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.files import REPOSITORY

@@ -18,8 +18,7 @@ from train.config.ds_config import resolve_ds_config
 from train.config.load import load_arguments, load_deepspeed, resolve_arguments
 from train.files import REPOSITORY
 from train.planning.memory import MUON_BYTES, largest_micro_batch, predict_memory
-from train.planning.prediction import Prediction, duration, parse_tokens
-from train.planning.recommend import recommend
+from train.planning.prediction import Prediction, duration, parse_tokens, recommend
 from train.planning.setting import ZERO_3_BUCKET, Setting
 from train.planning.speed import GPUS, estimate
 

@@ -16,10 +16,10 @@ from model.autotune import Choice, Task, autotune
 from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
+from train import phase as glue
 from train import run as training
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.load import build_arguments, open_inputs, resolve_arguments
-from train.planning import autotune as glue
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -1,4 +1,4 @@
-"""train/engine/held_out.py: every held-out sample counts once, on whatever rank, and training is as before."""
+"""train/trainer.py: every held-out sample counts once, on whatever rank, and training is as before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.folders import make_folder
 from train.data.source import open_held_out
 from train.data.stream import NO_LABEL, Batch, SampleStream, open_stream
-from train.engine.held_out import held_out_losses
+from train.trainer import held_out_losses
 
 
 class Engine:
@@ -68,10 +68,8 @@ def test_more_ranks_than_samples(samples: int, monkeypatch: pytest.MonkeyPatch) 
 def test_held_out_sets_are_separate(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the FP8 state that training left, which is there again afterwards."""
     engine = Engine()
-    monkeypatch.setattr("train.engine.held_out.fp8_state", lambda *_: {"scale": engine.scale})
-    monkeypatch.setattr(
-        "train.engine.held_out.snapshot_fp8_state", lambda *_: {"scale": engine.scale.clone()}
-    )
+    monkeypatch.setattr("train.trainer.fp8_state", lambda *_: {"scale": engine.scale})
+    monkeypatch.setattr("train.trainer.snapshot_fp8_state", lambda *_: {"scale": engine.scale.clone()})
     # samples 0 and 1 with a scale of 2, sample 2 with one of 3; then sample 0, and a row without labels
     assert engine.evaluate(own=3, short=1, same=3) == {"own": (1 * 2 + 2 * 3) / 3, "short": 0, "same": 8 / 3}
     assert engine.scale == 1
