@@ -60,7 +60,7 @@ from train.monitor.signals import (
 )
 from train.monitor.watchdog import Watchdog
 from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value, resolve_auto
-from train.planning.prediction import Prediction
+from train.planning.prediction import describe_prediction
 from train.planning.setting import Setting
 from train.preflight.gradients import check_gradients
 from train.preflight.ranks import check_alike, check_configured_alike, is_enabled
@@ -330,9 +330,9 @@ def predict(run: Run, phase: Phase) -> dict[str, Any] | None:
     setting = Setting.from_run(phase.args, run.ds_config, run.config, dist.get_world_size())
     if not (torch.cuda.is_available() and setting.is_planned):
         return None
-    prediction = Prediction.make(setting, torch.cuda.get_device_name())
-    logger.info(prediction.line())
-    return prediction.to_json()
+    line, values = describe_prediction(setting, torch.cuda.get_device_name())
+    logger.info(line)
+    return values
 
 
 def open_run_folder(run: Run, state: RunState, checkpoint: Path | None) -> MetricsLogger:

@@ -366,37 +366,20 @@ def _row(whole: Plan, p: Planned) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted GPU memory and speed of a run, which the run logs at startup.
+def describe_prediction(s: Setting, device_name: str) -> tuple[str, dict[str, Any]]:
+    """Predict GPU memory and speed of a run, which logs them at startup.
 
-    Attributes:
-        memory: The predicted GPU memory of a rank.
-        estimate: The predicted speed, or None if the GPU is not in `GPUS`.
+    Args:
+        device_name: Name of the GPU as returned by torch.cuda.get_device_name().
+
+    Returns:
+        The log line and the JSON object for run.json. They contain the speed only if the GPU is in `GPUS`.
     """
-
-    memory: Memory
-    estimate: Estimate | None
-
-    @classmethod
-    def make(cls, s: Setting, device_name: str) -> Prediction:
-        """Predict GPU memory and speed of a run.
-
-        Args:
-            device_name: Name of the GPU as returned by torch.cuda.get_device_name().
-        """
-        name = hopper_sxm(device_name)
-        return cls(predict_memory(s), estimate(s, GPUS[name.lower()]) if name else None)
-
-    def line(self) -> str:
-        """Format the predicted memory and speed as a log line."""
-        e = self.estimate
-        speed = (
-            f"; {about(e.tokens_per_second)} tokens/s, within {100 * e.within:.0f} % ({e.basis})" if e else ""
-        )
-        return f"plan: {self.memory.measured_as_gib:,.2f} GiB per GPU at the peak ({self.memory.describe()}){speed}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the predicted memory and speed as a JSON object."""
-        memory = {"peak_gib": self.memory.measured_as_gib, "memory_gib": self.memory.parts}
-        return memory | (asdict(self.estimate) if self.estimate else {})
+    memory, name = predict_memory(s), hopper_sxm(device_name)
+    line = f"plan: {memory.measured_as_gib:,.2f} GiB per GPU at the peak ({memory.describe()})"
+    values: dict[str, Any] = {"peak_gib": memory.measured_as_gib, "memory_gib": memory.parts}
+    if name is None:
+        return line, values
+    e = estimate(s, GPUS[name.lower()])
+    speed = f"; {about(e.tokens_per_second)} tokens/s, within {100 * e.within:.0f} % ({e.basis})"
+    return line + speed, values | asdict(e)
