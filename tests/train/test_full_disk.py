@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from test_fp8.common.options import Options
 from train import evaluate, export, plan
 from train.checkpoint.files import RunState
-from train.files import CACHES, describe_error, is_persistent, write_durably
+from train.files import CACHES, describe_error, write_durably
 
 
 def fail(error: Exception | None = None) -> Any:
@@ -30,11 +30,6 @@ def full(tmp_path: Path) -> Path:
     """A file that there is no room for."""
     (tmp_path / "full.json.tmp").symlink_to("/dev/full")
     return tmp_path / "full.json"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_persistent(number: int) -> None:
-    assert is_persistent(OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize(("number", "is_ignored"), [(errno.EINVAL, True), (errno.EIO, False)])

@@ -78,21 +78,6 @@ def data_as_output(world: World) -> None:
     world.settings["output_dir"] = str(world.own_data())
 
 
-def no_access(name: str, right: int) -> Mistake:
-    """This user does not have the `right` (of os.access) to a path in the folder."""
-
-    def change(world: World) -> None:
-        path, access = world.folder / name, os.access
-        (path.parent if path.suffix else path).mkdir(parents=True, exist_ok=True)
-        if path.suffix:
-            path.touch()
-        world.patch.setattr(
-            os, "access", lambda place, mode: access(place, mode) and not (place == path and mode & right)
-        )
-
-    return change
-
-
 def huge_model(world: World) -> None:
     world.devices(80, 80)
     world.disk(1e15)
@@ -149,9 +134,6 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "data as output": (data_as_output, "configuration", "output_dir"),
     "export as output": (written(f"run/{EXPORTED_FROM}"), "configuration", "output_dir"),
     "other model as export": (written("run/hf/config.json"), "configuration", "output_dir"),
-    "no access to the folder": (no_access(".", os.W_OK), "configuration", "output_dir"),
-    "read-only checkpoints": (no_access("run/checkpoints", os.W_OK), "configuration", "output_dir"),
-    "read-only metrics": (no_access("run/metrics.jsonl", os.W_OK), "configuration", "output_dir"),
     "little disk": (lambda world: world.disk(1e6), "disk", "output_dir"),
     # the machine
     "missing package": (missing_package, "tracker_not_installed", "report_to"),

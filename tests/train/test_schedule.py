@@ -87,22 +87,6 @@ def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.Monkey
     assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
-PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_phase_change_between_recipes(settings: dict, tmp_path: Path, first: str, second: str) -> None:
-    schedule = [{"until_share": 0.5, **PRECISIONS[first]}, PRECISIONS[second]]
-    whole = run(settings, precision={"schedule": schedule})
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    run(settings, output_dir=one, precision=PRECISIONS[first], save_steps=3)
-    changed = {"output_dir": two, "precision": PRECISIONS[second], "allow_changes_on_resume": True}
-    run(settings, **changed, resume_from_checkpoint=f"{one}/{START}")
-    assert curve(whole) == curve(Path(one))[:3] + curve(Path(two))
-    assert tensors(whole, 6) == tensors(Path(two), 6)
-
-
 THREE = [{"until_tokens": 512, "compute": "bf16"}, {"until_step": 4}, {"recipe": "current"}]
 
 

@@ -222,15 +222,6 @@ def test_export_has_bos_and_eos_of_the_tokenizer(trained: Path, data: Path, tmp_
     assert exported(5, 7) == {(5, "7")}
 
 
-def test_export_records_the_trained_length(trained: Path) -> None:
-    """Of a model with 2,048 positions that was trained at 64."""
-    folder = trained / "hf"
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["trained_sequence_length"], config["max_position_embeddings"]) == (64, 2048)
-    assert load_sizes(str(folder)).trained_sequence_length == 64 == plan_model(folder, None).max_seq_length
-    assert "| sequence length | 64 |" in (folder / "README.md").read_text()
-
-
 @pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_llama_is_trained_exported_decoded_and_trained_on(
     settings: dict, data: Path, tmp_path: Path, scaled: bool
@@ -245,7 +236,13 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     hf = run(settings, model={"config": str(tmp_path)}, max_steps=2) / "hf"
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     assert (theirs.config.trained_sequence_length, theirs.config.max_position_embeddings) == (64, 512)
-    assert type(theirs).__name__ == "LlamaForCausalLM" and "- llama" in (hf / "README.md").read_text()
+    assert load_sizes(str(hf)).trained_sequence_length == 64 == plan_model(hf, None).max_seq_length
+    card = (hf / "README.md").read_text()
+    assert (
+        type(theirs).__name__ == "LlamaForCausalLM"
+        and "- llama" in card
+        and "| sequence length | 64 |" in card
+    )
     assert rope_parameters(theirs.config) == rope_parameters(load_config(str(tmp_path)))
     written = json.loads(
         (hf / "config.json").read_text()

@@ -11,7 +11,6 @@ import pytest
 
 from tests.conftest import numbers, refused
 from tests.folders import make_folder
-from tests.train.runs import metrics, run
 from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import (
     SIZES,
@@ -384,10 +383,3 @@ def test_resume_with_another_zero_stage(folders) -> None:
     with refused(CheckpointError, key="deepspeed") as error:
         resumed(state(two(folders), deepspeed=settings), saved, False)
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
-
-
-def test_init_from_export(trained: Path, settings: dict, tmp_path: Path) -> None:
-    model = {**settings["model"], "init_from": str(trained / "hf"), "variant": "te_linear"}
-    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, max_steps=2)
-    expected = metrics(trained)[-1]["eval_loss"]
-    assert metrics(second)[-1]["eval_loss"] == pytest.approx(expected, abs=2e-2)

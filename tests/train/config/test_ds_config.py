@@ -216,6 +216,8 @@ def test_incompatible_keys_raise(deepspeed, changes, key, named):
         (ZERO_0 | IN_FP32, {"compute": "fp32"}),
         *((f"ds_config_zero{stage}.json", {"compute": "fp16"}) for stage in (1, 2, 3)),
         ("ds_config_zero1.json", {"precision": PACKED}),
+        ("ds_config_zero1.json", {"precision": PACKED, "adam_beta2": 0.98}),
+        ("ds_config_zero1.json", {"precision": {**PACKED, "optimizer_moments": "fp32"}, "adam_beta2": 0.99}),
         (None, {"compute": "fp8", **MUON}),
         (None, MUON),
         ({}, {"compute": "fp32", **MUON}),
@@ -228,25 +230,6 @@ def test_incompatible_keys_raise(deepspeed, changes, key, named):
 )
 def test_compatible_keys(deepspeed, changes):
     resolved(deepspeed, **changes)
-
-
-@pytest.mark.parametrize(
-    ("precision", "changes", "key"),
-    [
-        ({**PACKED, "compute": "fp32"}, {}, "precision.optimizer_states"),
-        ({"compute": "fp32", "gradient_communication": "bf16"}, {}, "precision.gradient_communication"),
-        ({"optimizer_moments": "fp32"}, {}, "precision.optimizer_moments"),
-        (PACKED, {"adam_beta2": 0.99}, "precision.optimizer_states"),
-        (PACKED, {"adam_beta2": 0.98}, None),
-        ({**PACKED, "optimizer_moments": "fp32"}, {"adam_beta2": 0.99}, None),
-    ],
-)
-def test_unsupported_optimizer_states_raise(precision, changes, key):
-    if key is None:
-        arguments(precision=precision, **changes)
-        return
-    with refused(ConfigurationError, key=key):
-        arguments(precision=precision, **changes)
 
 
 @pytest.mark.parametrize(

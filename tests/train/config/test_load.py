@@ -22,6 +22,7 @@ from train.config.load import (
 from train.config.schema import FOREIGN, all_keys
 from train.files import REPOSITORY
 
+PACKED = {"precision__optimizer_states": "bf16_remainder"}
 MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
 
 
@@ -127,6 +128,15 @@ def config(tmp_path) -> str:
         ),
         ({"gradient_checkpointing": "all"}, "gradient_checkpointing", "all mlp"),
         ({"precision__recipe": "block", "precision__margin": 1}, "precision.margin", "block"),
+        (PACKED | {"precision__compute": "fp32"}, "precision.optimizer_states", "fp32"),
+        (PACKED | {"adam_beta2": 0.99}, "precision.optimizer_states", "adam_beta2 0.99"),
+        (
+            {"precision__compute": "fp32", "precision__gradient_communication": "bf16"},
+            "precision.gradient_communication",
+            "fp32",
+        ),
+        ({"precision__optimizer_moments": "fp32"}, "precision.optimizer_moments", "bf16_remainder"),
+        ({"precision__recipe": "nvfp4"}, "precision.recipe", "NVFP4"),
     ],
 )
 def test_error_names_key_value_and_allowed_values(changes, key, values):
@@ -408,10 +418,3 @@ def test_every_key_is_read():
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 read.add(node.slice.value)
     assert not {key.split(".")[-1] for key in all_keys()} - read
-
-
-def test_nvfp4_is_refused_by_name() -> None:
-    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "b"}}, "output_dir": "c", "max_steps": 1}
-    with refused(ConfigurationError) as error:
-        build_arguments(raw | {"precision": {"recipe": "nvfp4"}})
-    assert "precision.recipe" in str(error.value) and "NVFP4" in str(error.value)
