@@ -99,12 +99,3 @@ def test_start_records_only_its_changes(tmp_path: Path) -> None:
     state.changes = changes[:1]
     training.open_run_folder(run, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
-
-
-def test_start_records_ranks_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(every: list, own: str) -> None:
-        every[:] = ["a", "b", "a"]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    assert phase.ranks_by_value("a") == {"a": [0, 2], "b": [1]}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +23,7 @@ from tests import programs
 from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
-from train import plot, trainer
+from train import plot, train, trainer
 from train import run as training
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
@@ -356,3 +357,49 @@ def test_invalid_input_raises_before_writing(settings: dict, changes: dict, erro
     with refused(error):
         run({k: v for k, v in settings.items() if k != "gradient_accumulation_steps"}, **changes)
     assert not Path(settings["output_dir"]).exists()
+
+
+# ---------------------------------------------------------------- dry_run
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_dry_run_of_a_new_run(settings: dict) -> None:
+    assert not run(settings, dry_run=True).exists()
+
+
+def test_dry_run_of_a_resumed_run(settings: dict, own_trained: Path) -> None:
+    shutil.rmtree(own_trained / "checkpoints/step-00000006")
+    (own_trained / "stopped.json").write_text("{}")
+    before = content(own_trained)
+    run(settings, dry_run=True)
+    assert content(own_trained) == before
+
+
+def test_dry_run_takes_no_lock(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make the folder, or write into that of another run."""
+    config, ran = tmp_path / "config.json", []
+    config.write_text(json.dumps(settings))
+    monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("train.run.run_training", lambda args, _: ran.append(Path(args.output_dir).exists()))
+    assert train.main([str(config), "--dry_run"]) == 0
+    assert train.main([str(config), "--max_steps", "5", "--dry_run", "false"]) == 0
+    assert ran == [False, True]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_is_transient(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+
+    def runs_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("train.engine.process_group.init_distributed", lambda: None)
+    monkeypatch.setattr("train.run.run_training", runs_out)
+    assert train.main([str(config)]) == 1

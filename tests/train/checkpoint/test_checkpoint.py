@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import log_messages, refused
-from tests.train.runs import metrics, run
+from tests.train.runs import ROOT, metrics, run
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import load, save
 from train.checkpoint.files import (
@@ -38,6 +39,7 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, fits_fp8_state, move_later_checkpoints
+from train.checkpoint.reshard import load_shard
 from train.checkpoint.save import Ranks, SaveError, Saver, rank_state
 from train.files import is_transient
 
@@ -386,3 +388,73 @@ def test_resume_from_folder_with_glob_characters(settings: dict, stage: int) -> 
     assert [m["step"] for m in metrics(folder) if "loss" in m] == [1, 2, 3] and (
         folder / "hf/config.json"
     ).is_file()
+
+
+# ---------------------------------------------------------------- code in the files
+
+
+MODEL, OPTIMIZER, RANK = "*model_states.pt", "*optim_states.pt", "rank_00000.pt"
+
+
+class Payload:
+    """Creates the file `mark` when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+def poison(checkpoint: Path, pattern: str, mark: Path) -> Path:
+    """Add a payload to a file of `checkpoint`, and commit the checkpoint again."""
+    (file,) = checkpoint.glob(pattern)
+    content = torch.load(file, weights_only=False)
+    torch.save(content | {"more": Payload(mark)}, file)
+    write_manifest(checkpoint, [describe_file(checkpoint / name) for name in read_manifest(checkpoint)])
+    return file
+
+
+@pytest.mark.parametrize("pattern", [MODEL, OPTIMIZER, RANK])
+def test_pickle_payload_is_not_executed(
+    pattern: str, settings: dict, own_trained: Path, tmp_path: Path
+) -> None:
+    """By a resume, which DeepSpeed or the resharding loads, and by what exports and evaluations load."""
+    checkpoint, mark = own_trained / "checkpoints/step-00000006", tmp_path / "executed"
+    file = poison(checkpoint, pattern, mark)
+    settings |= {"max_steps": 7, "lr_scheduler_type": "constant", "allow_changes_on_resume": True}
+    for changes in ({}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):
+        with pytest.raises(CheckpointError) as error:
+            run(settings, **changes)
+        assert file.name in str(error.value) or file.parent.name in str(error.value)
+    with pytest.raises(CheckpointError):
+        load_shard(file)
+    assert not mark.exists()
+
+
+class Attribute:
+    """Pickled as a call of getattr, like a member of an enum in Python 3.11.2."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ZeroStageEnum, self.name)
+
+
+def test_getattr_loads_only_enum_members(tmp_path: Path) -> None:
+    file = tmp_path / "model_states.pt"
+    torch.save({"stage": Attribute("weights")}, file)
+    assert load_shard(file)["stage"] is ZeroStageEnum.weights
+    torch.save({"stage": Attribute("mro")}, file)
+    with pytest.raises(CheckpointError):
+        load_shard(file)
+
+
+def test_checkpoints_are_loaded_in_one_place() -> None:
+    """`load_shard` allows only tensors and plain values."""
+    sources = [
+        path for folder in ("train", "model", "fp8_inference_demo") for path in (ROOT / folder).rglob("*.py")
+    ]
+    places = [path.relative_to(ROOT).as_posix() for path in sources if "torch.load(" in path.read_text()]
+    assert places == ["train/checkpoint/reshard.py"]

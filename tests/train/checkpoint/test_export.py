@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -21,13 +20,13 @@ from transformers import AutoModelForCausalLM, MistralForCausalLM
 from fp8_inference_demo.engine import Engine
 from model.build import build_model
 from model.config import load_config, load_sizes, rope_parameters
+from model.errors import UserError
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused
 from tests.published import small_llama
-from tests.train.runs import ROOT, run
+from tests.train.runs import ROOT, curve, run
 from train import export
-from train import run as training
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
@@ -42,6 +41,9 @@ from train.checkpoint.files import (
 from train.data.format import DataError
 from train.evaluation.models import plan_model
 from train.files import sha256_file
+from train.monitor.signals import Interrupted
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
 
 STEP_6 = "checkpoints/step-00000006"
 
@@ -286,35 +288,59 @@ def test_trained_tokenizer_is_found_by_its_hash(tmp_path: Path, data: Path, shar
         found(data)
 
 
-def test_data_that_change_during_a_run_do_not_change_its_export(
-    settings: dict, data: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The data may be prepared again with another tokenizer while the run trains."""
-    own, at_the_end = shutil.copytree(data, tmp_path / "data"), training.export_last
-
-    def prepared_again(*arguments: Any) -> None:
-        shutil.copytree(tokenizer_dir, own / "tokenizer", dirs_exist_ok=True)
-        at_the_end(*arguments)
-
-    monkeypatch.setattr(training, "export_last", prepared_again)
-    with refused(DataError, code="no_tokenizer", key=str(own / "tokenizer")):
-        run(settings, data={"sources": {"text": str(own)}}, max_steps=1, warmup_steps=0)
-    assert not Path(settings["output_dir"], "hf").exists()
-
-
 def test_inconsistent_tokenizer_raises(trained: Path, data: Path, tmp_path: Path) -> None:
-    """A tokenizer.json with more ids than the model, or another EOS than tokenizer.model."""
+    """Its tokenizer.json has another EOS than tokenizer.model."""
     folder = shutil.copytree(data / "tokenizer", tmp_path / "tokenizer")
-    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    whole, settings = file.read_text(), config.read_text()
-    more = tokenizers.Tokenizer.from_str(whole)
-    more.add_special_tokens(["<pad>"])
-    for text, other in (
-        (more.to_str(), settings),
-        (whole, settings.replace('"eos_token": "</s>"', '"eos_token": "<unk>"')),
-    ):
-        file.write_text(text)
-        config.write_text(other)
-        with refused(DataError, code="tokenizer_ids_differ", key=str(folder)):
-            export.export(trained / STEP_6, tmp_path / "out", folder)
-        assert not (tmp_path / "out").exists()
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "</s>"', '"eos_token": "<unk>"'))
+    with refused(DataError, code="tokenizer_ids_differ", key=str(folder)):
+        export.export(trained / STEP_6, tmp_path / "out", folder)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- exports that fail at the end of a run
+
+
+def ended(output_dir: Path) -> list[dict[str, Any]]:
+    return [start["ended"] for start in read_starts(RunFolder(output_dir))]
+
+
+def test_failed_export_is_repeated(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not "done", which nobody would look into; and not only "failed", as if there were nothing to export."""
+    output_dir, fault = Path(settings["output_dir"]), OSError(errno.EIO, "Input/output error", "hf.partial")
+    with monkeypatch.context() as broken:
+        broken.setattr(export, "_write_model", lambda *_: (_ for _ in ()).throw(fault))
+        with pytest.raises(OSError):
+            run(settings, resume_from_checkpoint="never")
+    (first,) = ended(output_dir)
+    assert (first["how"], first["step"]) == ("export failed", 6)
+    assert first["why"] == "OSError: [Errno 5] Input/output error: 'hf.partial'"
+
+    before = curve(output_dir)
+    run(settings)
+    assert json.loads((output_dir / "hf/exported_from.json").read_text())["checkpoint"] == "step-00000006"
+    assert [each["how"] for each in ended(output_dir)] == ["export failed", "done"]
+    assert curve(output_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "how"), [(Interrupted(), "export interrupted"), (UserError("no tokenizer"), "export failed")]
+)
+def test_export_result_is_in_run_json(
+    own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, error: BaseException, how: str
+) -> None:
+    """Also of a start that had no step to take."""
+    (own_trained / "hf/exported_from.json").write_text("of another checkpoint")
+    monkeypatch.setattr("train.run.export", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        run(settings)
+    last = ended(own_trained)[-1]
+    assert last["how"] == how and last.get("why") == (None if "int" in how else "UserError: no tokenizer")
+
+
+def test_failed_training_is_in_run_json(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.trainer.Trainer.take_step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(settings)
+    (last,) = ended(Path(settings["output_dir"]))
+    assert (last["how"], last["why"], last["step"]) == ("failed", "ZeroDivisionError: division by zero", 0)

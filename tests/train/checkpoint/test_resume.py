@@ -1,5 +1,5 @@
-"""A resume with a changed configuration or data: free, allowed by name, or refused. What an allowed change does to the
-next steps is in test_resume_effects.py."""
+"""A resume with a changed configuration or data: free, allowed by name, or refused; and what an allowed change does to
+the next steps (slow)."""
 
 import copy
 import json
@@ -11,19 +11,24 @@ import pytest
 
 from tests.conftest import numbers, refused
 from tests.folders import make_folder
-from train.checkpoint.files import CheckpointError, RunState
+from tests.train.config.test_load import arguments
+from tests.train.runs import curve, metrics, run
+from train import train
+from train.checkpoint.files import CheckpointError, RunState, read_signed, read_state
 from train.checkpoint.resume import (
     SIZES,
     Difference,
     is_partitioned_differently,
+    resume_differences,
     resume_state,
     starting_precision,
 )
 from train.config.arguments import ConfigurationError
-from train.config.load import build_arguments, load_deepspeed, resolve_arguments
+from train.config.load import build_arguments, load_arguments, load_deepspeed, resolve_arguments
 from train.config.schedule import phase_arguments
 from train.config.schema import Node, all_keys, options
 from train.data.stream import open_stream
+from train.engine.optimizer import learning_rate_at
 
 CHECKPOINT = Path("run/checkpoints/step-00000003")
 KEYS = all_keys()
@@ -383,3 +388,230 @@ def test_resume_with_another_zero_stage(folders) -> None:
     with refused(CheckpointError, key="deepspeed") as error:
         resumed(state(two(folders), deepspeed=settings), saved, False)
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
+
+
+# ---------------------------------------------------------------- differences of two configurations
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+TWO = {"data__sources": {"a": "data/a", "b": "data/b"}}
+MIXTURE = {"a": 0.7, "b": 0.3}
+MIXTURES = [{"weights": {"a": 1.0}, "until_tokens": 4096}, {"weights": {"b": 1.0}, "until_tokens": None}]
+BLOCK_THEN_CURRENT = [{"until_step": 5, "recipe": "block"}, {"recipe": "current"}]
+BF16_THEN_FP8 = {"precision__compute": "bf16", "precision__schedule": [{"until_step": 5}, {"compute": "fp8"}]}
+
+
+def resolved(**changes: Any) -> dict[str, Any]:
+    return resolve_arguments(arguments(**changes), 1).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ({}, {}, {}),
+        ({}, {"learning_rate": 1e-3}, {"learning_rate": (3e-4, 1e-3)}),
+        ({}, {"max_steps": 200}, {"max_steps": (100, 200)}),
+        ({}, {"data__sources": {"b": "data/a"}}, {"data.sources": (["a"], ["b"])}),
+        ({}, {"data__sources": {"a": "moved"}}, {}),
+        ({}, {"precision__backend": "reference"}, {"precision.backend": ("auto", "reference")}),
+        (TWO | {"data__weights": MIXTURE}, TWO | {"data__weights": MIXTURES}, {"data.weights": (MIXTURE, MIXTURES)}),
+        (TWO | {"data__weights": MIXTURES}, TWO, {"data.weights": (MIXTURES, None)}),
+        # DeepSpeed's keys
+        (
+            {"deepspeed": ZERO_1},
+            {"deepspeed": {"zero_optimization": {"stage": 2}}},
+            {"deepspeed.zero_optimization.stage": (1, 2)},
+        ),
+        ({"deepspeed": ZERO_1}, {"deepspeed": ZERO_1 | {"bf16": {"enabled": True}, "train_batch_size": "auto"}}, {}),
+        ({"deepspeed": ZERO_1}, {"deepspeed": ZERO_1 | {"optimizer": {"type": "AdamW"}, "dump_state": True}}, {}),
+        ({"deepspeed": ZERO_1}, {"deepspeed": ZERO_1 | {"timers": {"throughput": {"enabled": True}}}}, {}),
+        ({}, {"deepspeed": ZERO_1}, {"deepspeed.data_types.grad_accum_dtype": ("fp32", None)}),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}},
+            {"deepspeed": {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["A"]}}}},
+            {},
+        ),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}},
+            {"deepspeed": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}},
+            {"deepspeed.zero_optimization.reduce_bucket_size": (None, 1000)},
+        ),
+    ],
+)  # fmt: skip
+def test_differences_that_change_a_step(old: dict, new: dict, found: dict) -> None:
+    expected = [Difference(key, *values) for key, values in found.items()]
+    assert resume_differences(resolved(**old), resolved(**new)) == expected
+
+
+def test_shipped_baseline_differs_only_in_precision() -> None:
+    fp8, bf16 = (load_arguments([f"train_config_{kind}"]).to_dict() for kind in ("fp8", "bf16"))
+    assert {key for key in fp8 if fp8[key] != bf16[key]} == {"precision", "output_dir"}
+    assert resume_differences(fp8, bf16) == [Difference("precision.compute", "fp8", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "own", "counts"),
+    [
+        # only FP8 recipes with a history read it
+        ("amax_history_len", 1024, {}, True),
+        ("amax_history_len", 1024, {"precision__recipe": "current"}, False),
+        ("amax_history_len", 1024, {"precision__compute": "bf16"}, False),
+        ("amax_history_len", 1024, BF16_THEN_FP8, True),
+        ("amax_history_len", 1024, {"precision__schedule": BLOCK_THEN_CURRENT}, False),
+        # a module of delayed scaling may have fallen back to block scaling
+        ("amax_epsilon", 1e-3, {"precision__on_trouble": "escalate"}, True),
+        # None: a version without the key wrote it, and did not compute these gradients in FP8
+        ("fp8_head_gradients", None, {}, True),
+        ("fp8_head_gradients", None, BF16_THEN_FP8, True),
+        ("fp8_head_gradients", None, {"precision__compute": "bf16"}, False),
+        ("fp8_head_gradients", None, {"model__variant": "torchao", "precision__recipe": "tensorwise"}, False),
+        ("margin", None, {}, False),
+    ],
+)  # fmt: skip
+def test_precision_keys_are_compared_if_read(key: str, before: Any, own: dict, counts: bool) -> None:
+    new = resolved(**own)
+    old = {**new, "precision": {**new["precision"], key: before}}
+    if before is None:
+        del old["precision"][key]
+        before = False
+    expected = [Difference(f"precision.{key}", before, new["precision"][key])] if counts else []
+    assert resume_differences(old, new) == expected
+
+
+# ---------------------------------------------------------------- what an allowed change does to the next steps
+
+
+ALL_AT_ONCE = {
+    "learning_rate": 1e-3,
+    "max_steps": 8,
+    "weight_decay": 0.3,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 0.25,
+}
+
+
+def test_allowed_changes_are_recorded(own_trained: Path, settings: dict) -> None:
+    """A longer cosine and other settings of AdamW, at once. They are noted in the metrics and the next checkpoint."""
+    before = curve(own_trained)
+    with refused(CheckpointError, code="change_not_allowed") as error:
+        run(settings, **ALL_AT_ONCE, allow_changes_on_resume=["learning_rate"])
+    assert {change.key for change in error.value.changes} == ALL_AT_ONCE.keys()
+    run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
+    entries = [
+        {"step": 6, "key": key, "old": settings.get(key), "new": new} for key, new in ALL_AT_ONCE.items()
+    ]
+    by_default = {
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1,
+    }
+    entries = [entry | {"old": by_default.get(entry["key"], entry["old"])} for entry in entries]
+    (line,) = [line for line in metrics(own_trained) if "changes" in line]
+    last = own_trained / "checkpoints/step-00000008"
+    for noted in (
+        line["changes"],
+        read_state(last).changes,
+        read_signed(last / "manifest.json", "changes")[0],
+    ):
+        assert sorted(noted, key=lambda e: e["key"]) == sorted(entries, key=lambda e: e["key"])
+    after = curve(own_trained)
+    args = build_arguments({**settings, **ALL_AT_ONCE})
+    assert after[:6] == before and [entry[3] for entry in after[6:]] == [
+        learning_rate_at(n, args) for n in (6, 7)
+    ]
+
+    # started again from the same checkpoint it is the same, and noted once
+    (last / "manifest.json").unlink()
+    run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
+    assert curve(own_trained) == after
+    assert len([line for line in metrics(own_trained) if "changes" in line]) == 1
+
+
+def test_max_steps_below_the_current_step_raises(own_trained: Path, settings: dict, tmp_path: Path) -> None:
+    """Before anything is written. An earlier checkpoint trains on in a new folder."""
+    before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
+    settings |= {"max_steps": 4, "allow_changes_on_resume": ["max_steps"]}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+    with refused(ConfigurationError, code="past_max_steps", key="max_steps"):
+        run(settings)
+    assert train.main([str(config)]) == 2
+    assert {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")} == before
+    checkpoint = own_trained / "checkpoints/step-00000003"
+    branch = run(settings, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "branch"))
+    assert [step for step, *_ in curve(branch)] == [4]
+
+
+NUMBERS = {
+    "adam_beta1": {"adam_beta1": 0.5},
+    "max_grad_norm": {"max_grad_norm": 0.05},
+    "seed": {"seed": 7},
+    "per_device_train_batch_size": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    "max_seq_length": {"max_seq_length": 128, "gradient_accumulation_steps": 1},
+    "precision.compute": {"precision": {"compute": "bf16"}},
+    "precision.recipe": {"precision": {"recipe": "current"}},
+    "precision.fp8_format": {"precision": {"fp8_format": "hybrid"}},
+    "precision.amax_history_len": {"precision": {"amax_history_len": 2}},
+    "precision.reduce_amax": {
+        "precision": {"reduce_amax": False}
+    },  # ranks may differ from then on: scales begin anew
+    "precision.bf16_modules": {"precision": {"bf16_modules": []}},
+    "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
+    "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
+    "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 0.25}},
+    "precision.optimizer_states": {"precision": {"optimizer_states": "bf16_remainder"}},
+    "precision.gradient_communication": {"precision": {"gradient_communication": "fp32"}},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
+}
+
+
+def gone_on(trained: Path, settings: dict, tmp_path: Path, changes: dict) -> list[tuple]:
+    """The steps after the checkpoint of step 3, in a branch that saves nothing."""
+    merged = {**settings, **changes}
+    for section in ("data", "model"):
+        merged[section] = {**settings[section], **changes.get(section, {})}
+    merged |= {
+        "output_dir": str(tmp_path / "branch"),
+        "resume_from_checkpoint": str(trained / "checkpoints/step-00000003"),
+        "allow_changes_on_resume": True,
+        "save_strategy": "no",
+    }
+    return curve(run(merged))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", NUMBERS)
+def test_changed_hyperparameters_take_effect(trained: Path, settings: dict, tmp_path: Path, key: str) -> None:
+    steps = gone_on(trained, settings, tmp_path, NUMBERS[key])
+    unchanged = curve(trained)[3:]
+    assert [entry[0] for entry in steps] == [4, 5, 6]
+    assert steps[2][1:3] != unchanged[2][1:3]
+    assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.15), "the weights are those of the checkpoint"
+    if key.startswith(
+        ("precision.", "adam_", "deepspeed")
+    ):  # the same samples: neither gradients nor scales are lost
+        assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.02)
+        assert steps[0][2] == pytest.approx(unchanged[0][2], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "stage"), [("bf16", 1), ("bf16", 3), ("hybrid", 1), ("current", 2)])
+def test_change_to_delayed_scaling_calibrates(
+    settings: dict, tmp_path: Path, before: str, stage: int
+) -> None:
+    """Gradients are neither lost below the range of e4m3 nor cut at its top."""
+    precisions = {
+        "bf16": {"compute": "bf16"},
+        "hybrid": {"fp8_format": "hybrid"},
+        "current": {"recipe": "current"},
+    }
+    settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
+    whole = run(settings, precision=precisions[before], save_steps=3)
+    steps = gone_on(whole, settings, tmp_path, {})
+    for after, as_before in zip(steps, curve(whole)[3:], strict=True):
+        assert after[1] != as_before[1] and after[1] == pytest.approx(as_before[1], rel=0.02)
+        assert after[2] == pytest.approx(as_before[2], rel=0.15)
