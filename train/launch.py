@@ -35,7 +35,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -428,12 +427,6 @@ class Supervisor:
         self.first = read_progress(self.folder).identity if first is None else first
         self.max_restarts = int(setting("MAX_RESTARTS", "3"))
         self.srun = srun_command()
-        if self.srun and not shutil.which("srun"):
-            raise LaunchError(
-                "this Slurm job needs srun to start its ranks, but srun is not on PATH. Add Slurm's commands to PATH, "
-                "or start the command on each node with NNODES, NODE_RANK and MASTER_ADDR",
-                key="PATH",
-            )
         self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
         self.options = parse_arguments([*self.rank_options, str(TRAIN)])
 

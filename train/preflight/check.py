@@ -303,8 +303,6 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
         "GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         "GRADIENT_CLIPPING": ("max_grad_norm", args.max_grad_norm),
     }
-    if not args.model.compile:
-        expected["DYNAMO_BACKEND"] = ("model.compile", "no")
     if mixed_precision.lower() == precision.compute == "fp8":
         expected["FP8_BACKEND"] = ("model.variant", "te" if te else "ao")
         if te:
@@ -312,7 +310,6 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
         if precision.recipe == "delayed":  # accelerate sets these variables for every recipe
             for name in ("margin", "amax_history_len", "amax_compute_algo"):
                 expected[f"FP8_{name.upper()}"] = (f"precision.{name}", getattr(precision, name))
-            expected["FP8_INTERVAL"] = ("precision.recipe", 1)
     found: list[Exception] = []
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()
