@@ -294,9 +294,9 @@ def test_checkpoint_after_non_finite_loss(settings: dict, monkeypatch: pytest.Mo
 
     def nan_later(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        # four passes each for the numeric check and the calibration, one each for bf16 gradients and the startup
+        # five passes for the numeric check, four for the calibration, one each for bf16 gradients and the startup
         # check, two for each step
-        return right(logits, labels) * (float("nan") if len(calls) > 4 + 4 + 1 + 1 + 2 * 3 else 1)
+        return right(logits, labels) * (float("nan") if len(calls) > 5 + 4 + 1 + 1 + 2 * 3 else 1)
 
     monkeypatch.setattr(decoder, "causal_lm_loss", nan_later)
     with pytest.raises(trainer.TrainingError) as error:
