@@ -531,6 +531,41 @@ def test_allowed_changes_are_recorded(own_trained: Path, settings: dict) -> None
     assert len([line for line in metrics(own_trained) if "changes" in line]) == 1
 
 
+DECAY = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "learning_rate": 5e-3}
+
+
+@pytest.mark.slow
+def test_branch_in_a_new_folder(settings: dict, tmp_path: Path) -> None:
+    """From the middle of a warmup_stable_decay run, by one command; a second start goes on from its own checkpoint."""
+    stable = run(settings, **DECAY, max_steps=12, save_steps=4, eval_steps=0)
+    start, branch = stable / "checkpoints/step-00000004", tmp_path / "branch"
+    before, lines = curve(stable), (stable / "metrics.jsonl").read_bytes()
+    command = {
+        **DECAY,
+        "max_steps": 8,
+        "save_steps": 2,
+        "output_dir": str(branch),
+        "resume_from_checkpoint": str(start),
+        "allow_changes_on_resume": ["max_steps"],
+    }
+    with refused(CheckpointError, key="max_steps"):
+        run(settings, **{**command, "allow_changes_on_resume": False})
+    assert not branch.exists()
+    run(settings, **command)
+    whole = curve(branch)
+    assert [entry[0] for entry in whole] == [5, 6, 7, 8]
+    assert whole[:2] == before[4:6], "as long as the rate is the same"
+    assert whole[2][3] == before[6][3] and whole[3][3] < before[7][3]
+    (line,) = [line for line in metrics(branch) if "began_at" in line]
+    assert line["step"] == 4 and line["began_at"]["path"] == str(start.resolve())
+    assert [change["key"] for change in line["changes"]] == ["max_steps"]
+    assert (stable / "metrics.jsonl").read_bytes() == lines and not (branch / "stopped.json").exists()
+
+    (branch / "checkpoints/step-00000008/manifest.json").unlink()
+    run(settings, **command)
+    assert curve(branch) == whole and not list(branch.glob("checkpoints.discarded-*"))
+
+
 def test_max_steps_below_the_current_step_raises(own_trained: Path, settings: dict, tmp_path: Path) -> None:
     """Before anything is written. An earlier checkpoint trains on in a new folder."""
     before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
