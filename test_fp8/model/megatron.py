@@ -352,7 +352,10 @@ def measure_case(
         error = loss_error(loss, compute, reference, samples)
         attention = te_backend.attention_backend_in_use(precision.te)
         if attention == "unfused":
-            raise DifferentModel("Transformer Engine selected the unfused attention backend, which is slow")
+            raise DifferentModel(
+                "Transformer Engine selected the unfused attention backend, which would make the comparison unfair. "
+                "Install the versions in requirements-gpu.txt"
+            )
         step()
         count = conditions.count_steps(timed_ms(step))
         launch_ms = enqueue_ms(one_pass)

@@ -187,7 +187,7 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """Load a checkpoint's weights on the CPU in the training dtype. Return them by Hugging Face parameter name.
+    """Load a checkpoint's weights into CPU memory, and return them keyed by Hugging Face names, in the training dtype.
 
     Raises:
         CheckpointError: if the weights are missing or cannot be read.
@@ -198,7 +198,7 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load a checkpoint's weights on the CPU. Return them by the parameter names of this project's model.
+    """Load a checkpoint's weights into CPU memory, and return them keyed by the model's parameter names.
 
     Raises:
         CheckpointError: if the weights are missing or cannot be read.

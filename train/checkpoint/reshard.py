@@ -212,11 +212,11 @@ def _engine_pieces(engine: Any, step: float | None) -> Iterator[tuple[str, Piece
 def master_pieces(
     engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, Piece]]:
-    """Split an optimizer master tensor into the pieces that belong to each model parameter.
+    """Split this rank's optimizer tensors into pieces that each belong to one model parameter.
 
     Args:
-        master: the master tensor, and the model parameters that it contains.
-        tensors: 1-D tensors with the same partition as `master`, from which the pieces are cut.
+        master: describes which model parameters the tensors contain, and in which order.
+        tensors: the float32 weights and the moments, as 1-D tensors of the same length as `master.tensor`.
 
     Yields:
         (parameter name, piece).

@@ -131,12 +131,12 @@ class SampleStream:
         self.seek(0, {})
 
     def seek(self, position: int, drawn: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let the order of the train split begin at `position`.
+        """Continue the sample order of the train split from `position`.
 
         Args:
             position: number of samples drawn from all sources, including skipped samples.
-            drawn: the samples drawn from each source, from `drawn_at`. A source that is missing starts from its
-                beginning.
+            drawn: the samples drawn from each source, from `drawn_at`. Sources that are not in `drawn` start
+                with their first sample.
         """
         found = [drawn.get(source.name, {}) for source in self.sources]
         samples = tuple(each.get("samples", 0) for each in found)

@@ -83,7 +83,7 @@ def read_results(
 
 @dataclass(frozen=True)
 class Preparation:
-    """The inputs and options of a data preparation. Equal inputs and options give the same bytes with every executor.
+    """The inputs and options of a data preparation. They determine every byte of the output files.
 
     Attributes:
         inputs: the inputs as given on the command line.
