@@ -2,6 +2,9 @@
 
 `load` returns the same namespace of modules for both backends, so that model code is written once. Only this file,
 te_patches.py and checks/quantize_hooks.py import transformer_engine.
+
+Before an update of Transformer Engine, check these three files, FLASH_ATTENTION_4 below, the saved activations in
+train/planning/memory.py, and the CPU reference (record its test cases again: docs/reference.md).
 """
 
 from __future__ import annotations

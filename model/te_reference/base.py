@@ -1,9 +1,9 @@
 """Shared parts of the FP8 modules in the CPU reference implementation: FP8 state, quantizers and argument checks.
 
-Delayed scaling combines the amaxes (largest magnitudes) of all modules twice per step. When the outermost `autocast`
-exits with gradients enabled, the forward amaxes are converted to scales. The backward amaxes follow at the end of the
-backward pass of the first FP8 module in that autocast, because the backward pass of this module runs last. Modules
-register their state on first use. The registry does not keep modules alive.
+Delayed scaling combines the amaxes (largest magnitudes) of all modules twice per micro-batch. When the outermost
+`autocast` exits with gradients enabled, the forward amaxes are converted to scales. The backward amaxes follow at the
+end of the backward pass of the first FP8 module in that autocast, because the backward pass of this module runs last.
+Modules register their state on first use. The registry does not keep modules alive.
 
 As in Transformer Engine, a forward pass without gradients records its amaxes but does not update scales, so the next
 training step uses the larger of the two amaxes.
@@ -59,7 +59,7 @@ class DelayedScalingState(RecipeState):
 
     Attributes:
         scale: float32 [num_tensors].
-        amax_history: float32 [amax_history_len, num_tensors]. Row 0 belongs to the current step.
+        amax_history: float32 [amax_history_len, num_tensors]. Row 0 belongs to the current micro-batch.
     """
 
     recipe: DelayedScaling

@@ -10,7 +10,10 @@ The argument `resume` states whether a run that resumes from a checkpoint may ha
 - "allowed" (the default): only if the key is listed in allow_changes_on_resume.
 - "structural": no, for the reason given in `why`.
 
+`before` is the value of a key in checkpoints that were written before the key existed, if it is not the default.
+
 train/checkpoint/resume.py compares the configuration with that of the checkpoint, and refuses the resume.
+tests/train/test_interfaces.py lists the keys, so a change of a key is a visible decision.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     optimizer     AdamW and Muon, learning_rate_at
     packed_adamw  AdamW with less memory
     process_group  setup, determinism, calls on rank 0
-    zero          private attributes of DeepSpeed, which no other module uses
+    zero          private attributes of DeepSpeed; lists what to check before an update
 
 This package may import model, train.data, train.config and train.files. train/checkpoint/reshard.py reads DeepSpeed's
 checkpoint files.
