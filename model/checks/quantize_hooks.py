@@ -70,10 +70,10 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
 
 
 def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
-    """Report an operand that `module` quantizes itself, without an intercepted quantizer.
+    """Report an operand that `module` quantizes itself or that is quantized for it, without an intercepted quantizer.
 
     Args:
-        operand: operand number (0 input, 1 weight, 2 output gradient), as in `quantizer_slots`.
+        operand: operand number (0 input, 1 weight, 2 output gradient), plus 3 for the second GEMM of the module.
         source: the tensor that was quantized.
         made: (codes, scale_inv), or Transformer Engine's tensor with block scaling. A tensor with only columnwise data
             is reported as the transpose of `source`, which must be a "matrix".
@@ -247,6 +247,7 @@ def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, in
                     slots[id(state), column] = gemm, operand
             elif (quantizers := module.quantizers.get(direction)) and column < len(quantizers):
                 slots[id(quantizers[column])] = gemm, operand
+        slots[id(module), 3 * gemm + 1] = gemm, 1  # report_operand
         if te.name != "reference" and weight.numel():
             slots["weight", weight.data_ptr()] = gemm, 1
     return slots

@@ -52,12 +52,13 @@ class Recipe:
 
 _HISTORY = ("margin", "amax_history_len", "amax_compute_algo", "calibration_passes", "reduce_amax")
 _EPSILON = ("power_2_scales", "amax_epsilon")
+_PER_TENSOR = ("fast_accumulation_wgrad", "fp8_weight_gather")
 _ALL = ("fp8_format", "health_steps", "on_trouble", "fp8_head_gradients")
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("delayed", "te", True, (*_ALL, *_HISTORY, "fast_accumulation_wgrad")),
-        Recipe("current", "te", knobs=(*_ALL, *_EPSILON, "fast_accumulation_wgrad")),
+        Recipe("delayed", "te", True, (*_ALL, *_HISTORY, *_PER_TENSOR)),
+        Recipe("current", "te", knobs=(*_ALL, *_EPSILON, *_PER_TENSOR)),
         Recipe("block", "te", knobs=(*_ALL, *_EPSILON)),
         Recipe("mxfp8", "te", knobs=("fp8_format", "fp8_head_gradients")),
         Recipe("tensorwise", "torchao"),
@@ -249,6 +250,11 @@ class PrecisionConfig(PrecisionSettings):
         "used.",
         None,
     )
+    fp8_weight_gather: bool = option(
+        "Whether ZeRO 3 gathers the weights of FP8 modules in 8 bits instead of 16 (recipes delayed and current "
+        "only). Weights are then quantized once per step.",
+        False,
+    )
     schedule: list[PrecisionPhase] | None = option(
         "Precision schedule: a list of phases. Each phase contains the keys of this section that it changes. "
         "Each phase except the last also sets its end with until_step, until_tokens or until_share.",
@@ -326,6 +332,11 @@ class PrecisionConfig(PrecisionSettings):
                 problems.append(
                     "precision.on_trouble escalate needs FP8 health checks, but precision.health_steps is 0; "
                     "set health_steps to a positive number such as 100, or set on_trouble to warn"
+                )
+            if self.fp8_weight_gather and not self.reduce_amax:
+                problems.append(
+                    "precision.fp8_weight_gather needs the same scales on all ranks, but precision.reduce_amax is "
+                    "false; remove one of the two keys"
                 )
             if torchao and self.backend == "transformer_engine":
                 problems.append(

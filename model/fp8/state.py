@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
         name, direction, what = places[key]
         meta = getattr(modules.get(name), "fp8_meta", None)
         if meta is not None and what == "scale" and direction in COLUMNS and direction not in meta:
-            meta["recipe"] = precision.recipe
-            meta["num_gemms"] = tensor.numel() // COLUMNS[direction]
-            modules[name].init_fp8_meta_tensors(precision.recipe)
+            allocate_fp8_state(modules[name], precision, tensor.numel() // COLUMNS[direction])
     state = fp8_state(model, precision)
     shapes, expected = ({key: tuple(t.shape) for key, t in tensors.items()} for tensors in (loaded, state))
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
@@ -109,6 +108,13 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     with torch.no_grad():
         for key, tensor in loaded.items():
             state[key].copy_(tensor)
+
+
+def allocate_fp8_state(module: Any, precision: Precision, num_gemms: int) -> None:
+    """Allocate the FP8 state of a module before its first forward pass, which would allocate it otherwise."""
+    module.fp8_meta["recipe"] = precision.recipe
+    module.fp8_meta["num_gemms"] = num_gemms
+    module.init_fp8_meta_tensors(precision.recipe)
 
 
 def reset_fp8_state(model: nn.Module, precision: Precision) -> None:

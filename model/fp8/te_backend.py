@@ -64,6 +64,12 @@ def load(name: str = "auto") -> SimpleNamespace:
             implementation, or None if this GPU or Transformer Engine does not support it.
         linear: computes x @ W.T in the dtype of x and W.
         fp8_gradients: computes both gradients of a linear layer in FP8 (see te_reference/gemm.py).
+        cast_weight: `cast_weight(x, scale)` quantizes a 1-D tensor to e4m3 with a float32 scale, and returns the bytes,
+            uint8.
+        read_weights: `read_weights(module, readers)` makes a module with FP8 GEMMs take its quantized weights from
+            `readers`, which has a function for each GEMM. The function gets the weight, and returns its codes, float8
+            in the shape of the weight, with the inverse scale, a float32 scalar. If it returns None, the module
+            quantizes the weight itself.
         fp8_cross_entropy: the loss in model/head.py, or None in the reference implementation. `forward(logits [M, V],
             labels [M])`, for M tokens and V vocabulary entries, returns (mean loss, statistics). `gradient(logits,
             statistics, upstream)` returns a gradient for `fp8_gradients` that equals the one from `cross_entropy` bit
@@ -95,6 +101,8 @@ def _load_reference() -> SimpleNamespace:
         packed_swiglu="swiglu",
         swiglu=None,
         linear=reference.linear_in_float32,
+        read_weights=reference.read_weights,
+        cast_weight=reference.cast_weight,
         fp8_gradients=reference.fp8_gradients,
         fp8_cross_entropy=None,
         recipe=reference.recipe,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,7 +19,7 @@ FUSED_SWIGLU, PACKED_SWIGLU = "fused_swiglu", "packed_swiglu"
 
 
 def apply() -> dict[str, Any]:
-    """Patch Transformer Engine, and return `add_residual`, `fused_swiglu` and `packed_swiglu` (see te_backend.load)."""
+    """Patch Transformer Engine, and return the members of its namespace that are defined here (see te_backend.load)."""
     utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
     _fuse_residual_gradients()
     fused = False
@@ -31,17 +31,64 @@ def apply() -> dict[str, Any]:
         "add_residual": _AddResidual.apply,
         "fused_swiglu": FUSED_SWIGLU if fused else "swiglu",
         "packed_swiglu": PACKED_SWIGLU if fused else None,
+        "cast_weight": _cast_weight,
+        "read_weights": _read_weights,
     }
 
 
 def quantize_weights_again(modules: Iterable[Any]) -> None:
     """Make modules of TE quantize their weights again in the backward pass instead of keeping the FP8 copies.
 
-    For gradient_checkpointing "mlp" with ZeRO 3, which gathers the weights of a module for both passes and does not
-    reuse FP8 copies. TE has this mode for FSDP2.
+    For ZeRO 3 with gradient_checkpointing "mlp" or precision.fp8_weight_gather. ZeRO 3 gathers the weights of a module
+    for both passes and does not reuse FP8 copies. TE has this mode for FSDP2.
     """
     for module in modules:
         module._is_fsdp2 = True
+
+
+Reader = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def _read_weights(module: Any, readers: Sequence[Reader]) -> None:
+    """Replace the quantization of the weights of a module with `readers`, in the forward and in the backward pass.
+
+    TE creates the quantizers in the first forward pass and asks for them in every pass.
+    """
+    weight_quantizers = module._get_weight_quantizers
+
+    def with_readers() -> Any:
+        quantizers = weight_quantizers()
+        for quantizer, read in zip(quantizers, readers, strict=True):
+            if quantizer is not None:  # the module runs FP8
+                quantizer.quantize = partial(_read_or_quantize, quantizer, read)
+        return quantizers
+
+    module._get_weight_quantizers = with_readers
+
+
+def _read_or_quantize(quantizer: Any, read: Reader, weight: torch.Tensor, **options: Any) -> Any:
+    """Replace the method `quantize` of a quantizer: return the FP8 weight from `read` if it has one."""
+    stored = read(weight)
+    if stored is None:
+        return type(quantizer).quantize(quantizer, weight, **options)
+    codes, scale_inv = stored
+    storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage").Float8TensorStorage
+    return storage(
+        data=codes.view(torch.uint8),
+        fp8_scale_inv=scale_inv.view(1),
+        fp8_dtype=quantizer.dtype,
+        fake_dtype=weight.dtype,
+    )
+
+
+def _cast_weight(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantize a 1-D tensor to e4m3 with TE's kernel for delayed scaling. Returns the bytes, uint8."""
+    dtypes: Any = importlib.import_module("transformer_engine_torch").DType
+    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    amax = torch.zeros_like(scale.view(1))
+    quantizer = tensors.Float8Quantizer(scale.view(1), amax, dtypes.kFloat8E4M3, columnwise=False)
+    quantizer.internal = True
+    return quantizer(x.view(1, -1))._data.view(-1)
 
 
 # Of the block whose backward pass is running: the number of the backward pass, and the gradient.

@@ -16,7 +16,7 @@ raise an error. MXFP8 follows the sources of Transformer Engine and has not been
 
 from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
-from model.te_reference.base import autocast
+from model.te_reference.base import autocast, cast_weight, read_weights
 from model.te_reference.gemm import fp8_gradients, linear_in_float32
 from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 
@@ -32,7 +32,9 @@ __all__ = [
     "RotaryPositionEmbedding",
     "apply_rotary_pos_emb",
     "autocast",
+    "cast_weight",
     "fp8_gradients",
     "linear_in_float32",
+    "read_weights",
     "recipe",
 ]

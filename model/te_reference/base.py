@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from model.te_reference.quantize import (
     quantize_current,
     quantize_mx,
     quantize_per_tensor,
+    scaled_cast,
     update_delayed_scaling,
 )
 from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
@@ -258,7 +259,12 @@ class FP8Module(nn.Module):
     Attributes:
         fp8_meta: contains "num_gemms", "recipe" and, after an FP8 forward pass or `init_fp8_meta_tensors`,
             "scaling_fwd" and "scaling_bwd". With delayed scaling, the last two have `scale` and `amax_history`.
+        weight_readers: for each GEMM, a function that replaces the quantization of the weight (see te_backend.load).
+            Empty if there are none.
     """
+
+    weight_readers: Sequence[Callable[[Tensor], tuple[Tensor, Tensor] | None]] = ()
+    _is_fsdp2 = False  # if set, quantized weights are not cached (te_patches.quantize_weights_again)
 
     def __init__(self, num_gemms: int) -> None:
         super().__init__()
@@ -311,12 +317,29 @@ class FP8Module(nn.Module):
             is_first_microbatch: None quantizes the weight. True also caches the result, and False returns the cached
                 result.
         """
+        stored = self.weight_readers[gemm](weight) if self.weight_readers else None
+        if stored is not None:
+            return QuantizedMatrix(stored, stored)
+        if self._is_fsdp2:
+            is_first_microbatch = None
         if is_first_microbatch is False and gemm in self._fp8_workspaces:
             return self._fp8_workspaces[gemm]
         quantized = quantizer(weight.detach())
         if is_first_microbatch is not None:
             self._fp8_workspaces[gemm] = quantized
         return quantized
+
+
+def read_weights(
+    module: FP8Module, readers: Sequence[Callable[[Tensor], tuple[Tensor, Tensor] | None]]
+) -> None:
+    """Make `module` take its FP8 weights from `readers` (see te_backend.load)."""
+    module.weight_readers = readers
+
+
+def cast_weight(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantize a tensor to e4m3 with a given float32 scale. Returns the bytes, uint8."""
+    return scaled_cast(x, scale, torch.float8_e4m3fn).view(torch.uint8)
 
 
 def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool, multiple: int = 16) -> None:

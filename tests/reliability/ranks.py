@@ -31,6 +31,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 import torch
 import torch.distributed as dist
 
+from tests.reliability.gather_ranks import gathered_steps
 from tests.reliability.number_ranks import reduced_state, run_with_given_losses, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
@@ -50,6 +51,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         gradients,
         alike,
         muon_against_plain,
+        gathered_steps,
     )
 }
 

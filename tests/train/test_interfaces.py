@@ -153,7 +153,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 86, "5ec9420f71792b69f2f6097ff606657025504c582cd389e80a1484ce9ba8f4f6"
+CONFIGURATION_KEYS = 87, "38d1d0dd65f704233e85ca07de6c32feaa342a23c992de155aa24ae17ef44c0f"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:

@@ -337,6 +337,11 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
         ),
         (no_graphs, f"zero_optimization.stage: {no_graphs}"),
         (
+            precision.fp8_weight_gather and stage != 3,
+            f"zero_optimization.stage: precision.fp8_weight_gather needs stage 3, because ZeRO {stage} does not gather "
+            "weights in each pass; set deepspeed to ds_config_zero3.json, or remove fp8_weight_gather",
+        ),
+        (
             stage == 0 and dtype == "fp16",
             "zero_optimization.stage: fp16 is not supported at stage 0, where DeepSpeed 0.19.8 divides the gradients "
             "by the loss scale without scaling the loss; use stage 1, 2 or 3, or set precision.compute to bf16",

@@ -5,6 +5,7 @@
     packed_adamw  AdamW with less memory
     process_group  setup, determinism, calls on rank 0
     zero          private attributes of DeepSpeed; lists what to check before an update
+    weight_gather  ZeRO 3 gathers FP8 weights in 8 bits
 
 This package may import model, train.data, train.config and train.files. train/checkpoint/reshard.py reads DeepSpeed's
 checkpoint files.

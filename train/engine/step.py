@@ -33,6 +33,7 @@ from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.process_group import suppress_prints
+from train.engine.weight_gather import WeightGather
 from train.engine.zero import (
     GradientBuffer,
     gradient_buffers,
@@ -54,7 +55,9 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
     Args:
         ds_config: The DeepSpeed configuration from `resolve_ds_config`.
     """
-    if arguments.gradient_checkpointing == "mlp" and ds_config["zero_optimization"]["stage"] == 3:
+    gathers_fp8 = arguments.precision.fp8_weight_gather and arguments.precision.compute == "fp8"
+    is_stage_3 = ds_config["zero_optimization"]["stage"] == 3
+    if is_stage_3 and (gathers_fp8 or arguments.gradient_checkpointing == "mlp"):
         quantize_weights_again(gemm_modules(model, model.precision).values())
     with suppress_prints():
         engine, *_ = deepspeed.initialize(
@@ -64,6 +67,8 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         scatter_gradients(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
+    if gathers_fp8:
+        WeightGather(engine, model.precision)
     orthogonalize_each_matrix(engine)
     skip_non_finite_steps(engine)
     return engine
@@ -108,8 +113,10 @@ class MicroStep:
         self.engine, self.precision = engine, precision
         accumulation, speed = arguments.gradient_accumulation_steps or 1, arguments.speed
         stage, te_model = engine.zero_optimization_stage(), VARIANTS[arguments.model.variant].te
-        # With gradient accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, as it frees them.
-        self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
+        # With gradient accumulation, weights are cast to FP8 once per step. Not with ZeRO 3, as it frees them, except
+        # for the parts that WeightGather keeps.
+        keeps_weights = stage < 3 or precision.config.fp8_weight_gather
+        self.cache_weights = precision.fp8 and te_model and accumulation > 1 and keeps_weights
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision, speed.main_grad and on_gpu)
         self.capture = speed.cuda_graphs and not cuda_graphs_problem(

@@ -1,8 +1,8 @@
 """Access private attributes of DeepSpeed 0.19.8 and work around its bugs.
 
-Before an update of DeepSpeed, check this file, optimizer.py, process_group.py, train/monitor/watchdog.py and
-train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint files. The tensors that AdamW or Muon updates
-(`masters`) depend on DeepSpeed's optimizer wrapper:
+Before an update of DeepSpeed, check this file, weight_gather.py, optimizer.py, process_group.py,
+train/monitor/watchdog.py and train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint files. The tensors that
+AdamW or Muon updates (`masters`) depend on DeepSpeed's optimizer wrapper:
 
     ZeRO  optimizer wrapper                           tensors that are updated
     0     none (float32)                              the weights

@@ -273,6 +273,7 @@ KNOBS: dict[str, tuple[Any, str]] = {
     "power_2_scales": (True, "current block"),
     "amax_epsilon": (0.1, "current block"),
     "fast_accumulation_wgrad": (True, "delayed current"),
+    "fp8_weight_gather": (True, "delayed current"),
 }
 
 
@@ -318,6 +319,7 @@ def test_optimizer_state_bytes(keys: dict, bytes_: float) -> None:
         ({"auto": True, "compute": "bf16"}, "auto"),
         ({"auto": True, "recipe": "rowwise"}, "auto"),
         ({"on_trouble": "escalate", "health_steps": 0}, "on_trouble"),
+        ({"fp8_weight_gather": True, "reduce_amax": False}, "fp8_weight_gather"),
         ({"recipe": "tensorwise", "health_steps": 5}, "health_steps"),
         ({"compute": "fp32", "gradient_communication": "fp32"}, None),
         ({"compute": "bf16", "optimizer_states": "fp8", "gradient_communication": "bf16"}, None),

@@ -202,6 +202,7 @@ STAGE = "zero_optimization.stage"
         # ZeRO 3
         ("ds_config_zero3.json", COMPILED, STAGE, "model.compile"),
         ("ds_config_zero3.json", {"speed": {"cuda_graphs": True}}, STAGE, ""),
+        ("ds_config_zero2.json", {"precision": {"fp8_weight_gather": True}}, STAGE, "fp8_weight_gather"),
     ],
 )  # fmt: skip
 def test_incompatible_keys_raise(deepspeed, changes, key, named):

@@ -1,0 +1,132 @@
+"""Test function for ranks.py: steps at ZeRO 3 with weights that are gathered in 8 or in 16 bits."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+
+from model.build import build_model
+from model.checks.health import HealthCheck, statistics
+from model.config import load_config
+from model.fp8.precision import Precision
+from tests.reliability.number_ranks import digests, spoil
+from train.config.ds_config import load_deepspeed, resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
+from train.data.stream import Batch
+from train.engine import step as engine_step
+from train.engine.step import MicroStep, SkipDecision, build_engine
+
+
+def weight_statistics(check: HealthCheck) -> dict[str, list[float]]:
+    """Return the health statistics of the weights over all ranks, by GEMM."""
+    totals = check.totals()[:, 1].contiguous()
+    largest = totals[:, -1].clone()
+    dist.all_reduce(totals)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    totals[:, -1] = largest
+    return dict(zip(check.gemms, statistics(totals)[:, :4].tolist(), strict=True))
+
+
+def gathered_steps(
+    config: str,
+    precision: dict[str, Any],
+    is_packed: bool,
+    quantize_once: bool = False,
+    accumulation: int = 1,
+    recompute: bool | str = False,
+    fallbacks: dict[str, str] | None = None,
+    sizes: tuple[int, int] = (1, 16),
+    steps: int = 3,
+    variant: str = "te_layer",
+) -> dict[str, Any]:
+    """Take steps with an evaluation and a skipped step between them.
+
+    Args:
+        is_packed: gather weights in 8 bits.
+        quantize_once: without `is_packed`, quantize the gathered weights only in the first micro-batch of a step.
+        sizes: samples per micro-batch and tokens per sample.
+
+    Returns:
+        losses, evaluations: losses of all micro-batches, and of the evaluation after each step.
+        state: hashes of weights, optimizer states and FP8 state after the last step.
+        sent: bytes of the gathers in the first step, by data type.
+        health: statistics of the weights in the first step, by GEMM, over all ranks.
+    """
+    samples, tokens = sizes
+    deepspeed_config = load_deepspeed("ds_config_zero3.json")
+    # else DeepSpeed keeps the matrices of small models on all ranks
+    deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+    raw = {
+        "model": {"config": config, "variant": variant},
+        "data": {"sources": {"none": "none"}},
+        "precision": {**precision, "fp8_weight_gather": is_packed},
+        "max_steps": 100,
+        "max_seq_length": tokens,
+        "per_device_train_batch_size": samples,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_checkpointing": recompute,
+        "learning_rate": 0.01,
+        "speed": {"fused_cross_entropy": False},  # the loss is spoiled
+        "deepspeed": deepspeed_config,
+    }
+    world, rank = dist.get_world_size(), dist.get_rank()
+    args = resolve_arguments(build_arguments(raw), world)
+    model_config, how = load_config(config), Precision(args.precision, fallbacks=fallbacks)
+    model = build_model(
+        model_config, variant, how, seed=1, gradient_checkpointing=recompute, speed=args.speed
+    )
+    with contextlib.ExitStack() as patches:
+        if quantize_once:  # TE keeps the FP8 copies of the first micro-batch
+            patches.enter_context(mock.patch.object(engine_step, "quantize_weights_again"))
+        engine = build_engine(model, args, resolve_ds_config(args, world))
+    micro_step, skip_decision = MicroStep(engine, how, args), SkipDecision(engine, how)
+    micro_step.cache_weights |= quantize_once
+    sent: dict[str, int] = {}
+
+    def counting(gather: Any) -> Any:
+        def counted(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            if not evaluations:
+                sent[str(output.dtype)] = sent.get(str(output.dtype), 0) + output.nbytes
+            return gather(output, *arguments, **options)
+
+        return counted
+
+    def batch(seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
+        return Batch(ids, ids)
+
+    losses, evaluations = [], []
+    with (
+        mock.patch.object(deepspeed.comm, "allgather_fn", counting(deepspeed.comm.allgather_fn)),
+        mock.patch.object(dist, "all_gather_into_tensor", counting(dist.all_gather_into_tensor)),
+    ):
+        for step in range(steps):
+            skip_decision.keep_fp8_state()
+            is_bad = step == 1  # a loss that is not finite on one rank
+            for index in range(accumulation):
+                check = HealthCheck(engine.module, how) if step == index == 0 else None
+                spoil("nan_loss" if is_bad and rank == 0 else None)
+                with check.collecting() if check else contextlib.nullcontext():
+                    losses.append(repr(float(micro_step(batch(10 * step + index), index))))
+                if check:
+                    health = weight_statistics(check)
+            spoil(None)
+            assert skip_decision.is_skipped(step + 1) == is_bad
+            engine.eval()
+            with torch.no_grad():
+                evaluated = batch(1000)
+                evaluations.append(float(engine(evaluated.input_ids, labels=evaluated.labels).loss))
+            engine.train()
+    return {
+        "losses": losses,
+        "evaluations": evaluations,
+        "state": digests(engine, how),
+        "sent": sent,
+        "health": health,
+    }
