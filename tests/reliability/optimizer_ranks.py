@@ -83,7 +83,7 @@ def _full(engine: Any) -> Tensors:
 
 def _gradients(engine: Any) -> Tensors:
     """Return the reduced gradients that the optimizer receives."""
-    sharded = hasattr(engine.optimizer, "bf16_groups")
+    sharded = engine.zero_optimization_stage() > 0
     found = {
         name: (p.get_full_hp_grad() if sharded else p.grad).float()
         for name, p in engine.module.named_parameters()

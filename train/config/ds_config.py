@@ -317,7 +317,8 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     stage, accumulate = zero["stage"], config.get("data_types", {}).get("grad_accum_dtype")
     precision, model, muon = arguments.precision, arguments.model, arguments.optim == "muon"
     dtype = {"fp8": "bf16"}.get(precision.compute, precision.compute)  # dtype of the weights
-    zero_1_in_float32 = stage == 1 and accumulate == "fp32"
+    in_float32 = accumulate == "fp32"
+    zero_1_in_float32 = stage == 1 and in_float32
     # without ZeRO, DeepSpeed fails unless gradients accumulate in the data type of the weights
     types = {None, dtype} if stage == 0 else {None, dtype, "fp32"}
     layer = _layer_freed_early(zero, arguments) if stage == 3 else ""
@@ -356,10 +357,11 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
             'precision.compute: optim "muon" does not support fp16; set precision.compute to bf16 or fp8',
         ),
         (
-            muon and dtype != "fp16" and stage != 0 and not (zero_1_in_float32 and dtype == "bf16"),
-            'zero_optimization.stage: optim "muon" needs stage 0, or stage 1 with data_types.grad_accum_dtype fp32 and '
-            "precision.compute bf16 or fp8, as in ds_config_zero1.json. In other settings, DeepSpeed 0.19.8 "
-            "orthogonalizes fused matrices as one matrix and clips the update instead of the gradient",
+            muon and dtype != "fp16" and stage != 0 and not (in_float32 and dtype == "bf16" and stage < 3),
+            'zero_optimization.stage: optim "muon" needs stage 0, or stage 1 or 2 with data_types.grad_accum_dtype '
+            "fp32 and precision.compute bf16 or fp8, as in ds_config_zero1.json and ds_config_zero2.json. In other "
+            "settings, DeepSpeed 0.19.8 orthogonalizes fused matrices as one matrix or clips the update instead of the "
+            "gradient",
         ),
         (
             packed and muon,

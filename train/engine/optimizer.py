@@ -10,11 +10,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model.conversion import hf_parts
 from train.config.arguments import MUON_GRAPH_ELEMENTS, TrainingArguments
-from train.engine.zero import full_shape, muon_matrices, parameter_name
+from train.engine.zero import (
+    MatrixPart,
+    base_optimizer,
+    full_shape,
+    matrix_parts,
+    muon_matrices,
+    parameter_name,
+)
 
 # DeepSpeed's Muon decorates functions with torch.compile, which imports torch's compiler (1 s per start) and compiles
 # for each shape. This is disabled here. The speedup of torch.compile on a GPU has not been measured.
@@ -140,6 +148,51 @@ def orthogonalize_each_matrix(engine: Any) -> None:
         return graphs[key](gradient, momentum)
 
     original_muon.muon_update = muon_optimizer.muon_update = update
+    if matrices and engine.zero_optimization_stage() == 2:
+        orthogonalize_flat_gradients(engine)
+
+
+def orthogonalize_flat_gradients(engine: Any) -> None:
+    """Make Muon orthogonalize whole matrices with ZeRO 2, where its tensors and gradients are flat.
+
+    DeepSpeed has reduced and clipped the gradients before it calls the optimizer, which takes a flat gradient for an
+    update. Matrices that are split between ranks are exchanged, and each of these ranks computes the same update.
+    """
+    optimizer = base_optimizer(engine)
+    step, parts = optimizer.step, list(matrix_parts(engine))
+
+    @torch.no_grad()
+    def orthogonalized_step(closure: Any = None) -> Any:
+        # DeepSpeed steps one group at a time, and sets only its gradients
+        steps = {id(flat): group for group in optimizer.param_groups for flat in group["params"]}
+        for part in parts:
+            if (group := steps.get(id(part.flat))) is not None:
+                _orthogonalize(part, optimizer.state[part.flat], group["momentum"])
+        return step(closure)
+
+    optimizer.step = orthogonalized_step  # type: ignore[method-assign]
+
+
+def _orthogonalize(part: MatrixPart, state: dict[str, Any], beta: float) -> None:
+    """Replace this rank's part of a gradient by Muon's update, and update its momentum.
+
+    Collective if the matrix is split: all ranks must call this function.
+    """
+    gradient: Any = part.flat.grad
+    momentum = state.setdefault("momentum_buffer", torch.zeros_like(part.flat))
+    stored = torch.stack([gradient[part.of_flat], momentum[part.of_flat]]) if not part.is_empty else None
+    whole = stored
+    if part.is_split:
+        whole = gradient.new_zeros(2, part.parameter.numel())
+        if stored is not None:
+            whole[:, part.of_matrix] = stored
+        dist.all_reduce(whole)
+    if not part.is_empty:
+        assert whole is not None
+        matrix, moment = whole.view(2, *full_shape(part.parameter))
+        update = original_muon.muon_update(matrix, moment, beta=beta)
+        gradient[part.of_flat] = update.flatten()[part.of_matrix]
+        momentum[part.of_flat] = moment.flatten()[part.of_matrix]
 
 
 def _update_parts(

@@ -252,13 +252,55 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+@dataclass
+class MatrixPart:
+    """The part of a Muon matrix that this rank stores with ZeRO 2.
+
+    Attributes:
+        parameter: the whole matrix.
+        flat: the 1-D tensor that stores this rank's part (see `Master`).
+        of_flat, of_matrix: this part in `flat` and in the flat matrix. Empty if this rank has no part.
+        is_split: whether several ranks store parts of the matrix.
+    """
+
+    parameter: nn.Parameter
+    flat: torch.Tensor
+    of_flat: slice
+    of_matrix: slice
+    is_split: bool
+
+    @property
+    def is_empty(self) -> bool:
+        return self.of_flat.start >= self.of_flat.stop
+
+
+def matrix_parts(engine: Any) -> Iterator[MatrixPart]:
+    """Yield the parts of all Muon matrices with ZeRO 2, in the same order on all ranks (see `zero12_partition`)."""
+    for master in masters(engine):
+        length, position = master.tensor.numel(), 0
+        begin = dist.get_rank() * length
+        for parameter, padding in zip(master.parameters, master.paddings, strict=True):
+            end = position + parameter.numel()
+            first, last = max(position, begin), min(end, begin + length)
+            if master.moments == MOMENTUM:
+                of_flat, of_matrix = (
+                    slice(first - begin, last - begin),
+                    slice(first - position, last - position),
+                )
+                is_split = position // length != (end - 1) // length
+                yield MatrixPart(parameter, master.tensor, of_flat, of_matrix, is_split)
+            position = end + padding
+
+
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
     """Return the parameters for which this rank calls DeepSpeed's `muon_update` in a step, in the order of the calls.
 
-    BF16_Optimizer calls `muon_update` only for the matrices that are at least partly stored on this rank. Without ZeRO,
-    Muon calls it for all matrices.
+    With ZeRO 1 and 2, this rank calls `muon_update` only for the matrices of which it stores at least a part. Without
+    ZeRO, Muon calls it for all matrices.
     """
     optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 2:
+        return [part.parameter for part in matrix_parts(engine) if not part.is_empty]
     if not hasattr(optimizer, "bf16_groups"):
         return [master.parameters[0] for master in masters(engine) if master.moments == MOMENTUM]
     layouts = zip(optimizer.bf16_groups, optimizer._muon_exchange_layouts, strict=True)

@@ -120,11 +120,11 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return the candidates for precision.optimizer_states, starting with the one that needs the most memory.
 
     Returns:
-        Tuples of precision.optimizer_states, the data type of the moments, and the ZeRO stages to consider. Muon and
-        packed states need ZeRO 1.
+        Tuples of precision.optimizer_states, the data type of the moments, and the ZeRO stages to consider. Muon
+        supports ZeRO 1 and 2, and packed states need ZeRO 1.
     """
     if s.args.optim == "muon":
-        return [("fp32", "fp32", (1,))]
+        return [("fp32", "fp32", (1, 2))]
     moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MAX_BETA2 else "fp32"
     return [("fp32", "fp32", (1, 2, 3)), ("bf16_remainder", moments, (1,)), ("int8", "int8", (1,))]
 

@@ -193,7 +193,7 @@ STAGE = "zero_optimization.stage"
         ("ds_config_zero3.json", {"precision": PACKED}, "precision.optimizer_states", ""),
         (None, {"precision": PACKED, **MUON}, "precision.optimizer_states", "muon"),
         # Muon
-        ("ds_config_zero2.json", MUON, STAGE, ""),
+        ({"zero_optimization": {"stage": 2}}, MUON, STAGE, ""),
         ("ds_config_zero3.json", {"compute": "fp8", **MUON}, STAGE, ""),
         (ZERO_1, MUON, STAGE, ""),
         (None, {"compute": "fp32", **MUON}, STAGE, ""),

@@ -42,7 +42,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 CASES = [
     ("te_layer", 0, "fp32"),
     ("te_layer", 1, "bf16"),
+    ("te_layer", 2, "bf16"),
     pytest.param("te_layer", 0, "bf16", marks=pytest.mark.slow),
+    pytest.param("te_linear", 2, "bf16", marks=pytest.mark.slow),
     pytest.param("te_linear", 1, "bf16", marks=pytest.mark.slow),
     pytest.param("hf", 1, "bf16", marks=pytest.mark.slow),
 ]
@@ -64,11 +66,20 @@ def test_fused_weights_equal_separate_weights(process_group: None, config: str) 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(config: str, tmp_path: Path, stage: int) -> None:
-    """Each with samples of its own; at ZeRO 1 a matrix lies on both."""
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [
+        (1, 2),
+        (2, 2),
+        (2, 3),
+        pytest.param(0, 2, marks=pytest.mark.slow),
+        pytest.param(2, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_equal_one(config: str, tmp_path: Path, stage: int, ranks: int) -> None:
+    """Each with samples of its own; at ZeRO 1 and 2 a matrix lies on several, of five ranks on three."""
     case = {"config": config, "variant": "te_layer", "stage": stage, "compute": "bf16"}
-    (errors,) = run_cases(tmp_path, [(2, "muon_against_plain", case)])
+    (errors,) = run_cases(tmp_path, [(ranks, "muon_against_plain", case)])
     assert max(max(of_rank.values()) for of_rank in errors) < FLOAT32
 
 
@@ -113,17 +124,28 @@ def test_newton_schulz_flops() -> None:
 # ---------------------------------------------------------------- whole runs
 
 
-def test_fp8_run_resumes_bit_exactly(settings: dict) -> None:
-    check_resume(settings | {"optim": "muon"}, "te_layer", PRECISIONS["delayed"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp8_run_resumes_bit_exactly(settings: dict, stage: int) -> None:
+    settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json"}
+    check_resume(settings, "te_layer", PRECISIONS["delayed"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_gpu_run_resumes_bit_exactly(settings: dict, config: str, variant: str) -> None:
-    """A step in bf16 beside the plain one; a run in FP8 with CUDA graphs and gradients that GEMMs add up."""
-    assert max(muon_against_plain(config, variant, 1, "bf16").values()) < FLOAT32
-    settings |= {"optim": "muon", "speed": {"cuda_graphs": True}}
+@pytest.mark.parametrize(("variant", "stage"), [("te_linear", 1), ("te_layer", 1), ("te_layer", 2)])
+def test_gpu_run_resumes_bit_exactly(settings: dict, config: str, variant: str, stage: int) -> None:
+    """A step in bf16 beside the plain one; a run in FP8 with CUDA graphs and, at ZeRO 1, main gradients."""
+    assert max(muon_against_plain(config, variant, stage, "bf16").values()) < FLOAT32
+    deepspeed = f"ds_config_zero{stage}.json"
+    settings |= {"optim": "muon", "speed": {"cuda_graphs": True}, "deepspeed": deepspeed}
     check_resume(settings, variant, PRECISIONS["delayed"])
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.process
+def test_two_gpus_equal_plain_muon_at_zero_2(config: str, tmp_path: Path) -> None:
+    case = {"config": config, "variant": "te_layer", "stage": 2, "compute": "bf16"}
+    (errors,) = run_cases(tmp_path, [(2, "muon_against_plain", case)])
+    assert max(max(of_rank.values()) for of_rank in errors) < FLOAT32
 
 
 @pytest.mark.slow
@@ -148,10 +170,21 @@ def test_resume_with_other_ranks_and_zero_stage(
     runs.resumed("two_to_one", 1, "two")
     allowed = {"allow_changes_on_resume": ["deepspeed"]}  # ZeRO 0 accumulates gradients in bf16
     runs.resumed("two_to_zero0", 2, "two", deepspeed="ds_config_zero0.json", **allowed)
+    runs.resumed("two_to_zero2", 2, "two", deepspeed="ds_config_zero2.json")
+    runs.whole("zero2", 2, 2, deepspeed="ds_config_zero2.json")
+    runs.resumed("zero2_to_two", 2, "zero2", deepspeed="ds_config_zero1.json")
+    runs.resumed("zero2_to_one", 1, "zero2")
     runs.whole("zero0", 1, 2, deepspeed="ds_config_zero0.json")
     runs.resumed("zero0_to_two", 2, "zero0", deepspeed="ds_config_zero1.json", **allowed)
     runs.start()
     momenta = [key for key in runs.state("two", "kept") if key.endswith("momentum_buffer")]
     assert len(momenta) == 8
-    for resumed in ("two_to_one", "two_to_zero0", "zero0_to_two"):
+    for resumed in (
+        "two_to_one",
+        "two_to_zero0",
+        "two_to_zero2",
+        "zero2_to_two",
+        "zero2_to_one",
+        "zero0_to_two",
+    ):
         runs.check(resumed.partition("_to_")[0], resumed)

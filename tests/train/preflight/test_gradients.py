@@ -81,7 +81,8 @@ def test_gradient_check_with_other_faults_and_types(tmp_path: Path, config: str)
     rows += [(1, "not_finite", BF16, FLOAT32_GRADIENTS, 1.0), (0, "not_finite", FP32, {}, 1.0)]
     keys = ("stage", "fault", "precision", "data_types", "clipping")
     cases = [{"config": config} | dict(zip(keys, row, strict=True)) for row in rows]
-    for stage, precision, types in [(0, FP32, {}), (0, BF16, {}), (1, BF16, FLOAT32_GRADIENTS)]:
+    stages = [(0, FP32, {}), (0, BF16, {}), (1, BF16, FLOAT32_GRADIENTS), (2, BF16, FLOAT32_GRADIENTS)]
+    for stage, precision, types in stages:
         muon = {"optim": "muon", "stage": stage, "precision": precision, "data_types": types}
         cases += [{"config": config, "fault": fault} | muon for fault in ("none", "twice", "not_finite")]
     check_cases(tmp_path / "cases", cases)
