@@ -19,6 +19,7 @@ from train.config.ds_config import load_deepspeed, resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import step as engine_step
+from train.engine.process_group import make_deterministic
 from train.engine.step import MicroStep, SkipDecision, build_engine
 
 
@@ -57,6 +58,7 @@ def gathered_steps(
         sent: bytes of the gathers in the first step, by data type.
         health: statistics of the weights in the first step, by GEMM, over all ranks.
     """
+    make_deterministic()
     samples, tokens = sizes
     deepspeed_config = load_deepspeed("ds_config_zero3.json")
     # else DeepSpeed keeps the matrices of small models on all ranks

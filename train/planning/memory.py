@@ -123,7 +123,7 @@ def _buckets(s: Setting) -> float:
     if s.zero_stage == 3:
         # On one rank, DeepSpeed uses the stored weights without copying them.
         gathered = min(s.parameters, MOST_LIVE_PARAMETERS) if s.ranks > 1 else 0
-        return 2 * (gathered + s.reduce_bucket)
+        return s.gathered_bytes * gathered + 2 * s.reduce_bucket
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
         return 2 * s.reduce_bucket * (2 if s.overlap_comm else 1)
     return 0
@@ -197,10 +197,12 @@ def _predict_phase_memory(s: Setting) -> Memory:
     state["gradients"] += 2 * twice / GIB
     # without copies for the whole step, recomputation makes those of one layer at a time; "mlp" does so with ZeRO 3
     of_layer = not s.keeps_fp8_weights and (
-        s.recompute is True or (s.recompute == "mlp" and s.zero_stage == 3)
+        s.recompute is True or s.gathers_fp8 or (s.recompute == "mlp" and s.zero_stage == 3)
     )
-    copied_layers = min(s.fp8_layers, 1) if of_layer else s.fp8_layers
-    copied = {"FP8 copies of weights": 2 * (s.layer_matrices * copied_layers + H * V * s.fp8_head) / GIB}
+    copies = replace(s, fp8_layers=min(s.fp8_layers, 1)) if of_layer else s
+    copied = {"FP8 copies of weights": 2 * copies.fp8_parameters / GIB}
+    if s.gathers_fp8:  # this rank's part, which it keeps for the whole step
+        state["weights"] += s.fp8_parameters / s.ranks / GIB
     # captured in the first step
     muon_graphs = MUON_BYTES * sum(n for n in _muon_elements(s) if n <= MUON_GRAPH_ELEMENTS) / GIB
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB, "CUDA graphs of Muon": muon_graphs}

@@ -203,6 +203,22 @@ class Setting:
         """Return whether FP8 copies of all weights are kept between the micro-batches of a step."""
         return self.fp8 and self.accumulation > 1 and self.zero_stage < 3
 
+    @property
+    def fp8_parameters(self) -> int:
+        """Return the number of weights in the matrices of modules that compute their forward GEMM in FP8."""
+        head = self.sizes.hidden_size * self.sizes.vocab_size
+        return self.layer_matrices * self.fp8_layers + head * self.fp8_head
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Return whether ZeRO 3 gathers FP8 weights in 8 bits."""
+        return self.fp8 and self.zero_stage == 3 and self.args.precision.fp8_weight_gather
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Return the number of bytes per model parameter that ZeRO 3 gathers in a pass."""
+        return 2 - self.fp8_parameters / self.parameters * self.gathers_fp8
+
     def describe(self) -> str:
         """Describe the precision, ZeRO stage, batch size and other settings in one line of text."""
         precisions = [
@@ -214,7 +230,7 @@ class Setting:
             f"{self.args.model.variant} {', then '.join(precisions)}",
             *["CUDA graphs"] * self.cuda_graphs,
             *["Muon"] * (self.args.optim == "muon"),
-            f"ZeRO {self.zero_stage}",
+            f"ZeRO {self.zero_stage}" + " with 8-bit gather" * self.gathers_fp8,
             *[f"optimizer_states {self.optimizer_states}"] * self.packs,
             *["recomputation of SwiGLU"] * (self.recompute == "mlp"),
             *["recomputation"] * (self.recompute is True),

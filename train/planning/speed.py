@@ -194,7 +194,7 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     scattered = s.bf16_optimizer and s.args.optim != "muon"
     at_end = passes * ((1 if scattered else 2) * gradient + (2 if s.zero_stage else 0))
     if s.zero_stage == 3:
-        sent = s.accumulation * passes * (gradient + 4)
+        sent = s.accumulation * passes * (gradient + 2 * s.gathered_bytes)
         if s.ranks > GPUS_OF_A_NODE:
             return sent
         # Within a node, communication overlaps with computation. ZeRO 3 is not assumed to be faster than ZeRO 1.

@@ -198,6 +198,22 @@ def test_deepspeed_buffers_by_zero_stage() -> None:
     assert load_deepspeed("ds_config_zero3.json")["zero_optimization"]["reduce_bucket_size"] == ZERO_3_BUCKET
 
 
+def test_8_bit_gather() -> None:
+    """A rank keeps its part in FP8, gathers fewer bytes, and has the FP8 copies of one layer at a time."""
+    keys = {"deepspeed": "ds_config_zero3.json", "max_seq_length": 64, "gradient_accumulation_steps": 8}
+    plain, packed = (setting(ranks=16, precision__fp8_weight_gather=on, **keys) for on in (False, True))
+    before, after = (predict_memory(s).parts for s in (plain, packed))
+    matrices = 22 * packed.layer_matrices
+    assert after["weights"] - before["weights"] == pytest.approx(matrices / 16 / GIB)
+    assert before["communication buffers"] - after["communication buffers"] == pytest.approx(
+        1e9 * matrices / packed.parameters / GIB
+    )
+    assert after["FP8 copies of weights"] == pytest.approx(2 * packed.layer_matrices / GIB)
+    # between nodes, gathers and the reduction of gradients take most of the time; both send 2 bytes per parameter
+    slow, fast = (1 / estimate(s, H100, 1).tokens_per_second for s in (plain, packed))
+    assert fast / slow == pytest.approx(1 - 2 * matrices / packed.parameters / 6, rel=0.02)
+
+
 def test_peak_memory_of_7b_on_two_gpus() -> None:
     """Measured on two H200s: 108 GiB, in the reduction of the gradients."""
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 4}
