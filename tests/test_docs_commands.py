@@ -23,7 +23,7 @@ NOT_RUN = {
     "Slurm": r"^srun |^sbatch |^exec |--executor ",
     "several nodes": r"^NNODES=",
     "a container image": r"^CONTAINER_IMAGE=",
-    "a GPU": r"train_config_(fp8\.json(?! --gpus)|evidence|fastest)|--nproc [28] |bench_|compare_",
+    "a GPU": r"train_config_(fp8\.json(?! --gpus)|evidence|fastest|8b)|--nproc [28] |bench_|compare_",
     "network": r"pip install|hf:|convergence_data|HuggingFaceTB",
     "a file or run of the user": r"\b(CONFIG|FOLDER|RUN|OUT|PREFIX|YOUR_FORK|WEB)\b|TEXT\.\.\.|"
     r"output/run\b|data/pretrain|^\$D ",
