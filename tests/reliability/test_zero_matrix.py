@@ -31,6 +31,7 @@ MICRO_BATCH, ACCUMULATION, SEQ_LENGTH = (
 SWITCHES: list[dict[str, Any]] = [
     *({"precision__optimizer_states": states} for states in ("bf16_remainder", "int8", "fp8")),
     {"optim": "muon"},
+    {"precision__fp8_weight_gather": True},
     *({"precision__gradient_communication": dtype} for dtype in ("fp32", "bf16")),
     {"zero_optimization__zero_quantized_gradients": True},
     *({f"zero_optimization__{name}": "cpu"} for name in ("offload_optimizer", "offload_param")),
@@ -120,9 +121,15 @@ def test_refused_combinations(settings: dict[str, Any]) -> None:
     assert plain == {f"zero{stage}-{kind}" for stage in range(4) for kind in kinds}
     stages = {
         key: "".join(sorted(name[4] for name in refused if key in name))
-        for key in ("muon", "states_int8", "offload", "quantized")
+        for key in ("muon", "weight_gather", "states_int8", "offload", "quantized")
     }
-    assert stages == {"muon": "3", "states_int8": "023", "offload": "00112233", "quantized": "0123"}
+    assert stages == {
+        "muon": "3",
+        "weight_gather": "012",
+        "states_int8": "023",
+        "offload": "00112233",
+        "quantized": "0123",
+    }
 
 
 @pytest.mark.process

@@ -82,7 +82,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-@pytest.mark.skipif(GPU, reason="test_on_two_gpus is the form of this test for GPUs")
+@pytest.mark.skipif(GPU, reason="test_on_several_gpus is the form of this test for GPUs")
 @pytest.mark.parametrize(
     "names",
     [
@@ -108,16 +108,9 @@ def test_parts_with_padding(config: str, tmp_path: Path) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.process
-def test_on_two_gpus(config: str, tmp_path: Path, name: str) -> None:
-    compare(config, tmp_path, 2, [name], sizes=(2, 128), steps=10)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.process
-def test_on_four_gpus(config: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    compare(config, tmp_path, 4, list(CASES), sizes=(2, 128), steps=10)
+def test_on_several_gpus(config: str, tmp_path: Path, name: str) -> None:
+    """Ten steps on two to four GPUs."""
+    compare(config, tmp_path, min(torch.cuda.device_count(), 4), [name], sizes=(2, 128), steps=10)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -125,9 +118,18 @@ def test_on_four_gpus(config: str, tmp_path: Path) -> None:
 ZERO_3 = {"deepspeed": "ds_config_zero3.json"}
 
 
+@pytest.mark.skipif(GPU, reason="test_gpu_run_resumes_bit_exactly is the form of this test for GPUs")
 def test_run_resumes_bit_exactly(settings: dict) -> None:
     """With evaluations and the export."""
     check_resume(settings | ZERO_3, "te_layer", {**DELAYED, "fp8_weight_gather": True})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, "mlp", True])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_gpu_run_resumes_bit_exactly(settings: dict, recipe: str, recompute: bool | str) -> None:
+    settings |= ZERO_3 | {"gradient_checkpointing": recompute}
+    check_resume(settings, "te_layer", {"recipe": recipe, "fp8_weight_gather": True})
 
 
 @pytest.mark.slow
