@@ -222,11 +222,12 @@ def test_fallbacks_survive_a_bf16_phase(
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gathers_fp8", [False, True])
+def test_all_ranks_fall_back_together(settings: dict, tmp_path: Path, gathers_fp8: bool) -> None:
     """Run two ranks with different samples, then one rank with the same fallbacks. The margin makes some operands
     underflow."""
     settings |= {"max_steps": 4, "deepspeed": "ds_config_zero3.json", "save_steps": 1}
-    settings["precision"] = {"margin": 10, **ESCALATE}
+    settings["precision"] = {"margin": 10, "fp8_weight_gather": gathers_fp8, **ESCALATE}
     whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
     start = str(whole / "checkpoints/step-00000003")
     cases = []
