@@ -15,8 +15,8 @@ from model.checks.health import HealthCheck, statistics
 from model.config import load_config
 from model.fp8.precision import Precision
 from tests.reliability.number_ranks import digests, spoil
-from train.config.ds_config import load_deepspeed, resolve_ds_config
-from train.config.load import build_arguments, resolve_arguments
+from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.data.stream import Batch
 from train.engine import step as engine_step
 from train.engine.process_group import make_deterministic
@@ -85,7 +85,7 @@ def gathered_steps(
     with contextlib.ExitStack() as patches:
         if quantize_once:  # TE keeps the FP8 copies of the first micro-batch
             patches.enter_context(mock.patch.object(engine_step, "quantize_weights_again"))
-        engine = build_engine(model, args, resolve_ds_config(args, world))
+        engine = build_engine(model, args, resolve_ds_config(args, model_config, world))
     micro_step, skip_decision = MicroStep(engine, how, args), SkipDecision(engine, how)
     micro_step.cache_weights |= quantize_once
     sent: dict[str, int] = {}
