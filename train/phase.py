@@ -32,10 +32,10 @@ from model.fp8.state import MAX_GRADIENT_ERROR, Gradients, calibrate, decoder_gr
 from model.variants import VARIANTS, cuda_graphs_problem
 from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import fits_fp8_state, load_checkpoint, read_weights
-from train.checkpoint.resume import checkpoint_to_resume, is_partitioned_differently, starting_precision
+from train.checkpoint.resume import checkpoint_to_resume, is_partitioned_differently
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
-from train.config.schedule import phase_arguments, phase_precisions
+from train.config.schedule import phase_arguments, phase_at, phase_precisions
 from train.data.order import next_position
 from train.data.stream import SampleStream
 from train.engine import process_group
@@ -206,13 +206,13 @@ def build_phase(run: Run, state: RunState, checkpoint: Path | None, watchdog: Wa
         checkpoint: The checkpoint at this position, or None for a new run.
         watchdog: Watchdog that reports a part of the start that hangs.
     """
-    number, fallbacks = starting_precision(run.args, state)
+    number = phase_at(run.args, state.step, state.consumed_tokens)
     args = phase_arguments(run.args, number)
     read = bytes_to_read(checkpoint or args.model.init_from)
     watchdog.phase("building the model", read)
     config = copy.deepcopy(run.config)  # transformers adds attributes
     args, numeric_lines = disable_wrong_kernels(args, config)
-    model, precision = build_model_and_precision(args, config, checkpoint, fallbacks)
+    model, precision = build_model_and_precision(args, config, checkpoint, state.fallbacks)
     watchdog.phase("running the startup check")
     check_later_phases(run.args, model, precision.device, state.fallbacks)
     report = run_startup_check(args, model, precision, numeric_lines)

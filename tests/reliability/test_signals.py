@@ -1,7 +1,7 @@
 """Tests of stop requests and of Ctrl-C.
 
 All ranks stop after the same step and save a checkpoint, from which the next start resumes. If an evaluation was
-stopped, the next start repeats it in the precision of its step. During training, the first Ctrl-C requests a stop like
+stopped, the next start repeats it. During training, the first Ctrl-C requests a stop like
 SIGTERM, and the second terminates the process immediately. Outside of training, the first Ctrl-C terminates the
 process.
 """
@@ -30,7 +30,7 @@ from train import phase, trainer
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems, read_state
 from train.launch import parse_arguments, run_ranks
-from train.monitor import fp8_alarms, signals
+from train.monitor import signals
 from train.monitor.lock import process_started
 from train.preflight import check
 
@@ -132,35 +132,6 @@ def test_stopped_evaluation_runs_on_resume(
     # what was saved since then has none to make up for
     assert read_state(committed(folder / "checkpoints")[-1]).evaluation_due == (step == 6)
     assert (folder / "hf/config.json").exists()
-
-
-def test_stopped_evaluation_keeps_its_precision(
-    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repeated evaluation uses the precision of its step, even if the precision changes after this step.
-
-    The precision changes once because a phase of precision.schedule ends, and once because modules fall back.
-    """
-    schedule = [{"until_step": 2, "compute": "bf16"}, {"on_trouble": "escalate", "recipe": "current"}]
-    settings |= {"eval_steps": 2, "max_steps": 5, "precision": {"health_steps": 3, "schedule": schedule}}
-    # of each gradient more is asked than FP8 can do, at the looks in steps 3 and 4
-    monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
-    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
-    folder = Path(settings["output_dir"])
-    for step, evaluation in ((2, 1), (4, 2)):  # the second start makes up for the first one's
-        with monkeypatch.context() as patch:
-            stop_when(patch, trainer.Trainer, "_evaluate", evaluation, signal.SIGUSR1)
-            with pytest.raises(signals.Stopped) as stopped:
-                run(settings)
-        assert stopped.value.step == step
-        signals.received.clear()
-    run(settings)
-    took_up = [m["step"] for m in metrics(folder) if "fp8_escalations" in m]
-    assert took_up[0] == 4
-    evaluated = [
-        [(m["step"], m["eval_loss"]) for m in metrics(f) if "eval_loss" in m] for f in (whole, folder)
-    ]
-    assert [step for step, _ in evaluated[0]] == [2, 4, 5] and evaluated[1] == evaluated[0]
 
 
 @pytest.mark.process

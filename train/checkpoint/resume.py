@@ -25,7 +25,6 @@ from train.checkpoint.files import (
 )
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import FREE, KEYS
-from train.config.schedule import phase_arguments, phase_at
 from train.config.schema import all_keys, flatten, key_at
 from train.files import to_json_text
 from train.record.run_folder import RunFolder
@@ -325,27 +324,6 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
             )
         )
     return found
-
-
-def starting_precision(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
-    """Return the phase of precision.schedule and the fallback recipes with which a resumed run starts.
-
-    Both can change after an evaluation. If the run stopped before the evaluation of its last step, that evaluation runs
-    first. In this case, the values of the last step are returned, if the configuration still contains them.
-
-    Returns:
-        (index of the phase, {module name: fallback recipe}).
-    """
-    phase = phase_at(args, state.step, state.consumed_tokens)
-    if not state.evaluation_due:
-        return phase, state.fallbacks
-    for number in (phase, phase - 1):
-        if number >= 0 and same_precision(
-            phase_arguments(args, number).to_dict()["precision"], state.precision
-        ):
-            phase = number
-            break
-    return phase, {c["module"]: c["to"] for c in state.escalations if c["step"] != state.step}
 
 
 def is_partitioned_differently(saved: RunState, state: RunState) -> bool:

@@ -21,11 +21,9 @@ from train.checkpoint.resume import (
     is_partitioned_differently,
     resume_differences,
     resume_state,
-    starting_precision,
 )
 from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments, load_arguments, load_deepspeed, resolve_arguments
-from train.config.schedule import phase_arguments
 from train.config.schema import Node, all_keys, options
 from train.data.stream import open_stream
 from train.engine.optimizer import learning_rate_at
@@ -215,18 +213,6 @@ def test_missing_key_in_checkpoint_has_its_default() -> None:
     with refused(CheckpointError, key="weight_decay") as error:
         resumed(state_of({"weight_decay": 0.2}), saved, False)
     assert [change.what for change in error.value.changes] == [Difference("weight_decay", 0.1, 0.2)]
-
-
-def test_due_evaluation_keeps_its_precision() -> None:
-    """Also where another version had another default for a key that nothing reads."""
-    phases = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
-    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
-    args = resolve_arguments(build_arguments({**raw, "precision": {"schedule": phases}}), 1)
-    precision = phase_arguments(args, 0).to_dict()["precision"] | {"amax_history_len": 1024}
-    saved = RunState(4, 32, 2048, 1, 1, {}, {}, evaluation_due=True, precision=precision)
-    assert starting_precision(args, saved) == (0, {})
-    saved.evaluation_due = False
-    assert starting_precision(args, saved) == (1, {})
 
 
 # ---------------------------------------------------------------- the data
