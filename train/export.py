@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import glob
 import json
 import shlex
 import shutil
@@ -52,12 +51,9 @@ from train.data.encoder import (
     load_exported,
 )
 from train.files import unused_backup_path
-from train.monitor.lock import has_ended, read_holder, this_process
 from train.record.model_card import COMPRESSED_HINT, write_card
 from train.record.run_folder import EXPORTED_FROM, export_folder_problem
 
-# File in the temporary folder of an export that identifies the process which writes it.
-EXPORTER = "exporter.json"
 # Files to remove from an earlier export, because the new export may use other file names. A chat template is kept.
 OWN_FILES = (
     "config.json",
@@ -95,12 +91,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     state = read_state(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for mark in out.parent.glob(f".{glob.escape(out.name)}-*/{EXPORTER}"):
-        if has_ended(read_holder(mark)):  # a killed export
-            shutil.rmtree(mark.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / out.name
-        (Path(folder) / EXPORTER).write_text(json.dumps(this_process()))
         try:
             lines = _write_model(path, new, form, tokenizer, state)
         except SafetensorError as error:  # safetensors reports a full disk this way

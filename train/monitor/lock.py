@@ -71,7 +71,9 @@ class Lock:
             "job": os.environ.get("SLURM_JOB_ID"),
             "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "beats": 0,
-            **this_process(),
+            "pid": os.getpid(),
+            "machine": machine(),
+            "process_started": process_started(os.getpid()),
         }
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
@@ -107,10 +109,8 @@ class Lock:
         Raises:
             LockError: A process on this host holds the lock.
         """
-        self._check_holder(read_holder(self.path))
-
-    def _check_holder(self, holder: dict[str, Any]) -> None:
-        if is_local(holder) and not has_ended(holder):
+        holder = read_holder(self.path)
+        if is_local(holder) and process_started(holder["pid"]) == holder["process_started"]:
             raise self._lock_error(holder)
 
     def _write(self, mode: str = "") -> None:
@@ -127,8 +127,8 @@ class Lock:
         Raises:
             LockError: The run is still in progress.
         """
+        self.check_unlocked()
         holder = read_holder(self.path)
-        self._check_holder(holder)
         left_s = 0.0 if is_local(holder) else LEASE_S
         while left_s > 0 and self.path.exists():
             time.sleep(CHECK_INTERVAL_S)
@@ -159,22 +159,12 @@ class Lock:
                 self._write()
 
 
-def this_process() -> dict[str, Any]:
-    """Return what `has_ended` needs to recognize this process in another process."""
-    return {"pid": os.getpid(), "machine": machine(), "process_started": process_started(os.getpid())}
-
-
 def read_holder(path: Path) -> dict[str, Any]:
     """Return the process recorded in the file `path`, or {} if the file is missing, damaged or being written."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return {}
-
-
-def has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether the process of a lock holder certainly has ended. Only processes of this host are known."""
-    return is_local(holder) and process_started(holder["pid"]) != holder["process_started"]
 
 
 def is_local(holder: dict[str, Any]) -> bool:

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from model.hf_folder import check_init_from, read_hf_folder
 from model.te_reference.quantize import Quantized
 from tests.conftest import numbers, random_ids, refused
 from tests.published import small_llama
-from tests.train.runs import ROOT, curve, run
+from tests.train.runs import curve, run
 from train import export
 from train.checkpoint.files import (
     MANIFEST,
@@ -157,29 +155,6 @@ def test_incomplete_export_is_removed(
 
 
 @pytest.mark.process
-def test_export_removes_only_what_a_dead_export_left(trained: Path, data: Path, tmp_path: Path) -> None:
-    """A folder of the user's with a similar name stays, and that of an export that is running."""
-    users, where = tmp_path / ".out-cache", (trained / STEP_6, tmp_path / "out", data / "tokenizer")
-    users.mkdir()
-    program = (
-        "import sys, time, pathlib\n"
-        "from train import export\n"
-        "export._write_model = lambda *_: (print('writing', flush=True), time.sleep(600))\n"
-        "export.export(*map(pathlib.Path, sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *map(str, where)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-        try:
-            assert other.stdout and other.stdout.readline() == "writing\n"
-            theirs = {*tmp_path.iterdir()} - {users}
-            export.export(*where)
-            assert len(theirs) == 1 and {*tmp_path.iterdir()} == {users, tmp_path / "out"} | theirs
-        finally:
-            other.kill()
-    export.export(*where)
-    assert {*tmp_path.iterdir()} == {users, tmp_path / "out"}
-
-
 def test_export_to_a_file_system_that_refuses_chmod(
     trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

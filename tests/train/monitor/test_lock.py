@@ -140,7 +140,7 @@ def test_check_unlocked(path: Path) -> None:
 
 
 @pytest.mark.process
-def test_zombie_holder_has_ended() -> None:
+def test_zombie_has_ended() -> None:
     process = subprocess.Popen(["true"])
     while lock.process_started(process.pid) is not None:
         time.sleep(0.01)
