@@ -22,13 +22,6 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 # File system errors that persist until the user fixes the cause.
 PERSISTENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-# Environment variables with the folders of compiled code and downloads, and a part of their default paths.
-CACHES = {
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
-    "TRITON_CACHE_DIR": ".triton",
-    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
-    "HF_HOME": "huggingface",
-}
 NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full disk only by this text
 
@@ -67,15 +60,8 @@ def to_json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str
 
 def describe_error(error: BaseException) -> str:
     """Return the message of an error, with advice for the user if the disk is full or not writable."""
-    if not is_persistent(error):
-        return str(error)
-    variables = [
-        name
-        for name, part in CACHES.items()
-        if any(p in str(error) for p in (part, os.environ.get(name) or part))
-    ]
-    place = f"set {variables[0]} to a folder of your own" if variables else "choose another folder"
-    return f"{error}. Free disk space, change the permissions, or {place}"
+    advice = ". Free disk space, change the permissions, or choose another folder"
+    return f"{error}{advice if is_persistent(error) else ''}"
 
 
 def is_persistent(error: BaseException) -> bool:

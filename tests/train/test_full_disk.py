@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from test_fp8.common.options import Options
 from train import evaluate, export, plan
 from train.checkpoint.files import RunState
-from train.files import CACHES, describe_error, write_durably
+from train.files import write_durably
 
 
 def fail(error: Exception | None = None) -> Any:
@@ -48,26 +48,6 @@ def test_file_system_without_fsync_of_folders(
     with contextlib.nullcontext() if is_ignored else pytest.raises(OSError):
         write_durably(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
-
-
-@pytest.mark.parametrize(
-    ("path", "variable"),
-    [
-        ("/home/a/.cache/torch_extensions/py311_cpu/deepspeed_shm_comm/lock.flock", "TORCH_EXTENSIONS_DIR"),
-        ("/home/a/.triton/cache/1", "TRITON_CACHE_DIR"),
-        ("/shared/kernels/1", "TRITON_CACHE_DIR"),
-        ("/tmp/torchinductor_a/b", "TORCHINDUCTOR_CACHE_DIR"),
-        ("/home/a/.cache/huggingface/hub/b", "HF_HOME"),
-        ("/data/prepared/c", ""),
-    ],
-)
-def test_cache_of_another_user_names_the_variable(
-    path: str, variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/kernels")
-    text = describe_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
-    assert {name for name in CACHES if name in text} == {variable} - {""}
 
 
 def test_full_disk_during_plan(full: Path) -> None:
