@@ -91,17 +91,6 @@ def format_size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
-def total_bytes(*places: Path) -> int:
-    """Return the total size in bytes of all files in the given folders. Missing files and folders are ignored."""
-    paths = (
-        os.path.join(folder, name)
-        for place in places
-        for folder, _, names in os.walk(place, followlinks=True)
-        for name in names
-    )
-    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
-
-
 def sync_folder(folder: Path) -> None:
     """Flush the directory entries of a folder to disk, so that a rename in the folder survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)

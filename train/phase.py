@@ -41,7 +41,6 @@ from train.data.stream import SampleStream
 from train.engine import process_group
 from train.engine.packed_adamw import check_packed_adamw
 from train.engine.step import MicroStep, build_engine, free_memory
-from train.files import total_bytes
 from train.monitor.watchdog import Watchdog
 from train.record.run_folder import RunFolder
 
@@ -67,16 +66,6 @@ class Run:
 def log_lines(*lines: str) -> None:
     for line in lines:
         logger.info(line)
-
-
-def bytes_to_read(*places: Path | str | None) -> int:
-    """Return the total size in bytes of the files in the given folders.
-
-    Collective: all ranks must call this function.
-
-    Only rank 0 reads the file sizes, to limit the load on a shared file system.
-    """
-    return process_group.call_on_rank_0(lambda: total_bytes(*(Path(place) for place in places if place)))
 
 
 def ranks_by_value(value: str) -> dict[str, list[int]]:
@@ -208,15 +197,14 @@ def build_phase(run: Run, state: RunState, checkpoint: Path | None, watchdog: Wa
     """
     number = phase_at(run.args, state.step, state.consumed_tokens)
     args = phase_arguments(run.args, number)
-    read = bytes_to_read(checkpoint or args.model.init_from)
-    watchdog.phase("building the model", read)
+    watchdog.phase("building the model")
     config = copy.deepcopy(run.config)  # transformers adds attributes
     args, numeric_lines = disable_wrong_kernels(args, config)
     model, precision = build_model_and_precision(args, config, checkpoint, state.fallbacks)
     watchdog.phase("running the startup check")
     check_later_phases(run.args, model, precision.device, state.fallbacks)
     report = run_startup_check(args, model, precision, numeric_lines)
-    watchdog.phase("building the engine", read)
+    watchdog.phase("building the engine")
     gradient_error = calibrate_scales(run, args, model, precision, state, checkpoint)
     engine, micro_step = build_engine_and_resume(run, args, model, precision, state, checkpoint)
     state.precision = args.to_dict()["precision"]

@@ -59,7 +59,7 @@ from train.monitor.signals import (
     write_stopped,
 )
 from train.monitor.watchdog import Watchdog
-from train.phase import Phase, Run, build_phase, bytes_to_read, log_lines, ranks_by_value, resolve_auto
+from train.phase import Phase, Run, build_phase, log_lines, ranks_by_value, resolve_auto
 from train.planning.prediction import describe_prediction
 from train.planning.setting import Setting
 from train.preflight.gradients import check_gradients
@@ -138,7 +138,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
                     checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
             record.part = "export"
             with Watchdog(args.hang_timeout_s) as watchdog:
-                watchdog.phase(f"waiting for rank 0 to export {checkpoint}", reads=bytes_to_read(checkpoint))
+                watchdog.phase(f"waiting for rank 0 to export {checkpoint}")
                 if is_main:
                     export_last(args, folder, checkpoint)
                     metrics.draw_last()
@@ -262,9 +262,7 @@ def open_run(args: TrainingArguments, inputs: Inputs, train: SampleStream, watch
     unigram_loss = compute_unigram_loss(train, held_out["eval_loss"])
     if data.verify:
         streams, share = [train, *held_out.values()], (dist.get_rank(), dist.get_world_size())
-        watchdog.phase(
-            "verifying this rank's share of the data", reads=sum(stream.num_bytes for stream in streams)
-        )
+        watchdog.phase("verifying this rank's share of the data")
         shards = sum(stream.verify(*share) for stream in streams)
         logger.info(f"data.verify: rank 0 verified the hashes and token ids of {count(shards, 'shard')}")
     ds_config = resolve_ds_config(args, config, dist.get_world_size())
@@ -293,7 +291,7 @@ def load_start_position(run: Run, watchdog: Watchdog) -> tuple[RunState, Path | 
         data_fingerprint=run.train.fingerprint(),
     )
     checkpoints, given = run.folder.checkpoints, args.resume_from_checkpoint
-    watchdog.phase("waiting for rank 0 to verify the checkpoint", reads=bytes_to_read(checkpoints, given))
+    watchdog.phase("waiting for rank 0 to verify the checkpoint")
     checkpoint = choose_checkpoint(checkpoints, given)
     if checkpoint is not None:
         saved = read_state(checkpoint)

@@ -219,11 +219,6 @@ class SampleStream:
             documents = separate_documents(labels, np.concatenate(after))
         return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
-    @property
-    def num_bytes(self) -> int:
-        """Total size of the shards in this split, in bytes."""
-        return sum(shard.bytes for source in self.sources for shard in source.shards)
-
     def verify(self, part: int = 0, parts: int = 1) -> int:
         """Check the hashes and token ids of the shards, or of one part of the shards.
 

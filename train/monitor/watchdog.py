@@ -29,8 +29,6 @@ import torch.distributed as dist
 HUNG = 1  # like any crash: a restart from the last checkpoint may succeed
 # Timeout of the first step and of the startup phases, which compile kernels, capture graphs and connect NCCL.
 FIRST_STEP_S = 1800.0
-# The timeout of a phase is extended by the time to read its files at this minimum rate, in bytes/s.
-SLOWEST = 20e6
 GATHER_S = 3.0  # how long to wait for the positions of the other ranks
 # Endings of file paths. A rank with a stack frame in one of these files is waiting for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
@@ -67,17 +65,15 @@ class Watchdog:
         if self.timeout_s:
             self._thread.join()
 
-    def phase(self, name: str, reads: int = 0) -> None:
+    def phase(self, name: str) -> None:
         """Wait for all ranks, then begin a phase with a new timeout.
 
         Args:
             name: Name of the phase for reports, such as "opening the output folder".
-            reads: Total size in bytes of the files that the phase reads. The timeout is extended accordingly.
         """
         self.set_position(f"waiting for all ranks before {name}")
         dist.barrier()
         self.renew(name)
-        self.limit_s += reads / SLOWEST
 
     def renew(self, name: str, after_step: bool = False) -> None:
         """Restart the timeout after the ranks have synchronized.
