@@ -357,17 +357,20 @@ def check_named_checkpoint(path: Path, key: str, hashes: bool = True) -> None:
         raise CheckpointError("; ".join(found), code="no_checkpoint", key=key)
 
 
-def newest_intact(root: Path) -> Path | None:
+def newest_intact(root: Path, hashes: bool = True) -> Path | None:
     """Return the newest checkpoint in `root` whose files are intact, or None if there is no complete checkpoint.
 
     Newer checkpoints that are damaged are skipped with a warning.
+
+    Args:
+        hashes: see `problems`.
 
     Raises:
         CheckpointError: if all checkpoints are damaged.
     """
     candidates = committed(root)
     for path in reversed(candidates):
-        if not (found := problems(path)):
+        if not (found := problems(path, hashes)):
             return path
         logger.warning(f"checkpoint {path.name} is skipped: " + "; ".join(found))
     if candidates:
@@ -378,6 +381,28 @@ def newest_intact(root: Path) -> Path | None:
             key=str(root),
         )
     return None
+
+
+def find_start(root: Path, setting: str, hashes: bool = True) -> Path | None:
+    """Find the checkpoint from which a run resumes, or return None for a new run.
+
+    Args:
+        root: checkpoints folder of the run.
+        setting: value of resume_from_checkpoint: "never", "auto" for the newest intact checkpoint, or the path of a
+            checkpoint. A checkpoint of another run is only used until this run has saved its own checkpoint.
+        hashes: see `problems`.
+
+    Raises:
+        CheckpointError: if the given checkpoint is damaged or belongs to another run, or if all checkpoints in `root`
+            are damaged.
+    """
+    if setting == "never":
+        return None
+    path = Path(setting)
+    if setting == "auto" or is_branch(root, path):
+        return newest_intact(root, hashes)
+    check_named_checkpoint(path, "resume_from_checkpoint", hashes)
+    return path
 
 
 def find_checkpoint(given: Path) -> Path | None:

@@ -23,10 +23,8 @@ from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
     RunState,
-    check_named_checkpoint,
     committed,
-    is_branch,
-    newest_intact,
+    find_start,
     parse_step,
     rank_file,
     read_state,
@@ -88,16 +86,7 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
             checkpoints in `root` are damaged.
     """
 
-    def choose() -> Path | None:
-        if setting == "never":
-            return None
-        path = Path(setting)
-        if setting == "auto" or is_branch(root, path):
-            return newest_intact(root)
-        check_named_checkpoint(path, "resume_from_checkpoint")
-        return path
-
-    return call_on_rank_0(choose)
+    return call_on_rank_0(lambda: find_start(root, setting))
 
 
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:

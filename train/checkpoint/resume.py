@@ -16,10 +16,9 @@ from model.fp8.recipes import unused_recipe_keys
 from train.checkpoint.files import (
     CheckpointError,
     RunState,
-    check_named_checkpoint,
     committed,
+    find_start,
     identity,
-    is_branch,
     is_in_folder,
     rolled_back,
 )
@@ -181,15 +180,9 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint that a run will resume from, or None for a new run. Hashes are not checked.
 
     Raises:
-        CheckpointError: if resume_from_checkpoint is an incomplete checkpoint, or belongs to another run.
+        CheckpointError: See `find_start`.
     """
-    setting, own = str(args.resume_from_checkpoint), RunFolder(args.output_dir).checkpoints
-    if is_new_run(args):
-        return None
-    if setting == "auto" or is_branch(own, Path(setting)):
-        return committed(own)[-1]
-    check_named_checkpoint(Path(setting), "resume_from_checkpoint", hashes=False)
-    return Path(setting)
+    return find_start(RunFolder(args.output_dir).checkpoints, args.resume_from_checkpoint, hashes=False)
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
