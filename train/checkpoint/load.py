@@ -5,7 +5,6 @@ The hash of every file is checked before loading, because DeepSpeed does not det
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import shlex
@@ -20,8 +19,6 @@ from model import conversion
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
-    ROLLBACK,
-    CheckpointError,
     RunState,
     committed,
     find_start,
@@ -30,7 +27,6 @@ from train.checkpoint.files import (
     read_state,
     record_rollback,
     remove_unfinished,
-    rolled_back,
     step_folders,
 )
 from train.checkpoint.reshard import (
@@ -92,8 +88,7 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
 def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints after a training step to a backup folder next to `root`, and delete incomplete saves.
 
-    A later resume with "auto" ignores the moved checkpoints. If rollback.json refers to a moved checkpoint,
-    rollback.json is moved too.
+    A later resume with "auto" ignores the moved checkpoints.
 
     Args:
         root: checkpoints folder of the run.
@@ -110,9 +105,6 @@ def move_later_checkpoints(root: Path, after_step: int) -> Path | None:
         return None
     backup = unused_backup_path(root)
     backup.mkdir()
-    with contextlib.suppress(CheckpointError):  # ignore a damaged rollback.json
-        if any(rolled_back(path) is not None for path in newer):
-            (root / ROLLBACK).rename(backup / ROLLBACK)
     for path in newer:
         path.rename(backup / path.name)
     return backup

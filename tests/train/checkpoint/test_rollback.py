@@ -20,13 +20,11 @@ from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
     RunState,
-    checkpoint_name,
     committed,
     read_state,
     record_rollback,
     rolled_back,
 )
-from train.checkpoint.load import move_later_checkpoints
 from train.checkpoint.resume import resume_state
 from train.data.order import next_position
 from train.monitor.spikes import Health, Spike
@@ -149,18 +147,6 @@ def test_damaged_rollback_record_raises(tmp_path: Path) -> None:
         note.write_bytes(content)
         with refused(CheckpointError, key=str(note)):
             rolled_back(paths[1])
-
-
-def test_rollback_record_moves_with_its_checkpoint(tmp_path: Path) -> None:
-    """A run that starts again comes to the same checkpoint, bit for bit, and was not rolled back."""
-    root = tmp_path / "checkpoints"
-    paths = [make(root, step) for step in (1, 2, 3)]
-    record_rollback(paths[1], [[34, 38]])
-    move_later_checkpoints(root, after_step=2)
-    assert rolled_back(paths[1]) == [[34, 38]]
-    aside = move_later_checkpoints(root, after_step=1)
-    assert aside is not None and rolled_back(aside / checkpoint_name(2)) == [[34, 38]]
-    assert rolled_back(make(root, 2)) is None
 
 
 @pytest.mark.parametrize(
