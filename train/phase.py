@@ -73,8 +73,7 @@ def ranks_by_value(value: str) -> dict[str, list[int]]:
 
     Collective: all ranks must call this function.
     """
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
+    every = process_group.all_gather(value)
     return {found: [r for r, other in enumerate(every) if other == found] for found in dict.fromkeys(every)}
 
 

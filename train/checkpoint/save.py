@@ -47,7 +47,7 @@ from train.checkpoint.files import (
     remove_unfinished,
     write_manifest,
 )
-from train.engine.process_group import GROUP_TIMEOUT
+from train.engine.process_group import GROUP_TIMEOUT, all_gather
 from train.engine.zero import capture_checkpoint
 from train.files import is_transient, write_durably
 
@@ -78,14 +78,12 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def all_gather(self, value: T) -> list[T]:
         """Gather a value from every rank, and return all values in rank order."""
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return all_gather(value, self.group)
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on each rank and return the results of all ranks. `action` must not contain collectives.

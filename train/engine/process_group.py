@@ -55,6 +55,16 @@ def call_on_rank_0(make: Callable[[], T]) -> T:
     return made[0]
 
 
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather a value from every rank of a process group, and return all values in rank order.
+
+    Collective: all ranks of the group must call this function.
+    """
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group)
+    return every
+
+
 def init_distributed() -> None:
     """Initialize the process group from the environment variables that the launcher sets.
 

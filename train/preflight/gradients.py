@@ -33,6 +33,7 @@ from train.config.arguments import TrainingArguments
 from train.data.order import next_position
 from train.data.stream import Batch, MicroBatches, SampleStream
 from train.engine import zero
+from train.engine.process_group import all_gather
 from train.engine.step import MicroStep
 from train.preflight.check import PreflightError
 
@@ -102,10 +103,8 @@ def check_gradients(
             "this step"
         )
         return
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
     what = f"{accumulation} micro-batches x {world} ranks at ZeRO {engine.zero_optimization_stage()}"
-    for comparisons, advice in zip(zip(*every, strict=True), (ADVICE, FUSED_ADVICE), strict=False):
+    for comparisons, advice in zip(zip(*all_gather(mine), strict=True), (ADVICE, FUSED_ADVICE), strict=False):
         how = ", with speed.main_grad and speed.cuda_graphs" if advice == FUSED_ADVICE else ""
         worst = max(comparisons, key=lambda each: (bool(each.problem), each.error))
         if worst.problem:

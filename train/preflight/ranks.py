@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.schema import flatten
 from train.data.stream import SampleStream
+from train.engine.process_group import all_gather
 from train.files import nearest_existing_path
 from train.preflight.check import PreflightError
 from train.record.provenance import NOT_HASHED, sources_sha256
@@ -78,8 +78,7 @@ def check_configured_alike(args: TrainingArguments, config: MistralConfig) -> No
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
     values["model"] |= {"config": numeric_settings(config), "init_from": None}
     mine = {key: json.dumps(value) for key, value in flatten(values).items()}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (socket.gethostname(), mine))
+    every = all_gather((socket.gethostname(), mine))
     names = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
     if found := unequal([facts for _, facts in every], names):
         title = "the ranks were started with different configurations; use the same command and file for all:"
@@ -95,8 +94,7 @@ def check_alike(args: TrainingArguments, train: SampleStream) -> None:
         PreflightError: On all ranks, if software or files differ.
         OSError: On rank 0, if output_dir cannot be written.
     """
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, this_rank(train, sees_file_of_rank_0(args)))
+    every = all_gather(this_rank(train, sees_file_of_rank_0(args)))
     problems, warnings = compare_ranks(every)
     if speeds := [rank.gemm_tflops for rank in every if rank.gemm_tflops]:
         logger.info(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
