@@ -71,7 +71,7 @@ def init_distributed() -> None:
     Without these variables, the process group has one process.
 
     Raises:
-        LauncherError: The environment variables are incomplete, or the nodes have different numbers of ranks.
+        LauncherError: The environment variables are incomplete.
         ConnectionError: Some ranks did not connect in time, or rank 0 cannot be reached.
     """
     rank_env.export_torch_variables()
@@ -139,26 +139,27 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
         The TCPStore at MASTER_PORT, or None on a single node. Keep a reference until the process group is initialized.
 
     Raises:
-        LauncherError, ConnectionError: See `init_distributed`.
+        ConnectionError: See `init_distributed`.
     """
     if not rank_env.is_multi_node(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     rank, world = rank_env.rank(environment), rank_env.world_size(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     timeout_s = float(environment.get(NODES_TIMEOUT) or NODES_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        timeout = datetime.timedelta(seconds=timeout_s)
         store = dist.TCPStore(
             address, port, None, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
         )
-        store.set(
-            f"arrived/{rank}",
-            f"{world} ranks in total, {rank_env.local_world_size(environment)} on the node of this rank",
-        )
+        store.set(f"arrived/{rank}", "")
         if rank == 0:
-            store.set("arrived", json.dumps(_await_arrivals(store, world, timeout_s)))
-        store.wait(["arrived"], timeout + datetime.timedelta(seconds=ANSWER_S))
-        arrived = {int(key): start for key, start in json.loads(store.get("arrived")).items()}
+            deadline, missing = time.monotonic() + timeout_s, [*range(world)]
+            while missing and time.monotonic() < deadline:
+                missing = [other for other in missing if not store.check([f"arrived/{other}"])]
+                time.sleep(0.1)
+            store.set("missing", json.dumps(missing))
+        store.wait(["missing"], timeout + datetime.timedelta(seconds=ANSWER_S))
+        missing = json.loads(store.get("missing"))
     except (dist.DistStoreError, DistNetworkError) as error:
         if rank == 0:
             raise
@@ -167,37 +168,15 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
             f"MASTER_ADDR={address}, MASTER_PORT={port}. Check that MASTER_ADDR is the host of rank 0, that "
             "this node can reach it, and that all nodes use the same MASTER_PORT"
         ) from error
-    is_unequal, missing = len(set(arrived.values())) > 1, sorted(set(range(world)) - arrived.keys())
-    if rank == 0 and (is_unequal or missing):
-        time.sleep(ANSWER_S)  # other ranks still read from the store of this process
-    if is_unequal:
-        raise rank_env.LauncherError(
-            f"the nodes have different numbers of ranks: {arrived}. Start the same number of ranks on each node",
-            code="ranks_differ",
-        )
     if missing:
+        if rank == 0:
+            time.sleep(ANSWER_S)  # other ranks still read from the store of this process
         raise ConnectionError(
             f"ranks {missing} of {world} did not connect to {address} within {timeout_s:g} s. Start all nodes "
-            f"within that time, or set {NODES_TIMEOUT}=600 to wait 600 s. Each node needs a different NODE_RANK"
+            f"within that time, or set {NODES_TIMEOUT}=600 to wait 600 s. Each node needs a different NODE_RANK and "
+            "the same number of ranks"
         )
     return store
-
-
-def _await_arrivals(store: dist.TCPStore, world: int, timeout_s: float) -> dict[int, str]:
-    """Wait on rank 0 until all ranks have connected, or until the timeout.
-
-    Returns:
-        A dictionary that maps each rank to a description of its world size and ranks per node. Ranks that did not
-        connect before the timeout are missing.
-    """
-    deadline = time.monotonic() + timeout_s
-    arrived: dict[int, str] = {}
-    while len(arrived) < world and time.monotonic() < deadline:
-        for rank in set(range(world)) - arrived.keys():
-            if store.check([f"arrived/{rank}"]):
-                arrived[rank] = store.get(f"arrived/{rank}").decode()
-        time.sleep(0.1)
-    return arrived
 
 
 def make_deterministic() -> None:
