@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -54,7 +53,6 @@ from train.files import is_transient, write_durably
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ALIGNMENT = 512  # in bytes; GPUs copy aligned memory faster
-PAGE, TOUCHING_THREADS = 4096, 8
 
 
 class SaveError(CheckpointError):
@@ -361,22 +359,7 @@ class HostBuffer:
         with contextlib.suppress(OSError):  # ignore kernels that do not support huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if pin:
-            self._touch()
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
-
-    def _touch(self) -> None:
-        """Touch all memory pages in several threads before the memory is pinned.
-
-        Pinning would touch them in a single thread, which took 5 s for 9 GB.
-        """
-        share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
-        starts = range(0, self.size, share)
-        with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
-            list(
-                pool.map(
-                    lambda start: self.part(start, min(share, self.size - start))[::PAGE].zero_(), starts
-                )
-            )
 
     def _pin(self, pointer: int) -> None:
         cudart = torch.cuda.cudart()
