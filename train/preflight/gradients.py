@@ -87,9 +87,9 @@ def check_gradients(
     batches = [reader.get(first, index) for index in range(accumulation)]
     reader.close()
     engine.train()
+    random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
     try:
-        with restore_afterwards(engine, precision):
-            mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
+        mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
     except torch.OutOfMemoryError as error:
         text = (
             f"preflight: GPU memory ran out on rank {rank} ({socket.gethostname()}) during the gradient check, "
@@ -97,6 +97,10 @@ def check_gradients(
             "preflight checks with --preflight false"
         )
         raise PreflightError([MemoryError(text)]) from error
+    restore_fp8_state(engine, precision, fp8)
+    set_random_state(random_state)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # the check needs more memory than the run
     if not mine:
         logger.warning(
             "preflight: the gradients of the next step are not finite and cannot be compared. Training will skip "
@@ -114,17 +118,6 @@ def check_gradients(
             f"preflight: the gradients of {what}{how} match a plain all-reduce with a relative error of "
             f"{worst.error:.1e} (allowed: {worst.allowed:.1e})"
         )
-
-
-@contextmanager
-def restore_afterwards(engine: Any, precision: Precision) -> Iterator[None]:
-    """Restore the random generator states and the FP8 state after the `with` block. Tensors are restored in place."""
-    random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
-    yield
-    restore_fp8_state(engine, precision, fp8)
-    set_random_state(random_state)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # the check needs more memory than the run
 
 
 def restore_fp8_state(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
