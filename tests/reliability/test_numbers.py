@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from model.config import flops_per_token, load_config
 from tests.reliability.launching import run_cases, training_case, write_small_config
 from tests.train.runs import ROOT, metrics
 from train.data.stream import open_stream
-from train.monitor.spikes import SpikeDetector
+from train.monitor.spikes import judge
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}
@@ -106,18 +107,18 @@ def test_spike_detection_on_recorded_runs() -> None:
     for row, curves in [found for found in runs if "muon" not in found[0]]:
         for key in ("loss", "grad_norm"):
             values = curves[key]
-            detector = SpikeDetector(window=25, factor=10.0)
-            assert [i for i, value in enumerate(values) if detector.judge(value)] == [], (row, key)
+            recent = deque[float](maxlen=25)
+            assert [i for i, value in enumerate(values) if judge(recent, value, 10.0)] == [], (row, key)
             steps += len(values) if key == "loss" else 0
             last = statistics.median(values[-16:])
-            assert detector.judge(10 * last) is not None, (row, key)
-            assert detector.judge(last) is None
+            assert judge(recent, 10 * last, 10.0) is not None, (row, key)
+            assert judge(recent, last, 10.0) is None
     assert steps >= 1000
 
 
 def test_persistent_loss_level_is_no_spike() -> None:
-    detector = SpikeDetector(window=16, factor=10.0)
-    flagged = [detector.judge(value) is not None for value in [1.0] * 16 + [5.0] * 16]
+    recent = deque[float](maxlen=16)
+    flagged = [judge(recent, value, 10.0) is not None for value in [1.0] * 16 + [5.0] * 16]
     assert flagged[:16] == [False] * 16 and flagged[16] and not flagged[-1]
 
 
@@ -127,18 +128,13 @@ def test_persistent_loss_level_is_no_spike() -> None:
 )
 def test_spike_threshold(values: list[float], median: float, threshold: float) -> None:
     """The spread is at least 2% of the median, so that noise after constant values is not a spike."""
-
-    def full(factor: float) -> SpikeDetector:
-        detector = SpikeDetector(window=16, factor=factor)
-        assert not any(map(detector.judge, values * 16))
-        return detector
-
-    assert full(10.0).judge(threshold - 1e-3) is None
-    assert full(10.0).judge(threshold + 1e-3) == pytest.approx((median, threshold))
-    assert full(0.0).judge(1e9) is None  # never
-    detector = full(10.0)
-    before = list(detector.recent)
-    assert detector.judge(math.nan) is None is detector.judge(math.inf) and list(detector.recent) == before
+    recent = deque[float](maxlen=16)
+    assert not any(judge(recent, value, 10.0) for value in values * 16)
+    assert judge(recent.copy(), threshold - 1e-3, 10.0) is None
+    assert judge(recent.copy(), threshold + 1e-3, 10.0) == pytest.approx((median, threshold))
+    assert judge(recent.copy(), 1e9, 0.0) is None  # never
+    before = list(recent)
+    assert judge(recent, math.nan, 10.0) is None is judge(recent, math.inf, 10.0) and list(recent) == before
 
 
 # ---------------------------------------------------------------- whole runs

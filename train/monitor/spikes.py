@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,37 +51,30 @@ class Spike:
         return f"{self.what} {self.value:.4g}, {limits}"
 
 
-class SpikeDetector:
-    """Detector for values far above the median of the last `window` values.
+def judge(recent: deque[float], value: float, factor: float) -> tuple[float, float] | None:
+    """Return (median, threshold) if a value is far above the median of recent values, otherwise None.
 
-    The threshold is median + factor * spread. A factor of 0 disables the detector. The spread is 1.4826 times the
-    median absolute deviation (Hampel, JASA 69, 1974), but at least 2% of the median. Unlike the mean and the standard
-    deviation, these statistics are hardly affected by single spikes. Spikes are also added to the window. So a higher
-    level that persists is accepted once it fills half of the window. No spike is reported before the window is full,
-    because gradient norms of several times the median are harmless at the beginning of training.
+    The threshold is median + factor * spread. The spread is 1.4826 times the median absolute deviation (Hampel, JASA
+    69, 1974), but at least 2% of the median. Unlike the mean and the standard deviation, these statistics are hardly
+    affected by single spikes.
+
+    Args:
+        recent: The last values, to which the value is added. Spikes are also added. So a higher level that persists is
+            accepted once it fills half of the window. No spike is reported before the window is full, because gradient
+            norms of several times the median are harmless at the beginning of training.
+        value: The value to judge. If it is not finite, it is ignored, because it belongs to a skipped step.
+        factor: The factor spike_threshold. If 0, no value is a spike.
     """
-
-    def __init__(self, window: int, factor: float, recent: Iterable[float] = ()) -> None:
-        self.factor = factor
-        self.recent: deque[float] = deque(recent, maxlen=window)
-
-    def judge(self, value: float) -> tuple[float, float] | None:
-        """Add a value to the window. Return (median, threshold) if the value is a spike, otherwise None.
-
-        Values that are not finite are ignored, because they belong to skipped steps.
-        """
-        if not math.isfinite(value):
-            return None
-        found = None
-        if self.factor and len(self.recent) == self.recent.maxlen:
-            median = statistics.median(self.recent)
-            deviation = statistics.median(abs(v - median) for v in self.recent)
-            spread = max(SPREAD_OF_MAD * deviation, SMALLEST_SPREAD * abs(median))
-            threshold = median + self.factor * spread
-            if value > threshold:
-                found = median, threshold
-        self.recent.append(value)
-        return found
+    if not math.isfinite(value):
+        return None
+    is_full, previous = len(recent) == recent.maxlen, list(recent)
+    recent.append(value)
+    if not (factor and is_full):
+        return None
+    median = statistics.median(previous)
+    deviation = statistics.median(abs(v - median) for v in previous)
+    threshold = median + factor * max(SPREAD_OF_MAD * deviation, SMALLEST_SPREAD * abs(median))
+    return (median, threshold) if value > threshold else None
 
 
 class Health:
@@ -107,7 +99,7 @@ class Health:
             "interval": self._interval,
             "data_weights": self._data_weights,
             "fp8_alarms": self.fp8_alarms.state_dict(),
-            **{what: list(detector.recent) for what, detector in self.detectors.items()},
+            **{what: list(recent) for what, recent in self._recent.items()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -124,9 +116,8 @@ class Health:
         # sums over the judged steps since the last line of metrics: loss * labelled tokens, labelled tokens
         self._interval: list[float] = list(saved.get("interval", [0.0, 0.0]))
         self.fp8_alarms.load_state_dict(saved.get("fp8_alarms", {}))
-        self.detectors = {
-            what: SpikeDetector(self.window, self.factor, saved.get(what, []))
-            for what in ("loss", "grad_norm")
+        self._recent = {
+            what: deque[float](saved.get(what, []), self.window) for what in ("loss", "grad_norm")
         }
 
     def record(
@@ -183,11 +174,11 @@ class Health:
             steps, first_samples, data_weights, losses, norms, strict=True
         ):
             if self._data_weights not in (None, weights):
-                for detector in self.detectors.values():
-                    detector.recent.clear()
+                for recent in self._recent.values():
+                    recent.clear()
             previous = first if self._previous_sample is None else self._previous_sample
             for what, value in (("loss", loss), ("grad_norm", norm)):
-                if judged := self.detectors[what].judge(value):
+                if judged := judge(self._recent[what], value, self.factor):
                     found.append(Spike(step, first, previous, what, value, *judged))
             self._previous_sample, self._data_weights = first, weights
         self._steps.clear()
