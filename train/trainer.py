@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import roll_back
 from train.checkpoint.resume import resume_option
 from train.checkpoint.save import SaveError, Saver
-from train.config.arguments import TrainingArguments
 from train.config.schedule import phase_at
 from train.data.order import next_position
 from train.data.stream import NO_LABEL, MicroBatches, SampleStream, held_out_batches
@@ -71,31 +70,6 @@ class Step:
     skipped: bool  # whether the step was skipped, so that no weight changed on any rank
     gemms: Gemms | None  # counts of the FP8 GEMMs that ran, if the step is logged
     health_check: HealthCheck | None  # FP8 health check, if one was due
-
-
-@dataclass(frozen=True)
-class Due:
-    """What is due after a step."""
-
-    log: bool
-    evaluate: bool
-    save: bool
-    ends: bool  # the phase or the run ends, so the Trainer stops after this step
-
-
-def due_after(number: int, args: TrainingArguments, ends: bool, save_by_time: bool) -> Due:
-    """Return what is due after step `number`.
-
-    Args:
-        ends: Whether this is the last step of the phase or of the run.
-        save_by_time: Whether save_minutes have passed since the last save.
-    """
-    return Due(
-        log=ends or _is_due(number, args.logging_steps),
-        evaluate=number == args.max_steps or _is_due(number, args.eval_steps),
-        save=ends or save_by_time or _is_due(number, args.save_steps),
-        ends=ends,
-    )
 
 
 class Trainer:
@@ -164,8 +138,6 @@ class Trainer:
         with self.watchdog, bar, contextlib.closing(self.batches):
             self._evaluate_first()
             self.engine.train()
-            self.last_save = time.monotonic()
-            self._start_clock()
             try:
                 while not self._is_over():
                     self._run_step()
@@ -206,22 +178,25 @@ class Trainer:
         if _is_due(number, args.replica_check_steps):
             check_replicas(self.engine, self.precision, number)
 
-        due = due_after(number, args, self._is_over(), save_by_time)
-        judge = step.health_check is not None and self.precision.config.on_trouble == "escalate"
-        if due.log or due.save or due.evaluate or stop or judge:  # these wait for the GPU
+        ends = self._is_over()
+        logs = ends or _is_due(number, args.logging_steps)
+        evaluates = number == args.max_steps or _is_due(number, args.eval_steps)
+        saves = ends or save_by_time or _is_due(number, args.save_steps)
+        judges = step.health_check is not None and self.precision.config.on_trouble == "escalate"
+        if logs or evaluates or saves or stop or judges:  # these wait for the GPU
             if self._roll_back(record):
                 return
             loss = self._mean_loss(step)
-            if due.log:
-                self._log(step, loss, record, ends_phase=due.ends)
+            if logs:
+                self._log(step, loss, record, ends_phase=ends)
         if self._check_fp8(step, record):  # modules fall back, which begins a new phase
-            due = replace(due, save=True, ends=True)
-        if due.evaluate:  # if a stop is requested, this step is evaluated when the run resumes
+            ends = saves = True
+        if evaluates:  # if a stop is requested, this step is evaluated when the run resumes
             stop = state.evaluation_due = stop or not self._evaluate(record)
         if record:
             self._write_metrics(record)
-        if (due.save or stop) and args.save_strategy != "no":
-            self._save(is_last=due.ends or stop)
+        if (saves or stop) and args.save_strategy != "no":
+            self._save(is_last=ends or stop)
         if stop:
             raise Stopped(number, self.checkpoint, resume_option(args))
 
@@ -238,9 +213,8 @@ class Trainer:
         loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()
         # GEMMs in torchao's compiled layers cannot be counted. The startup check has verified these layers.
-        counts = due_after(
-            state.step + 1, args, state.step + 1 == args.max_steps, False
-        ).log and uses_transformer_engine(self.model)
+        logs = state.step + 1 == args.max_steps or _is_due(state.step + 1, args.logging_steps)
+        counts = logs and uses_transformer_engine(self.model)
         check = check_due(self.model, self.precision, state.step + 1, self.health.fp8_alarms.check_again)
         with count_gemms(self.model, self.precision) if counts else contextlib.nullcontext() as gemms:
             for index in range(self.accumulation):

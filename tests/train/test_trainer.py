@@ -172,22 +172,3 @@ def test_error_waits_for_background_save(
         run(settings, save_steps=2, replica_check_steps=1)
     (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
     assert path.name == checkpoint_name(2) and problems(path) == []
-
-
-@pytest.mark.parametrize(
-    ("number", "ends", "by_time", "due"),
-    [
-        (1, False, False, ""),
-        (2, False, False, "log"),
-        (3, False, False, "evaluate"),
-        (4, False, False, "log save"),
-        (5, False, True, "save"),
-        (6, False, False, "log evaluate"),
-        (7, True, False, "log save ends"),  # the last step of a phase
-        (8, True, False, "log evaluate save ends"),  # the last step of the run
-    ],
-)
-def test_what_is_due_after_a_step(number: int, ends: bool, by_time: bool, due: str) -> None:
-    args: Any = SimpleNamespace(max_steps=8, logging_steps=2, eval_steps=3, save_steps=4)
-    found = vars(trainer.due_after(number, args, ends, by_time))
-    assert {name for name, is_due in found.items() if is_due} == set(due.split())
