@@ -58,7 +58,6 @@ require_packages("starting ranks", "pydantic")
 from model.errors import UserError
 from model.keys import between
 from train.checkpoint.files import committed, identity
-from train.config.arguments import TrainingArguments
 from train.config.load import CONFIGURATION, load_arguments, load_deepspeed, read_configuration
 from train.files import describe_error, is_transient, remove_dead_buffers, write_durably
 from train.monitor import signals
@@ -66,7 +65,7 @@ from train.monitor.signals import DO_NOT_RESTART, INTERRUPTED, SIGNALS, STOPPED
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import completion
-from train.rank_env import check_only_node, first_hostname, step_port
+from train.rank_env import LauncherError, check_only_node, first_hostname, step_port
 from train.record.log import configure_logging
 from train.record.run_folder import RunFolder
 
@@ -89,12 +88,6 @@ TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
 # Name of the Python standard library's source code as a corpus, in train_args/ and prepare_data.py.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
-
-
-class LaunchError(UserError, ValueError):
-    """An error raised for an invalid launcher setting. `key` names the environment variable or file to change."""
-
-    code = "launch"
 
 
 def main(argv: list[str]) -> int:
@@ -372,24 +365,9 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
 # ---------------------------------------------------------------- the supervisor
 
 
-# Environment variables that contain a number, with the smallest allowed value.
-SMALLEST = {"MAX_RESTARTS": 0, "NPROC": 1, "NNODES": 1, "NODE_RANK": 0, "MASTER_PORT": 1}
-
-
 def setting(name: str, default: str = "") -> str:
-    """Return the value of an environment variable, or `default` if the variable is unset or empty.
-
-    Raises:
-        LaunchError: The variable is in SMALLEST, but its value is not an allowed number.
-    """
-    text = os.environ.get(name) or default
-    if text and name in SMALLEST and not (text.isdecimal() and int(text) >= SMALLEST[name]):
-        raise LaunchError(
-            f"the environment variable {name} is {text!r}, but must be a whole number of at least {SMALLEST[name]}. "
-            "Correct the variable, or unset it to use the default",
-            key=name,
-        )
-    return text
+    """Return the value of an environment variable, or `default` if the variable is unset or empty."""
+    return os.environ.get(name) or default
 
 
 class Supervisor:
@@ -425,7 +403,9 @@ class Supervisor:
         # again. It must resume only from checkpoints that it has saved itself. Older checkpoints may still exist if the
         # first start ended before it could move them away.
         self.first = read_progress(self.folder).identity if first is None else first
-        self.max_restarts = int(setting("MAX_RESTARTS", "3"))
+        if not (most := setting("MAX_RESTARTS", "3")).isdecimal():
+            raise LauncherError(f"MAX_RESTARTS is {most!r}. Set it to a whole number", key="MAX_RESTARTS")
+        self.max_restarts = int(most)
         self.srun = srun_command()
         self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
         self.options = parse_arguments([*self.rank_options, str(TRAIN)])
@@ -462,20 +442,22 @@ class Supervisor:
         Returns:
             The exit status of the first command that fails, or 0.
         """
-        corpus = missing_corpus(self.arguments)
+        folders = [Path(f) for f in self.arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
+        # data preparation writes this file last
+        corpus = next((folder for folder in folders if not (folder / "manifest.json").is_file()), None)
         if corpus is None or self.options.node_rank:
             return 0
         logger.info(
             f"data: preparing the built-in corpus (source code of the Python standard library) in {corpus}"
         )
-        source, tokenizer = ["--input", EMBEDDED_CORPUS], corpus.parent / "tokenizer-4096"
+        given, tokenizer = ["--input", EMBEDDED_CORPUS], corpus.parent / "tokenizer-4096"
         programs = [["bash", "-c", INSTALL]]
         if not (tokenizer / "tokenizer_config.json").is_file():
             options = ["--vocab_size", "4096", "--output", str(tokenizer)]
-            programs.append(python("train/train_tokenizer.py", *source, *options))
+            programs.append(python("train/train_tokenizer.py", *given, *options))
         # the corpus has about 600 files, so a larger share than the default is needed for a meaningful evaluation
         options = ["--tokenizer", str(tokenizer), "--output", str(corpus), "--eval_fraction", "0.05"]
-        programs.append(python("train/prepare_data.py", *source, *options))
+        programs.append(python("train/prepare_data.py", *given, *options))
         os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # for setup_env.sh
         return next(filter(None, map(self.children.run_program, programs)), 0)
 
@@ -515,7 +497,7 @@ class Supervisor:
         try:
             found = read_progress(self.folder)
             if last.identity and not found.identity:
-                raise LaunchError(
+                raise LauncherError(
                     f"the checkpoints of this run are no longer in {self.folder.checkpoints}. Restore them, or start "
                     "the run again",
                     key="output_dir",
@@ -581,15 +563,6 @@ def read_progress(folder: RunFolder) -> Progress:
     return Progress(f"{newest} {identity(newest)}" if newest else "", step)
 
 
-def missing_corpus(arguments: TrainingArguments) -> Path | None:
-    """Return the folder of the corpus "python-stdlib" if the run uses it and it is not prepared yet, otherwise None.
-
-    Data preparation writes manifest.json last, so a folder with this file is complete.
-    """
-    found = [Path(f) for f in arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
-    return next((folder for folder in found if not (folder / "manifest.json").is_file()), None)
-
-
 def rank_options(most: float, by_srun: bool) -> list[str]:
     """Convert the environment variables of run_training.sh to command-line options for this launcher.
 
@@ -619,7 +592,7 @@ def count_devices() -> int:
     devices = cuda_devices()
     if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
-        raise LaunchError(
+        raise LauncherError(
             f"this node has a GPU, but CUDA finds no device. CUDA_VISIBLE_DEVICES is {visible}. Check this "
             "variable and the GPU driver",
             key="CUDA_VISIBLE_DEVICES",
@@ -634,12 +607,12 @@ def srun_command() -> list[str]:
     are mounted in the container under the same paths.
 
     Raises:
-        LaunchError: CONTAINER_IMAGE is set outside of a Slurm job.
+        LauncherError: CONTAINER_IMAGE is set outside of a Slurm job.
     """
     nodes, image, here = setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE"), os.getcwd()
     by_hand = setting("NNODES") or not setting("SLURM_JOB_ID")
     if image and by_hand:
-        raise LaunchError(
+        raise LauncherError(
             "CONTAINER_IMAGE works only in Slurm jobs with Pyxis. Elsewhere, run this command inside the container",
             key="CONTAINER_IMAGE",
         )

@@ -23,9 +23,9 @@ PORT = "29500"
 
 
 class LauncherError(UserError, ValueError):
-    """An error raised if the environment variables do not correctly describe this rank.
+    """An error raised if environment variables do not correctly describe this rank, or are invalid for a launcher.
 
-    `key` names the variable to fix.
+    `key` names the variable or configuration key to fix.
     """
 
     code = "launcher"
