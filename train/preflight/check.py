@@ -26,7 +26,7 @@ from train.data.source import TokenSource, check_fit, check_no_leak, check_same_
 from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
-from train.preflight.machine import Device, check_threads
+from train.preflight.machine import Device
 from train.preflight.sizes import check_disk, check_memory, is_done
 from train.record.run_folder import EXPORTED_FROM, RunFolder, export_folder_problem
 from train.record.trackers import check_installed
@@ -113,7 +113,7 @@ def check(
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices), capability)
-    warnings: list[str | None] = [check_threads(local_ranks)] if devices == [] else []
+    warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
         warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
         if devices:
@@ -279,10 +279,6 @@ NOT_SUPPORTED = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
-    "ACCELERATE_FP8_OVERRIDE_FPROP",
-    "ACCELERATE_FP8_OVERRIDE_DGRAD",
-    "ACCELERATE_FP8_OVERRIDE_WGRAD",
 )
 EXAMPLE = "train_args/accelerate_fp8.yaml is an example for train_config_fp8.json"
 
@@ -290,26 +286,17 @@ EXAMPLE = "train_args/accelerate_fp8.yaml is an example for train_config_fp8.jso
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:
     """Return an error for each setting that differs between accelerate and the training arguments.
 
+    accelerate's settings of an FP8 recipe are not compared.
+
     Args:
         args: The training arguments.
         environment: The environment variables. The result is [] if `accelerate launch` did not start the process.
     """
-    mixed_precision = environment.get("ACCELERATE_MIXED_PRECISION")
-    if mixed_precision is None:
-        return []
-    precision, te = args.precision, VARIANTS[args.model.variant].te
     expected: dict[str, tuple[str, object]] = {
-        "MIXED_PRECISION": ("precision.compute", MIXED_PRECISION[precision.compute]),
+        "MIXED_PRECISION": ("precision.compute", MIXED_PRECISION[args.precision.compute]),
         "GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         "GRADIENT_CLIPPING": ("max_grad_norm", args.max_grad_norm),
     }
-    if mixed_precision.lower() == precision.compute == "fp8":
-        expected["FP8_BACKEND"] = ("model.variant", "te" if te else "ao")
-        if te:
-            expected["FP8_FORMAT"] = ("precision.fp8_format", precision.fp8_format)
-        if precision.recipe == "delayed":  # accelerate sets these variables for every recipe
-            for name in ("margin", "amax_history_len", "amax_compute_algo"):
-                expected[f"FP8_{name.upper()}"] = (f"precision.{name}", getattr(precision, name))
     found: list[Exception] = []
     for name, (key, value) in expected.items():
         given = environment.get(f"ACCELERATE_{name}", "").lower()

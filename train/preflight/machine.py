@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 from typing import NamedTuple
@@ -50,19 +49,6 @@ def cuda_devices() -> list[Device] | None:
         return [Device(memory, (major, minor)) for memory, major, minor in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def check_threads(ranks: int) -> str:
-    """Return a warning if the CPU ranks of this host start more threads than there are cores, or ""."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else cores  # the default of torch
-    return (
-        f"warning: OMP_NUM_THREADS is {given or 'not set'}, so each of {ranks} ranks starts {threads} threads on "
-        f"{cores} cores, which can be several times slower. Set OMP_NUM_THREADS to {max(1, cores // ranks)}"
-        if 1 < threads and cores < threads * ranks
-        else ""
-    )
 
 
 def out_of_memory(error: BaseException) -> str:
