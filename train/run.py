@@ -39,7 +39,7 @@ from train.checkpoint.files import (
 from train.checkpoint.load import choose_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import resume_option, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.ds_config import msamp_settings, resolve_ds_config
+from train.config.ds_config import resolve_ds_config
 from train.config.load import Inputs, open_inputs, resolve_arguments
 from train.config.schedule import describe_phase, phase_end_problems
 from train.data.format import count
@@ -317,10 +317,6 @@ def describe_run(run: Run, state: RunState) -> None:
         f"learning rate of up to {args.learning_rate:g}; {total:,} tokens in total, "
         f"{total / stream.num_tokens:.2f} times the training data",
     )
-    if isinstance(args.deepspeed, dict) and (settings := msamp_settings(args.deepspeed)):
-        logger.info(
-            f"the msamp section of the DeepSpeed configuration was converted to these precision settings: {settings}"
-        )
 
 
 def predict(run: Run, phase: Phase) -> dict[str, Any] | None:
