@@ -19,7 +19,6 @@ from fp8_inference_demo.engine import Engine
 from model import serving
 from model.build import build_model
 from model.config import load_config, load_sizes, rope_parameters
-from model.errors import UserError
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import check_init_from, read_hf_folder
@@ -42,7 +41,6 @@ from train.checkpoint.files import (
 from train.data.format import DataError
 from train.evaluation.models import plan_model
 from train.files import sha256_file
-from train.monitor.signals import Interrupted
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
@@ -299,29 +297,6 @@ def test_failed_export_is_repeated(settings: dict, monkeypatch: pytest.MonkeyPat
     assert json.loads((output_dir / "hf/exported_from.json").read_text())["checkpoint"] == "step-00000006"
     assert [each["how"] for each in ended(output_dir)] == ["export failed", "done"]
     assert curve(output_dir) == before
-
-
-@pytest.mark.parametrize(
-    ("error", "how"), [(Interrupted(), "export interrupted"), (UserError("no tokenizer"), "export failed")]
-)
-def test_export_result_is_in_run_json(
-    own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, error: BaseException, how: str
-) -> None:
-    """Also of a start that had no step to take."""
-    (own_trained / "hf/exported_from.json").write_text("of another checkpoint")
-    monkeypatch.setattr("train.run.export", lambda *_: (_ for _ in ()).throw(error))
-    with pytest.raises(type(error)):
-        run(settings)
-    last = ended(own_trained)[-1]
-    assert last["how"] == how and last.get("why") == (None if "int" in how else "UserError: no tokenizer")
-
-
-def test_failed_training_is_in_run_json(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.trainer.Trainer.take_step", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(settings)
-    (last,) = ended(Path(settings["output_dir"]))
-    assert (last["how"], last["why"], last["step"]) == ("failed", "ZeroDivisionError: division by zero", 0)
 
 
 # ---------------------------------------------------------------- --format hf-fp8

@@ -15,11 +15,11 @@ from model.config import CONFIGS, GIB, load_sizes, state_parts_gib
 from model.variants import VARIANTS
 from train import plan as program
 from train.config.ds_config import resolve_ds_config
-from train.config.load import load_arguments, load_deepspeed, resolve_arguments
+from train.config.load import load_arguments, resolve_arguments
 from train.files import REPOSITORY
 from train.planning.memory import MUON_BYTES, WORKSPACES_GIB, largest_micro_batch, predict_memory
 from train.planning.prediction import describe_prediction, duration, parse_tokens, recommend
-from train.planning.setting import ZERO_3_BUCKET, Setting
+from train.planning.setting import Setting
 from train.planning.speed import GPUS, Gpu, estimate
 
 RESULTS = REPOSITORY / "test_fp8" / "results"
@@ -98,11 +98,6 @@ def test_predictions_match_measurements(m: Measured) -> None:
     assert estimate(m.setting, m.gpu).tokens_per_second == pytest.approx(m.tokens_per_second, rel=0.1)
 
 
-def test_measurements_cover_four_models_and_four_gpus() -> None:
-    assert len({m.setting.parameters for m in measured()}) == 4
-    assert {m.setting.ranks for m in measured()} == {1, 2, 4}
-
-
 @pytest.mark.parametrize(
     ("less", "part"),
     [
@@ -143,21 +138,6 @@ def test_slower_settings(slower: dict[str, Any], usual: dict[str, Any]) -> None:
         assert speeds[0] < speeds[1]
 
 
-def test_head_gradients_never_save_memory() -> None:
-    for fused in (True, False):
-        on, off = (
-            predict_memory(
-                setting(
-                    per_device_train_batch_size=32,
-                    speed__fused_cross_entropy=fused,
-                    precision__fp8_head_gradients=gradients,
-                )
-            ).peak_gib
-            for gradients in (True, False)
-        )
-        assert on >= off
-
-
 def test_scaling_is_sublinear() -> None:
     """At ZeRO 0. With ZeRO 1, the ranks share the optimizer step, which can save more than the links cost."""
     s = setting(gradient_accumulation_steps=8, deepspeed="ds_config_zero0.json")
@@ -167,17 +147,6 @@ def test_scaling_is_sublinear() -> None:
     assert estimate(s, H200).tokens_per_second > estimate(s, H100).tokens_per_second
 
 
-def test_uncertainty() -> None:
-    s = setting(gradient_accumulation_steps=8)
-    usual = estimate(s, H200).within
-    others = [
-        replace(s, ranks=8),
-        replace(s, zero_stage=3, ranks=8),
-        replace(s, sizes=load_sizes("mistral_7b")),
-    ]
-    assert all(estimate(other, H200).within > usual for other in others) and estimate(s, H100).within > usual
-
-
 def test_state_memory_equals_the_docs() -> None:
     for stage, ranks in ((0, 1), (1, 8), (2, 8), (3, 8)):
         s = setting(ranks=ranks, deepspeed=f"ds_config_zero{stage}.json", speed__main_grad=False)
@@ -185,17 +154,6 @@ def test_state_memory_equals_the_docs() -> None:
         kept = 2 * s.parameters / GIB if stage == 1 else 0  # bf16 gradients beside the float32 ones
         state = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state - kept == pytest.approx(sum(state_parts_gib(s.sizes, stage, ranks).values()))
-
-
-def test_deepspeed_buffers_by_zero_stage() -> None:
-    keys = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_seq_length": 64}
-    zero, two, three = (
-        predict_memory(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
-    )
-    assert zero.parts["gradients of the step"] == 4 * setting().parameters / GIB
-    assert two.parts["communication buffers"] == 2 * 5e8 / GIB
-    assert three.parts["communication buffers"] == 2 * (1e9 + ZERO_3_BUCKET) / GIB
-    assert load_deepspeed("ds_config_zero3.json")["zero_optimization"]["reduce_bucket_size"] == ZERO_3_BUCKET
 
 
 def test_8_bit_gather() -> None:
@@ -238,14 +196,6 @@ def test_muon_graphs_stay_in_memory(config: str, variant: str, captured: int) ->
     saved = adamw.parts["optimizer"] - muon.parts["optimizer"]
     assert muon.moment == adamw.moment == "start of the backward pass"
     assert muon.peak_gib - adamw.peak_gib + saved == pytest.approx(MUON_BYTES * captured / GIB)
-
-
-def test_muon_update_of_fused_parameters() -> None:
-    """Gate and up are updated as one parameter. Without ZeRO, the step also needs float32 gradients."""
-    keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 1}
-    memory = predict_memory(setting(ranks=2, optim="muon", deepspeed="ds_config_zero0.json", **keys))
-    update = memory.parts["gradients of the step"] - 4 * setting(**keys).parameters / GIB
-    assert update == pytest.approx(MUON_BYTES * 2 * 14336 * 4096 / GIB)
 
 
 def test_evaluation_peak_of_a_small_model() -> None:
@@ -312,12 +262,6 @@ def test_recommended_optimizer_states(keys: dict, ranks: int, gpu: Any, states: 
     s = setting(ranks=ranks, gradient_accumulation_steps=8, **keys)
     best = recommend(s, gpu, ranks, s.step_tokens, 400)
     assert best and best.setting.optimizer_states == states
-
-
-def test_configured_setting_is_recommended_if_fastest() -> None:
-    s = replace(setting(), seq_length=32, micro_batch=387, accumulation=1)
-    best = recommend(s, H200, 1, s.step_tokens, 400)
-    assert best and best.setting == s
 
 
 @pytest.mark.parametrize(
