@@ -2,9 +2,8 @@
 
 - `cases`, `bench` and `megatron` are used by bench_model.py.
 - `gradients` is used by compare_gradients.py.
-- `cloze` is used by compare_cloze.py.
 - `decoding` is used by bench_decode.py.
 
-This package may import model, fp8_inference_demo, test_fp8/common, train.trainer, train.engine, train.data,
-train.config and train.evaluation (cloze only). cases does not import torch.
+This package may import model, fp8_inference_demo, test_fp8/common, train.trainer, train.engine, train.data and
+train.config. cases does not import torch.
 """

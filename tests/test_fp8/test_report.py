@@ -101,7 +101,6 @@ BAD_ARGUMENTS = {
     "test_fp8/bench_decode.py": ["--batches", "0"],
     "test_fp8/bench_scaling.py": ["--stages", "4"],
     "test_fp8/check_exports.py": ["--recipes", "fp9"],
-    "test_fp8/compare_cloze.py": ["data", "--model", "nowhere"],
     "test_fp8/compare_convergence.py": ["--rows", "fp9"],
     "test_fp8/compare_gradients.py": ["--init_from", "nowhere"],
     "test_fp8/convergence_data.py": ["--vocab_size", "1"],
