@@ -25,7 +25,7 @@ NOT_RUN = {
     "a container image": r"^CONTAINER_IMAGE=",
     "a GPU": r"train_config_(fp8\.json(?! --gpus)|evidence|fastest|8b)|--nproc [28] |bench_|compare_",
     "network": r"pip install|hf:|convergence_data|HuggingFaceTB",
-    "a file or run of the user": r"\b(CONFIG|FOLDER|RUN|OUT|PREFIX|YOUR_FORK|WEB)\b|TEXT\.\.\.|"
+    "a file or run of the user": r"\b(CONFIG|FOLDER|RUN|OUT|PREFIX|TABLE|YOUR_FORK|WEB)\b|TEXT\.\.\.|"
     r"output/run\b|data/pretrain|^\$D ",
     "an OpenAI server": r"OpenAI",
 }

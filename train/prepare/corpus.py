@@ -1,6 +1,6 @@
 """Find input files and read their documents: all documents, or the share of one task.
 
-A document is one line in a .jsonl file, one object in a .json file, one row in a .csv file, .parquet file or saved
+A document is one line in a .jsonl file, one object in a .json file, one row in a .parquet file or saved
 Hugging Face dataset, or one whole file of plain text or source code. With a separator, a .txt file contains several
 documents. All formats except .parquet and .arrow can be compressed as .gz or .zst.
 
@@ -37,16 +37,14 @@ HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .sql .html .css".split()
 )
-# Formats that are read only if the file itself is an input. In folders, such files are often settings or tables.
-NAMED_ONLY = (".json", ".csv")
-RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
+RECORD_SUFFIXES = (".jsonl", ".parquet", ".json")
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
 PYTHON_CACHE = "__pycache__"  # never read as input
 WORK_NAME = "prepare_data.unfinished"  # folder in --output with the unfinished work; never read as input
 SAVED_DATASET = "state.json"  # file that the save_to_disk method of the datasets package writes
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all except .parquet also as .gz or .zst; "
-    f"{' and '.join(NAMED_ONLY)} files are skipped in folders and must be passed themselves), "
+    ".json files are skipped in folders and must be passed themselves), "
     f"a folder that save_to_disk of the datasets package wrote for one split, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
 )
 # Tests and tools are skipped because they are repetitive and contain deliberately broken files. _sysconfigdata is
@@ -165,7 +163,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         if skipped:
             logger.warning(
                 f"input {name}: {len(skipped):,} files were skipped because of their suffix: {kinds}. To read "
-                f"{' or '.join(NAMED_ONLY)} files, pass each file as an input"
+                ".json files, pass each file as an input"
             )
         files += found
     seen: dict[str, Path] = {}
@@ -201,7 +199,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         read, skipped = [], []
         for file in _walk(path, set()):
             kind = _kind(file)
-            if kind and _uncompressed_name(kind) not in NAMED_ONLY:
+            if kind and _uncompressed_name(kind) != ".json":  # in folders, .json files are often settings
                 read.append((file, kind))
             else:
                 skipped.append(file)

@@ -7,7 +7,6 @@ they skip unreadable documents with only a warning.
 """
 
 import codecs
-import csv
 import gzip
 import io
 import json
@@ -26,7 +25,6 @@ BLANK_LINE = "blank_line"  # a value of --split_on
 
 BAD_UTF8 = "bad UTF-8"
 INVALID_JSON = "invalid JSON"
-INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
@@ -109,7 +107,7 @@ def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost
 
 
 def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float) -> Items:
-    """Yield the documents in a .jsonl, .json, .csv or plain text file, which may be compressed.
+    """Yield the documents in a .jsonl, .json or plain text file, which may be compressed.
 
     Args:
         kind: format of the file, given by its suffixes, such as ".jsonl.gz".
@@ -161,8 +159,6 @@ def _read_documents(
         yield from _read_jsonl(read_lines(file, path, start), text_key, stop)
     elif base == ".json":
         yield from _read_json(file.read(), path, text_key)
-    elif base == ".csv":
-        yield from _read_csv((line for _, _, line in read_lines(file, path)), path, text_key)
     elif base == ".txt" and split_on is not None:
         separator = None if split_on == BLANK_LINE else split_on.encode()
         for where, data in _split_text(read_lines(file, path, start), f"{path}:1", separator, start, stop):
@@ -258,44 +254,6 @@ def _read_json(data: bytes, path: Path, text_key: str) -> Items:
         yield Dropped(EMPTY, str(path), "an empty array")
     for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
         yield _extract_text(record, f"{path}:record {number}", text_key)
-
-
-def _read_csv(lines: Iterator[bytes], path: Path, text_key: str) -> Items:
-    """Yield the documents in a CSV file with a header (RFC 4180).
-
-    A record on a single line with a wrong number of fields is dropped. After an invalid record, or a record over
-    several lines with a wrong number of fields, the next record cannot be located. The file is then reported as
-    damaged, and the rest is not read.
-    """
-    row = 0
-    csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    # Invalid UTF-8 is decoded to lone surrogates, which check_text reports with the row.
-    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
-    try:
-        header = next(rows, [])
-        if header and header.count(text_key) != 1:
-            yield _no_text(path, text_key, header, max(sum(map(bool, rows)), 1))
-            return
-        row = last = rows.line_num
-        for fields in rows:
-            if fields and len(fields) != len(header):
-                detail = f"{len(fields)} fields, but the header has {len(header)}"
-                if rows.line_num > row + 1:
-                    raise csv.Error(
-                        f"a record spans {rows.line_num - row} lines and has {detail}; check for a missing quote"
-                    )
-                yield Dropped(INVALID_CSV, f"{path}:{row + 1}", detail)
-            elif fields:
-                yield check_text(fields[header.index(text_key)], f"{path}:{row + 1}")
-            row = rows.line_num
-        if header and last == rows.line_num:
-            yield Dropped(EMPTY, str(path), "no row under the header")
-    except csv.Error as error:
-        reason = str(error).partition(" - ")[0]  # the part after " - " is advice for developers
-        detail = (
-            f"nothing was read from line {row + 1:,} to the end; error in line {rows.line_num:,}: {reason}"
-        )
-        yield Damaged(str(path), INVALID_CSV, detail)
 
 
 def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int) -> Dropped:
