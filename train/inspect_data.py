@@ -1,8 +1,8 @@
 """Inspect prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
 
-Print the manifest, statistics of the document lengths, and random samples. As in training, a sample is a window of
---seq_length tokens, which can contain several documents. Each line of text begins with "| ". BOS and EOS are printed on
-separate lines. The sizes and indexes of all shards are always checked. --verify also checks every hash and token id.
+Print the manifest and random samples. As in training, a sample is a window of --seq_length tokens, which can contain
+several documents. Each line of text begins with "| ". BOS and EOS are printed on separate lines. The sizes and indexes
+of all shards are always checked. --verify also checks every hash and token id.
 
 Exit status: 0 if no damage was found; 1 if a file is damaged; 2 if there is nothing to inspect.
 """
@@ -44,69 +44,27 @@ from train.data.format import (
 )
 from train.data.source import TokenSource
 
-BINS = 64  # bin k counts documents with 2^k to 2^(k+1) - 1 tokens
 
-
-def count_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Compute a histogram of document lengths. Bin k counts the documents with 2^k to 2^(k+1) - 1 tokens.
-
-    Args:
-        lengths: number of tokens in each document, at least 1, [number of documents].
-
-    Returns:
-        The number of documents in each bin, and the total number of their tokens, int64 [2, BINS].
-    """
-    edges = 2.0 ** np.arange(BINS + 1)
-    return np.stack([np.histogram(lengths, edges, weights=weights)[0] for weights in (None, lengths)])
-
-
-def examine(
-    folder: Path, manifest: Manifest, verify: bool, workers: int
-) -> tuple[np.ndarray, list[Exception]]:
-    """Check all shards in a folder with prepared data, and count the document lengths.
+def find_damage(folder: Path, manifest: Manifest, verify: bool, workers: int) -> list[Exception]:
+    """Check all shards in a folder with prepared data. Return an error for each damaged shard, in their order.
 
     Args:
         verify: check hashes and token ids in addition to the sizes and indices.
         workers: number of threads.
-
-    Returns:
-        The histogram of document lengths in the undamaged shards, int64 [2, BINS], and an error for each damaged shard,
-        in the order of the manifest.
     """
 
-    def check(shard: Shard) -> np.ndarray | Exception:
+    def check(shard: Shard) -> Exception | None:
         try:
             check_sizes(folder, shard)
-            lengths = count_lengths(np.diff(read_index(folder, shard), prepend=0))
+            read_index(folder, shard)
             if verify:
                 verify_shard(folder, manifest, shard)
         except (DataError, OSError) as error:
             return error
-        return lengths
+        return None
 
     with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy release the GIL
-        found = list(pool.map(check, manifest.shards))
-    total = sum((each for each in found if isinstance(each, np.ndarray)), np.zeros((2, BINS), dtype=np.int64))
-    return total, [each for each in found if isinstance(each, Exception)]
-
-
-def histogram_table(lengths: np.ndarray) -> str:
-    """Return a histogram of document lengths as a text table.
-
-    Each line has the number of documents in a bin, and the bin's share of all documents and of all tokens.
-
-    Args:
-        lengths: the histogram, int64 [2, BINS].
-    """
-    documents, tokens = lengths.sum(axis=1).tolist()
-    lines = [f"{'tokens long':>30}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
-    for k in np.flatnonzero(lengths[0]).tolist():
-        in_documents, in_bin = lengths[:, k].tolist()
-        label = f"{1 << k:,} to {(2 << k) - 1:,}"
-        lines.append(
-            f"{label:>30}  {in_documents:>13,}  {in_documents / documents:>6.1%}  {in_bin / tokens:>9.1%}"
-        )
-    return "\n".join(lines)
+        return [error for error in pool.map(check, manifest.shards) if error]
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
@@ -210,10 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     manifest = read_manifest(folder)
     values = {name: value for name, value in asdict(manifest).items() if name != "shards"}
     print(f"{folder}\n{json.dumps(values, indent=2, ensure_ascii=False)}\n\n{manifest.summary()}", flush=True)
-    lengths, problems = examine(folder, manifest, verify, args.workers)
-    print(
-        f"\ndocument lengths in tokens (with BOS and EOS) in all undamaged shards\n{histogram_table(lengths)}"
-    )
+    problems = find_damage(folder, manifest, verify, args.workers)
     if verify:
         try:
             check_tokenizer(folder, manifest)
