@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +21,7 @@ from model.checks.startup import StartupCheckError
 from model.fp8.machine import describe, headline
 from model.fp8.precision import Precision
 from model.fp8.recipes import fp8_multiple
+from model.terminal import format_table
 from train import rank_env
 from train.data.encoder import TextEncoder
 from train.data.stream import NO_LABEL
@@ -31,10 +30,18 @@ from train.evaluation.texts import Documents, Packed, Rows, Source, is_prepared
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_S = 30.0  # time between two progress messages if stderr is not a terminal
+PROGRESS_S = 5.0  # time between two progress messages
 # Columns of the table of sums, which has one row per source: loss in nats; loss on text tokens (without BOS and EOS);
 # number of predicted tokens; bytes of their text; number of documents.
 LOSS, TEXT_LOSS, TOKENS, BYTES, DOCUMENTS = range(5)
+# Columns of the printed table: title, key of the result, and format.
+COLUMNS = {
+    "documents": ("documents", ",d"),
+    "tokens": ("tokens", ",d"),
+    "loss": ("loss", ".4f"),
+    "perplexity": ("perplexity", ",.2f"),
+    "bits/byte": ("bits_per_byte", ".4f"),
+}
 
 
 @torch.no_grad()
@@ -158,31 +165,14 @@ def _result(row: np.ndarray) -> dict[str, Any]:
     }
 
 
-def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
-    """Return the evaluation results as the lines of a text table."""
+def table(by_source: dict[str, dict], everything: dict[str, Any]) -> str:
+    """Return the evaluation results as a text table."""
     rows = by_source if len(by_source) == 1 else by_source | {"all": everything}
-    width = max(map(len, rows))
-    lines = [
-        f"{'source':<{width}}{'documents':>12}{'tokens':>16}{'loss':>10}{'perplexity':>14}{'bits/byte':>11}"
-    ]
+    lines = [["source", *COLUMNS]]
     for name, row in rows.items():
-        documents, perplexity, bits = (
-            "?" if row[key] is None else format(row[key], form)
-            for key, form in (("documents", ",d"), ("perplexity", ",.2f"), ("bits_per_byte", ".4f"))
-        )
-        lines.append(
-            f"{name:<{width}}{documents:>12}{row['tokens']:>16,}{row['loss']:>10.4f}{perplexity:>14}{bits:>11}"
-        )
-    return lines
-
-
-class LogLines(io.TextIOBase):
-    """File of a progress bar that logs each state of the bar as a line."""
-
-    def write(self, text: str) -> int:
-        if text.strip():
-            logger.info(text.strip())
-        return len(text)
+        values = ("?" if row[key] is None else format(row[key], form) for key, form in COLUMNS.values())
+        lines.append([name, *values])
+    return format_table(lines, "<>>>>>")
 
 
 def join_ranks() -> tuple[int, int]:
@@ -279,8 +269,9 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     begin = time.perf_counter()
     sums, gemms = [], list[str]()
     tokens = sum(part.tokens for part in data) // world
-    output: dict[str, Any] = {} if sys.stderr.isatty() else {"file": LogLines(), "mininterval": PROGRESS_S}
-    with tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=rank > 0, **output) as progress:
+    with tqdm(
+        total=tokens, unit=" tokens", unit_scale=True, mininterval=PROGRESS_S, disable=rank > 0
+    ) as progress:
         for part in data:
             batches = part.batches(rank, world)
             of_part, gemms = score(model, precision, batches, part.sources, progress.update)
@@ -294,7 +285,7 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
     if precision.fp8:
         logger.info("\n".join(gemms))
     if rank == 0:
-        print("\n".join(table(by_source, everything)), flush=True)
+        print(table(by_source, everything), flush=True)
     notes = [note for part in data for note in part.notes]
     if missing := [source.name for source in sources if source.name not in by_source]:
         notes.append(f"no result for {', '.join(missing)}: the selected data contains no tokens to predict")

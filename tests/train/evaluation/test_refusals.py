@@ -253,9 +253,10 @@ def test_unknown_text_bytes() -> None:
     assert bits == [pytest.approx(5 / math.log(2) / 2), None, pytest.approx(8 / math.log(2) / 4)]
     assert everything["bytes"] == 6
     assert (everything["loss"], everything["tokens"], everything["documents"]) == (2.0, 10, 4)
-    assert evaluation.table(by_source, everything)[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
+    lines = evaluation.table(by_source, everything).splitlines()
+    assert lines[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
     by_source["a"]["perplexity"] = None
-    assert evaluation.table(by_source, everything)[1].split()[4] == "?"
+    assert evaluation.table(by_source, everything).splitlines()[1].split()[4] == "?"
     sums[1, evaluation.TOKENS] = 0
     assert set(evaluation.compute_results(sums.double(), sources)[0]) == {"a", "c"}
     sums[:, evaluation.TOKENS] = 0
