@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
 """Suffixes for the names of scales in the two FP8 formats of model/serving.py."""
 BLOCK = 128  # rows and columns of a block that shares a scale
+# Entries of quantization_config for the two FP8 formats. FP8_ROW_WEIGHTS are those of the weights of each group.
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+FP8_ROWS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+FP8_ROW_WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}
 FP8, FP8_MAX, FP8_NAN = "F8_E4M3", 448, 0x7F
 COMPUTE = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32"}
 """Supported dtypes of safetensors files, and the precision.compute that can hold their values."""
@@ -302,24 +306,15 @@ def _scale_suffix(folder: Path) -> str | None:
     config = read_quantization_config(folder)
     if not config:
         return None
-    method = config.get("quant_method")
-    if method == "fp8":
-        given = {key: config.get(key) for key in ("weight_block_size", "activation_scheme")}
-        given["scale_fmt"] = config.get("scale_fmt") or "float"
-        if given == {
-            "weight_block_size": [BLOCK, BLOCK],
-            "activation_scheme": "dynamic",
-            "scale_fmt": "float",
-        }:
-            return BLOCK_SCALE
-    else:
-        weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-        kinds = [tuple(w.get(key) for key in ("type", "num_bits", "strategy", "symmetric")) for w in weights]
-        given = {"quant_method": method, "format": config.get("format"), "weights": kinds}
-        if (method, given["format"]) == ("compressed-tensors", "float-quantized") and set(kinds) == {
-            ("float", 8, "channel", True)
-        }:
-            return ROW_SCALE
+    if FP8_BLOCKS.items() <= config.items() and config.get("scale_fmt") in (None, "float"):
+        return BLOCK_SCALE
+    weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    is_by_row = weights and all(FP8_ROW_WEIGHTS.items() <= each.items() for each in weights)
+    if FP8_ROWS.items() <= config.items() and is_by_row:
+        return ROW_SCALE
+    given = {
+        key: config[key] for key in (*FP8_BLOCKS, "scale_fmt", "format", "config_groups") if key in config
+    }
     raise WeightsError(
         f"{folder}: the weight quantization {given} is not supported. Use a format that train/export.py --format "
         f"hf-fp8 writes: compressed-tensors in FP8 with one scale per channel, or quant_method fp8 with blocks of "
