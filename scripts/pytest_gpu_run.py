@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     run = GPURun(None if worker else config.getoption("--results"), config)
     config.pluginmanager.register(run)
     if not worker:
-        signal.signal(signal.SIGTERM, run.terminated)
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # print the summary if the time limit is reached
 
 
 class GPURun:
@@ -40,22 +41,6 @@ class GPURun:
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.skipped: list[str] = []
-        self.began: dict[str, float] = {}  # start times of the running tests
-
-    def terminated(self, *_: object) -> None:
-        """Handle SIGTERM, which is sent when the time limit is reached. Print the tests that are still running."""
-        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
-        capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            for nodeid, began in self.began.items():
-                terminal.write_line(f"\nSTILL RUNNING after {time.monotonic() - began:.0f} s: {nodeid}")
-        raise KeyboardInterrupt
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.began[nodeid] = time.monotonic()
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.began.pop(nodeid, None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
