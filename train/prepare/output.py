@@ -98,11 +98,12 @@ class ShardWriter:
                 self._append(self._file, self._held[index])
             self._held = []
         size = self._file.tell()
-        _flush_and_close(self._file)
         index = np.array(self._ends, dtype=INDEX_DTYPE).tobytes()
-        index_file = open(self.folder / (self._name + ".index"), "wb")
-        index_file.write(index)
-        _flush_and_close(index_file)
+        with self._file as file, open(self.folder / f"{self._name}.index", "wb") as index_file:
+            index_file.write(index)
+            for each in (file, index_file):
+                each.flush()
+                os.fsync(each.fileno())
         self.shards.append(
             Shard(
                 name=self._name,
@@ -171,12 +172,6 @@ class SplitWriter:
         for writer in self._writers.values():
             writer.close()
         return [shard for writer in self._writers.values() for shard in writer.shards]
-
-
-def _flush_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 class OutputFolder:
