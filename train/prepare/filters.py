@@ -179,6 +179,7 @@ def language_model(languages: list[str], given: str | None) -> str:
     try:
         LanguageFilter(languages)
         file = given or cached_asset_path_or_download(url, namespace="lid", subfolder="ft176", progress=False)
+        model = FileLanguages([], str(file)).model
     except ImportError as error:
         packages = ("fasttext-numpy2-wheel", "fasteners", *(() if given else ("aiohttp", "requests")))
         install = install_command(*packages, requirements="requirements-prep.txt")
@@ -189,18 +190,9 @@ def language_model(languages: list[str], given: str | None) -> str:
         ) from error
     except Exception as error:  # fsspec raises many types
         raise DataError(
-            f"--languages: cannot download {url} ({error}). Download this file on a host with internet access, and "
-            "pass its path as --language_model",
-            code="download_failed",
-            key="--language_model",
-        ) from error
-    try:
-        model = FileLanguages([], str(file)).model
-    except ValueError as error:
-        raise DataError(
-            f"--language_model {file} does not exist or is not a fastText model: {error}. Pass another file, such as "
-            f"the one at {url}",
-            code="not_a_language_model",
+            f"--language_model {given or url} cannot be loaded: {error}. Download {url} on a host with internet "
+            "access, and pass its path as --language_model",
+            code="language_model_unusable",
             key="--language_model",
         ) from error
     known = {label.removeprefix(LABEL) for label in model.get_labels() if label.startswith(LABEL)}

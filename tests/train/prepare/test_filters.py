@@ -125,8 +125,8 @@ def test_unsuitable_language_models_raise(tmp_path: Path, language_model: Path) 
     no_model.write_text("not a model")
     for language, file, code in (
         ("fr", language_model, "unknown_language"),
-        ("en", no_model, "not_a_language_model"),
-        ("en", tmp_path / "nowhere.bin", "not_a_language_model"),
+        ("en", no_model, "language_model_unusable"),
+        ("en", tmp_path / "nowhere.bin", "language_model_unusable"),
     ):
         with refused(DataError, code=code):
             parse("--languages", language, "--language_model", str(file))
@@ -136,7 +136,7 @@ def test_unsuitable_language_models_raise(tmp_path: Path, language_model: Path) 
 def test_missing_network_or_package_error(monkeypatch: pytest.MonkeyPatch) -> None:
     offline = Mock(side_effect=ConnectionError("no route to host"))
     monkeypatch.setattr(prepare_filters, "cached_asset_path_or_download", offline)
-    with refused(DataError, code="download_failed", key="--language_model"):
+    with refused(DataError, code="language_model_unusable", key="--language_model"):
         parse("--languages", "en")
     monkeypatch.setattr(prepare_filters.LanguageFilter, "_requires_dependencies", ["no_such_package"])
     with refused(DataError, code="package_missing", key="--languages"):
