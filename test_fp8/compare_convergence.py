@@ -139,23 +139,19 @@ def training_command(case: Case, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def train(case: Case, config: TrainingArguments, options: argparse.Namespace) -> list[Result]:
+def train(case: Case, options: argparse.Namespace) -> list[Result]:
     """Train the remaining steps of a benchmark case and return the records in metrics.jsonl.
 
-    config: the resolved training arguments. A case that was completely trained with these arguments is not started.
-    Raises ValueError if the run fails.
+    train.py trains no steps if the run is complete. Raises ValueError if the run fails.
     """
     folder = options.work_dir.resolve() / case.name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    finished, arguments = folder / "finished.json", json.dumps(config.to_dict(), indent=1)
-    if not finished.is_file() or finished.read_text(encoding="utf-8") != arguments:
-        has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
-        words = [*training_command(case, options), *["--resume_from_checkpoint=auto"] * has_checkpoint]
-        ranks = options.nproc if options.nproc > 1 else 0
-        program = Program("train/train.py", words, folder.with_suffix(".log"), ranks)
-        print(f"{case.name}: see {program.log}", flush=True)
-        run(program)
-        finished.write_text(arguments, encoding="utf-8")
+    has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
+    words = [*training_command(case, options), *["--resume_from_checkpoint=auto"] * has_checkpoint]
+    ranks = options.nproc if options.nproc > 1 else 0
+    program = Program("train/train.py", words, folder.with_suffix(".log"), ranks)
+    print(f"{case.name}: see {program.log}", flush=True)
+    run(program)
     return read_records(folder)
 
 
@@ -337,7 +333,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     configs = [
         resolve_arguments(load_arguments(training_command(case, options)), options.nproc) for case in cases
     ]
-    trained = [train(case, config, options) for case, config in zip(cases, configs, strict=True)]
+    trained = [train(case, options) for case in cases]
     results, misses, base = [], [], configs[0]
     for case, config, records in zip(cases, configs, trained, strict=True):
         same_steps = all(getattr(config, key) == getattr(base, key) for key in SAME_STEPS_KEYS)
