@@ -244,28 +244,20 @@ def test_unsupported_case_raises(options: list[str]) -> None:
     assert BENCHMARK.main(options) == 2
 
 
-def run_program(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+@pytest.mark.usefixtures("process_group")
+def test_benchmark(tmp_path: Path, device: str) -> None:
     names = ["hf_bf16", "te_layer_fp8_delayed"]
     command = "--config tiny --rounds 1 --seq_length 64 --accumulation 2 --micro_batch 2".split()
-    report = report_of(BENCHMARK, folder, *command, "--seconds", "0", "--rows", *names)
+    report = report_of(BENCHMARK, tmp_path, *command, "--seconds", "0", "--rows", *names)
     results = {r["row"]: r for r in report["results"]}
     assert list(results) == names
     for name, r in results.items():
         assert (r["fp8_modules"] > 0) is (name != "hf_bf16")
         assert r["loss"] == pytest.approx(8.3, abs=0.2)  # ln(4096), and a little for the logits' spread
         assert r["tokens_per_second"] == pytest.approx(2 * 2 * 64 / r["step_ms"] * 1e3)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("process_group")
-def test_benchmark(tmp_path: Path) -> None:
-    run_program(tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("process_group")
-def test_benchmark_on_gpu(tmp_path: Path) -> None:
-    run_program(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,7 +16,6 @@ from test_fp8 import compare_convergence
 from test_fp8.common.cases import Case, parse_cases
 from test_fp8.common.report import plain_labels
 from test_fp8.compare_convergence import BENCHMARK, plain_name, plots
-from test_fp8.convergence_data import BENCHMARK as DATA
 from test_fp8.convergence_data import extract, read_texts, skip_reason
 from train.config.load import load_arguments
 from train.files import REPOSITORY as ROOT
@@ -255,9 +254,3 @@ def test_read_texts_of_a_wheel(tmp_path: Path) -> None:
     assert counts["code"] == counts["documents"] == 2 and counts["code bytes"] > 2 * len(SOURCE)
     records = [json.loads(line) for line in (tmp_path / "texts/code/shapes.jsonl").read_text().splitlines()]
     assert records[1] == {"text": SOURCE, "path": "shapes/b.py"}
-
-
-def test_pinned_wheels_have_hashes() -> None:
-    lines = DATA.options.get_default("packages").read_text().splitlines()
-    pinned = [line for line in lines if line and not line.startswith("#")]
-    assert len(pinned) > 100 and all("--hash=sha256:" in line for line in pinned)

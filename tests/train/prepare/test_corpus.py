@@ -97,12 +97,6 @@ def test_unreadable_input_raises_before_reading(tmp_path, monkeypatch):
             list_sources([str(tmp_path)])
 
 
-def test_large_file_is_split_evenly(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl")
-    sizes = [sum(len(text) for text in texts_of(share)) for share in shares([path], 4)]
-    assert max(sizes) < 1.2 * min(sizes)
-
-
 def test_damaged_files_are_counted_once(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really" * 100)
     (tmp_path / "empty.jsonl").write_bytes(b"")

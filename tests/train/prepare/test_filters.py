@@ -217,11 +217,6 @@ def test_unsuitable_evaluation_files_raise(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- all filters
 
 
-def test_no_steps_by_default(tmp_path: Path) -> None:
-    assert parse() == StepOptions()
-    assert run(parse(), [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
-
-
 @needs_spacy
 def test_all_steps_together(tmp_path: Path) -> None:
     rng = random.Random(0)
