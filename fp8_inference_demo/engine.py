@@ -20,8 +20,7 @@ from typing import Self
 
 import torch
 
-from fp8_inference_demo import reference
-from fp8_inference_demo.errors import EngineError
+from fp8_inference_demo import InferenceError, reference
 from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Weights, pack
@@ -156,7 +155,7 @@ class Generation:
 
         All generations of an engine share one KV cache, so finish one before you start the next.
 
-        Raises EngineError if the logits are not finite.
+        Raises InferenceError if the logits are not finite.
         """
         self.timing = Timing()
         self.step = self.engine.step(len(self.rows), self.sampling)
@@ -182,7 +181,7 @@ class Generation:
                 if self.engine.weights.fp8
                 else "Try another checkpoint."
             )
-            raise EngineError(
+            raise InferenceError(
                 f"the logits of batch row {out.index(-1)} for new token {index} are not finite. The weights are "
                 f"damaged, or the model diverged in training. {instead}",
                 code="not_finite",
@@ -235,13 +234,13 @@ class Engine:
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
         """Allocate the KV cache.
 
-        Raises EngineError if `max_length` exceeds max_position_embeddings. Raises torch.OutOfMemoryError if the cache
-        does not fit in memory.
+        Raises InferenceError if `max_length` exceeds max_position_embeddings. Raises torch.OutOfMemoryError if the
+        cache does not fit in memory.
         """
         self.config, self.weights = weights.config, weights
         self.batch_size, self.max_length = batch_size, max_length
         if max_length > self.config.max_position_embeddings:
-            raise EngineError(
+            raise InferenceError(
                 f"max_length {max_length} exceeds the model's max_position_embeddings "
                 f"{self.config.max_position_embeddings}; use a smaller max_length",
                 code="max_length",
@@ -257,7 +256,7 @@ class Engine:
 
         Raises:
             ValueError: the folder has no Mistral or Llama model, or weights are missing or damaged.
-            EngineError: `max_length` exceeds max_position_embeddings.
+            InferenceError: `max_length` exceeds max_position_embeddings.
             PrecisionError: the GPU does not support FP8.
         """
         if precision == "fp8":
@@ -281,18 +280,18 @@ class Engine:
 
         rows: token ids of each prompt. seeds: one seed per row.
 
-        Raises EngineError if there are no rows or more than `batch_size` rows, or if a row is empty or leaves no room
-        for a new token.
+        Raises InferenceError if there are no rows or more than `batch_size` rows, or if a row is empty or leaves no
+        room for a new token.
         """
         if not 0 < len(rows) <= self.batch_size:
-            raise EngineError(
+            raise InferenceError(
                 f"the batch has {len(rows)} rows, but must have 1 to {self.batch_size} (the batch_size of the engine)",
                 code="row_count",
                 key="batch_size",
             )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
-                raise EngineError(
+                raise InferenceError(
                     f"row {index} has {len(ids)} tokens, but a prompt must have 1 to {self.max_length - 1} tokens, "
                     f"because max_length ({self.max_length}) includes the generated tokens; shorten the prompt or "
                     "increase max_length",

@@ -38,7 +38,7 @@ from model import end_with_reader, require_packages
 
 require_packages("decoding", "pydantic", "torch", "transformers")
 
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError
 from model.errors import UserError
 from model.hf_folder import local_folder
 from model.keys import between, file_problem, unicode

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError
 from fp8_inference_demo.session import Request, Session
 from fp8_inference_demo.text import read_text
 
@@ -165,8 +165,8 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     If a batch fails, the file keeps the lines of all earlier batches.
 
     Raises:
-        InferenceError: a prompt is invalid, or `path` exists. Raised before the model is loaded.
-        EngineError: the model computed logits that are not finite.
+        InferenceError: a prompt is invalid or `path` exists (raised before the model is loaded), or the model computed
+            logits that are not finite.
         torch.OutOfMemoryError: the device has too little memory.
     """
     if path.exists():

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fp8_inference_demo import InferenceError
 from fp8_inference_demo.engine import Engine, Generation, Timing
-from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import StopStrings, TextStream, encode, eos_tokens, load_tokenizer
 from model.config import load_config, trained_length
@@ -159,7 +159,7 @@ class Session:
         on_text: called with the completions so far after each token, and at the end. If it returns True, generation
         stops for the whole batch.
 
-        Raises EngineError if the logits are not finite, or if a prompt is empty or fills the context.
+        Raises InferenceError if the logits are not finite, or if a prompt is empty or fills the context.
         """
         eos = set() if self.arguments.ignore_eos else eos_tokens(self.tokenizer, self.config)
         run = self.engine.generate(

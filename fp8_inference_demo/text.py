@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import MistralConfig
 
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from model.te_reference.quantize import BLOCK, Quantized, quantize_rows

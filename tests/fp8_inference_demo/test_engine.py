@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import MistralForCausalLM
 
+from fp8_inference_demo import InferenceError
 from fp8_inference_demo import engine as engine_module
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.errors import EngineError, InferenceError
 from fp8_inference_demo.reference import attend_prompt
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import pack
@@ -132,7 +132,7 @@ def test_nbytes_counts_each_tensor_once(model: Model) -> None:
 def test_non_finite_logits_raise(model: Model) -> None:
     engine = Engine.load(model[0], "fp8", batch_size=2, max_length=48)
     engine.weights.norm[5] = math.nan
-    with refused(EngineError, code="not_finite"):
+    with refused(InferenceError, code="not_finite"):
         tokens(engine, prompts(2), 4)
 
 
@@ -147,9 +147,9 @@ def test_non_finite_logits_raise(model: Model) -> None:
 )
 def test_too_many_rows_raise(model: Model, rows: list[list[int]], code: str, key: str) -> None:
     engine = Engine.load(model[0], "fp32", 2, 48)
-    with refused(EngineError, code=code, key=key):
+    with refused(InferenceError, code=code, key=key):
         engine.generate(rows, GREEDY, [0] * len(rows), 4)
-    with refused(EngineError, code="max_length"):
+    with refused(InferenceError, code="max_length"):
         Engine(engine.weights, 1, 513)
 
 

@@ -13,9 +13,8 @@ import huggingface_hub
 import pytest
 import torch
 
-from fp8_inference_demo import fp8_inference
+from fp8_inference_demo import InferenceError, fp8_inference
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.errors import InferenceError
 from model.fp8.te_backend import BackendError
 from tests import programs
 from tests.conftest import numbers, refused

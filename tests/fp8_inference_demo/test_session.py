@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8_inference_demo import fp8_inference
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError, fp8_inference
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Printer, Session
 from tests.conftest import refused

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fp8_inference_demo.errors import InferenceError
+from fp8_inference_demo import InferenceError
 from fp8_inference_demo.text import StopStrings, TextStream, encode, eos_tokens, load_tokenizer
 from tests.conftest import refused, small_config
 
