@@ -43,7 +43,6 @@ PROGRESS_S = 5.0
 MAX_SENTENCE_BYTES = 8192
 # A fixed number of threads, because sentencepiece writes it into the model file.
 NUM_THREADS = 16
-MAX_WITHOUT_KEY = 200  # number of documents without --text_key after which reading stops, if there is no text
 # Size of the text sample on which a tokenizer is checked. Encoding the sample takes less than a second.
 SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
 # sentencepiece uses these characters as markers and skips sentences that contain them.
@@ -91,8 +90,6 @@ def sample_texts(
             tally.damage(item)
         else:
             tally.drop(item)
-            if not tally.read and tally.dropped[MISSING_KEY] > max(max_dropped, MAX_WITHOUT_KEY):
-                break  # --text_key is wrong
     tally.check(max_dropped, max_damaged_files)
     limited = " (limited by --max_bytes)" * (len(kept) < tally.read)
     print(f"training on {len(kept):,} of {tally.read:,} documents{limited}", flush=True)
@@ -356,6 +353,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             key=str(output),
         )
     sources = list_sources(args.input, args.split_on)
+    sample_sources(sources, args.text_key, args.split_on, args.max_dropped)  # fail now if --text_key is wrong
     items = read_share(sources, args.text_key, 0, 1, args.split_on)
     documents = tqdm(items, desc="reading", unit=" documents", mininterval=PROGRESS_S)
     texts = sample_texts(documents, args.max_bytes, args.max_dropped, args.max_damaged_files)
