@@ -18,8 +18,9 @@ import logging
 import os
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -204,17 +205,13 @@ class Framing:
 
     Attributes:
         eod_id: end-of-document id in the dataset, which is replaced with EOS.
-        found: number of documents read.
-        empty: number of documents skipped because they contain no tokens except BOS and EOS.
+        counts: "in", the number of documents read; "empty", those skipped because they contain no tokens except BOS and
+            EOS; and "bos_added", "eos_added" and "eod_replaced".
     """
 
     encoder: TextEncoder
     eod_id: int
-    found: int = 0
-    empty: int = 0
-    bos_added: int = 0
-    eos_added: int = 0
-    eod_replaced: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
         """Split a block into documents, and add missing BOS and EOS tokens. Skip documents without other tokens.
@@ -239,10 +236,8 @@ class Framing:
                 framed[0], framed[-1] = bos_id, eos_id
                 framed[1 - has_bos : len(framed) - 1 + has_eos] = document
                 documents.append(framed)
-                self.bos_added += not has_bos
-                self.eos_added += not has_eos
-        self.found += len(ends)
-        self.empty += len(ends) - len(documents)
+                self.counts.update(bos_added=not has_bos, eos_added=not has_eos)
+        self.counts.update({"in": len(ends), "empty": len(ends) - len(documents)})
         return documents
 
     def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
@@ -250,7 +245,7 @@ class Framing:
         vocab_size, eos_id = self.encoder.vocab_size, self.encoder.eos_id
         if self.eod_id != eos_id and (is_eod := tokens == self.eod_id).any():
             tokens = np.where(is_eod, np.array(eos_id, dtype=np.int64), tokens)
-            self.eod_replaced += int(np.count_nonzero(is_eod))
+            self.counts["eod_replaced"] += int(np.count_nonzero(is_eod))
         for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
             if not 0 <= found < vocab_size:
                 remedy = (
@@ -271,20 +266,20 @@ class Framing:
         Args:
             counts: for each split, how often each token id was written, [vocabulary size].
         """
-        total, kept = counts["train"] + counts["eval"], self.found - self.empty
+        total, kept = counts["train"] + counts["eval"], self.counts["in"] - self.counts["empty"]
         same = (
             self.encoder.bos_id == self.encoder.eos_id
         )  # each document then begins and ends with the same id
         return {
-            "in": self.found,
+            "in": self.counts["in"],
             "out": kept,
-            "dropped": {EMPTY: self.empty} if self.empty else {},
+            "dropped": {EMPTY: self.counts["empty"]} if self.counts["empty"] else {},
             "removed": {},
-            "bos_added": self.bos_added,
-            "eos_added": self.eos_added,
+            "bos_added": self.counts["bos_added"],
+            "eos_added": self.counts["eos_added"],
             "bos_inside": 0 if same else int(total[self.encoder.bos_id]) - kept,
             "eos_inside": int(total[self.encoder.eos_id]) - kept * (1 + same),
-            "eod_replaced": self.eod_replaced,
+            "eod_replaced": self.counts["eod_replaced"],
         }
 
 

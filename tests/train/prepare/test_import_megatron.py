@@ -97,11 +97,8 @@ def test_tokenizer_with_equal_bos_and_eos():
     framing = Framing(encoder, eod_id=9)
     ends = np.cumsum([len(document) for document in documents])
     result = framing.frame(ids, ends, Path("a.bin"))
-    assert [document.tolist() for document in result] == [[9, 5, 9]] * 4 and (
-        framing.found,
-        framing.empty,
-    ) == (7, 3)
-    assert (framing.bos_added, framing.eos_added) == (2, 2)
+    assert [document.tolist() for document in result] == [[9, 5, 9]] * 4
+    assert framing.counts == {"in": 7, "empty": 3, "bos_added": 2, "eos_added": 2}
     result += framing.frame(np.array([5, 9, 6], dtype="<u2"), np.array([3]), Path("a.bin"))
     counts = {"train": np.bincount(np.concatenate(result), minlength=10), "eval": np.zeros(10, np.int64)}
     said = framing.documents(counts)
