@@ -49,11 +49,6 @@ def find_model_folder(given: Path) -> Path:
 
     Raises InferenceError if neither contains a config.json.
     """
-    if not given.is_dir():
-        message = (
-            f"--model {given}: folder not found. Pass a Hugging Face folder, a run's output_dir, or org/name."
-        )
-        raise InferenceError(message, code="not_found", key=str(given))
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():
             return folder
@@ -65,8 +60,8 @@ def find_model_folder(given: Path) -> Path:
             key=str(given),
         )
     raise InferenceError(
-        f"--model {given} contains neither config.json nor hf/config.json. Pass a Hugging Face folder or a "
-        "run's output_dir.",
+        f"--model {given} does not exist, or contains neither config.json nor hf/config.json. Pass a Hugging Face "
+        "folder, a run's output_dir, or org/name.",
         code="no_config_json",
         key=str(given),
     )

@@ -79,8 +79,12 @@ def test_folder_without_model_raises(tmp_path: Path) -> None:
     run = tmp_path / "my run"
     checkpoint = run / "checkpoints" / "step-00000010"
     checkpoint.mkdir(parents=True)
-    codes = {tmp_path / "nowhere": "not_found", tmp_path: "no_config_json"}
-    for given, code in (codes | dict.fromkeys((run, checkpoint), "not_exported")).items():
+    for given, code in (
+        (tmp_path / "nowhere", "no_config_json"),
+        (tmp_path, "no_config_json"),
+        (run, "not_exported"),
+        (checkpoint, "not_exported"),
+    ):
         with refused(InferenceError, code=code, key=str(given)):
             fp8_inference.find_model_folder(given)
     (run / "hf").mkdir()
