@@ -303,7 +303,7 @@ class Step:
         release_memory()
         self.precision, self.cycle = precision, task.cycle(precision)
         self.model = task.build(precision)
-        self.forward, self.captured = self.model.forward, False
+        self.captured = False
         generator = torch.Generator(precision.device).manual_seed(0)
         B, T = task.batch_size, task.seq_length
         ids = torch.randint(task.config.vocab_size, (B, T + 1), generator=generator, device=precision.device)
@@ -320,7 +320,7 @@ class Step:
         """
         self.model.zero_grad(set_to_none=True)
         first = index % self.cycle == 0 if self.cycle > 1 else None
-        loss = self.forward(
+        loss = self.model(
             self.ids, labels=self.labels, is_first_microbatch=first, documents=self.documents
         ).loss
         loss.backward()

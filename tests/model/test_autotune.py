@@ -109,9 +109,16 @@ def test_candidate_failing_later_is_rejected() -> None:
 
 
 def test_cuda_graphs_are_timed_if_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "use_cuda_graphs", lambda *_: None)
+    replays = []
+
+    def capture(model: Any, *_: Any) -> None:
+        eager = model.forward
+        model.forward = lambda *ids, **options: replays.append(model) or eager(*ids, **options)
+
+    monkeypatch.setattr(module, "use_cuda_graphs", capture)
     task = task_of(graphs_allowed=True)
     candidates = measure_steps(task, ["auto"], Script(*[300.0, 240.0] * 3))
+    assert len(replays) > 3 * module.ROUNDS, "the graphs are timed"
     assert [c.choice for c in candidates] == [FP8, FP8_GRAPHS, BF16, BF16_GRAPHS]
     assert [round(c.ms) for c in candidates] == [300, 240, 300, 240]
 
