@@ -13,7 +13,7 @@ from tests.folders import make_folder
 from tests.train.runs import run
 from train.data import source as source_module
 from train.data.format import DataError, read_manifest
-from train.data.order import permutation_key, permute, spread
+from train.data.order import permutation_key, permute
 from train.data.source import check_fit, open_held_out, open_sources
 from train.data.stream import (
     NO_LABEL,
@@ -146,11 +146,6 @@ def test_evaluation_samples_are_evenly_spaced(graded: dict, most: int) -> None:
         own = [number - first for number in chosen if first <= number < first + windows]
         assert own and abs(len(own) - count * windows / 144) < 1
         assert max(np.diff([-1, *own, windows])) <= windows / len(own) + 1
-
-
-def test_spread_is_centered():
-    """Samples from window 0 on would favor the beginning of the split."""
-    assert spread(5, 12).tolist() == [1, 3, 6, 8, 10]
 
 
 def test_unigram_loss(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:

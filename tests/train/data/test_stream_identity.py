@@ -1,4 +1,4 @@
-"""240,000 sample ids are the same for any number of ranks and over interruptions; the memory that they take."""
+"""240,000 sample ids are the same for any number of ranks and over interruptions."""
 
 import json
 import random
@@ -46,12 +46,6 @@ def opened(folders: dict[str, str]) -> IdStream:
     return IdStream([TokenSource(name, path, "train", T) for name, path in folders.items()], weights, seed=11)
 
 
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, str]) -> np.ndarray:
-    """The first ids, [SAMPLES, 2] of (source, window), asked for in one go."""
-    return np.array(opened(folders).sample_ids(0, SAMPLES))
-
-
 def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.ndarray:
     """What the ranks of a run get in `steps` optimizer steps from `consumed` samples on, in the order of the stream."""
     batch_size = STEP // ACCUMULATION // world_size
@@ -66,7 +60,7 @@ def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.
     return torch.cat(parts).numpy()
 
 
-def test_sample_ids_are_stable_over_interruptions(folders, expected):
+def test_sample_ids_are_stable_over_interruptions(folders):
     """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
     samples drawn from each source, which is all that is kept."""
     choice = random.Random(3)
@@ -78,16 +72,4 @@ def test_sample_ids_are_stable_over_interruptions(folders, expected):
         stream.seek(done * STEP, drawn)
         parts.append(consume(stream, done * STEP, stop - done, choice.choice([1, 2, 3, 4, 8])))
         done, drawn = stop, json.loads(json.dumps(stream.drawn_at(stop * STEP)))
-    found = np.concatenate(parts)
-    assert np.array_equal(found, expected[: len(found)])
-
-
-def test_no_sample_is_lost_or_repeated(folders, expected):
-    for index, source in enumerate(opened(folders).sources):
-        windows = expected[expected[:, 0] == index, 1]
-        epochs = len(windows) // source.num_windows
-        assert epochs >= 5
-        whole = windows[: epochs * source.num_windows].reshape(epochs, source.num_windows)
-        assert np.array_equal(np.sort(whole, axis=1), np.tile(np.arange(source.num_windows), (epochs, 1)))
-        rest = windows[epochs * source.num_windows :]
-        assert len(np.unique(rest)) == len(rest)
+    assert np.array_equal(np.concatenate(parts), opened(folders).sample_ids(0, SAMPLES))
