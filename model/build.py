@@ -117,7 +117,6 @@ def make_modules(
     if VARIANTS[variant].te:
         module = te_linear if variant == "te_linear" else te_layer
         return module.MistralForCausalLM(config, precision, speed, document_mask)
-    from model.hf import HuggingFaceLlama, HuggingFaceMistral
+    from model.hf import BASELINES
 
-    kind = HuggingFaceLlama if config.model_type == "llama" else HuggingFaceMistral
-    return kind.build(config, precision, variant)
+    return BASELINES[config.model_type].build(config, precision, variant)

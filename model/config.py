@@ -1,4 +1,4 @@
-"""Read and check configurations of Mistral and Llama models, and derive parameter counts, FLOPs and memory.
+"""Read and check configurations of Mistral, Llama and Qwen3 models, and derive parameter counts, FLOPs and memory.
 
 `load_config` imports transformers, which takes seconds. `load_sizes` imports transformers only for configurations with
 RoPE scaling or missing keys.
@@ -42,6 +42,12 @@ POSITIVE = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings".split()
 )
+# Supported model types, with the sizes that their config.json may omit or set to null.
+MODEL_TYPES = {
+    "mistral": ("head_dim",),
+    "llama": ("head_dim", "sliding_window"),
+    "qwen3": ("sliding_window",),
+}
 # In an exported config.json: the max_seq_length of the training. Other programs ignore it.
 TRAINED_LENGTH = "trained_sequence_length"
 # transformers treats 0 as a window in which a token sees nothing. With 1, a token sees only itself, and its query and
@@ -54,7 +60,7 @@ FIXED: dict[str, Any] = {
     "pruned_heads": {},
     **dict.fromkeys(
         "add_cross_attention attention_bias is_encoder_decoder mlp_bias qk_layernorm qk_norm rope_interleaved "
-        "use_bidirectional_attention use_qk_norm".split(),
+        "use_bidirectional_attention use_qk_norm use_sliding_window".split(),
         False,
     ),
     **dict.fromkeys(
@@ -63,7 +69,7 @@ FIXED: dict[str, Any] = {
         1,
     ),
     **dict.fromkeys(
-        "attention_multiplier attn_logit_softcapping clip_qkv final_logit_softcapping layer_types no_rope_layers "
+        "attention_multiplier attn_logit_softcapping clip_qkv final_logit_softcapping no_rope_layers "
         "num_experts num_experts_per_tok num_local_experts query_pre_attn_scalar".split()
     ),
 }
@@ -72,17 +78,20 @@ FIXED: dict[str, Any] = {
 OTHER_KEYS = frozenset(
     "architectures attn_implementation auto_map bos_token_id chat_template checkpointing chunk_size_feed_forward "
     "cls_token_id decoder_start_token_id dtype eos_token_id finetuning_task id2label is_decoder is_llama_config "
-    "label2id mask_token_id model_name model_type name_or_path num_labels output_attentions output_hidden_states "
-    "pad_token_id prefix problem_type quantization_config return_dict sep_token_id task_specific_params "
-    "tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config "
-    "transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict "
+    "label2id mask_token_id max_window_layers model_name model_type name_or_path num_labels output_attentions "
+    "output_hidden_states pad_token_id prefix problem_type quantization_config return_dict sep_token_id "
+    "task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript "
+    "transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache "
+    "use_return_dict "
     "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
     "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
     "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values "
     "repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p "
     f"{TRAINED_LENGTH}".split()
 )
-FIELDS = sorted({*ARCHITECTURE, *POSITIVE, *FIXED, "initializer_range", "rope_scaling", "rope_theta"})
+FIELDS = sorted(
+    {*ARCHITECTURE, *POSITIVE, *FIXED, "initializer_range", "layer_types", "rope_scaling", "rope_theta"}
+)
 YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # Keys of rope_parameters (older name: rope_scaling) that each rope_type reads in addition to rope_type and rope_theta.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -179,15 +188,15 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """Load a MistralConfig or LlamaConfig.
+    """Load a MistralConfig, LlamaConfig or Qwen3Config.
 
     Args:
         name_or_path: name of a file in model/configs, path of a JSON file, or path of a folder with a config.json.
 
     Raises:
-        ModelConfigError: If the file does not exist or is not valid JSON, the model type is not mistral or llama, a
-            key is unknown (transformers would ignore it) or contradicts another key, or a value has the wrong type, is
-            out of range or is not supported.
+        ModelConfigError: If the file does not exist or is not valid JSON, the model type is not supported, a key is
+            unknown (transformers would ignore it) or contradicts another key, or a value has the wrong type, is out of
+            range or is not supported.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -202,15 +211,14 @@ def load_config(name_or_path: str) -> MistralConfig:
 
 
 def make_config(values: dict[str, Any]) -> MistralConfig:
-    """Create a MistralConfig or LlamaConfig from the keys of a config.json, depending on its model_type.
+    """Create a MistralConfig, LlamaConfig or Qwen3Config from the keys of a config.json, depending on its model_type.
 
     `sliding_window` is set to None on a LlamaConfig, so that all other code can treat Llama as Mistral without a
     sliding window.
     """
-    from transformers import LlamaConfig, MistralConfig
+    from transformers import CONFIG_MAPPING
 
-    kind = LlamaConfig if values.get("model_type") == "llama" else MistralConfig
-    config: Any = kind.from_dict(values)
+    config: Any = CONFIG_MAPPING[values.get("model_type", "mistral")].from_dict(values)
     config.sliding_window = getattr(config, WINDOW, None)
     return config
 
@@ -218,21 +226,22 @@ def make_config(values: dict[str, Any]) -> MistralConfig:
 def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
-    If the file contains every key of ARCHITECTURE (head_dim is optional), without RoPE scaling, this function returns a
-    namespace with the keys of the file as attributes. For all other files, it returns the result of `load_config`.
+    If the file contains every key of ARCHITECTURE (except for the optional keys in MODEL_TYPES), without RoPE scaling,
+    this function returns a namespace with the keys of the file as attributes. For all other files, it returns the
+    result of `load_config`.
 
     Raises ModelConfigError for the same reasons as `load_config`.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
+    optional = MODEL_TYPES[values["model_type"]]
     kinds: dict[str, tuple[type, ...]] = {
         **dict.fromkeys(POSITIVE, (int,)),
-        "head_dim": (int, NoneType),
+        **dict.fromkeys([WINDOW, *optional], (int, NoneType)),
         "rms_norm_eps": (float,),
         "tie_word_embeddings": (bool,),
-        WINDOW: (int, NoneType),
     }
-    values = dict.fromkeys(["head_dim", *[WINDOW] * (values["model_type"] == "llama")]) | values
+    values = dict.fromkeys(optional) | values
     rope = values.get("rope_parameters")
     has_theta = (
         "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
@@ -249,7 +258,7 @@ def numeric_settings(config: MistralConfig) -> dict[str, Any]:
     """Return the configuration values that can affect training results. The path and library version are excluded."""
     others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
     # a missing model_type means mistral
-    kind = ("model_type",) if config.model_type == "llama" else ()
+    kind = () if config.model_type == "mistral" else ("model_type",)
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others, *kind)}
 
 
@@ -266,9 +275,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         message = f"model.config: {path} must contain a JSON object"
         raise ModelConfigError(message, code="not_an_object", key=str(path))
-    if (kind := values.get("model_type")) not in ("mistral", "llama"):
+    if (kind := values.get("model_type")) not in tuple(MODEL_TYPES):
         raise ModelConfigError(
-            f"model.config: {path} has model_type {kind!r}, but only mistral and llama are supported",
+            f"model.config: {path} has model_type {kind!r}; use one of {', '.join(MODEL_TYPES)}",
             key="model_type",
         )
     _refuse(
@@ -325,6 +334,10 @@ def _key_problems(values: dict[str, Any]) -> dict[str, str]:
             problems[name] = (
                 f"{name} contains {unknown}, but rope_type {kind} reads only {read}; remove {unknown}"
             )
+    if values["model_type"] != "mistral" and values.get(WINDOW):
+        problems[WINDOW] = (
+            f"{WINDOW} is {values[WINDOW]}, but {values['model_type']} models have no sliding window; set it to null"
+        )
     both = [_rope_scaling(rope) for rope in ropes.values() if rope]
     if both[1:] and both[0] != both[1]:
         problems["rope_scaling"] = (
@@ -345,10 +358,9 @@ def check_config(config: MistralConfig, where: str = "") -> None:
         for key, only in FIXED.items()
         if (value := getattr(config, key, only)) not in (only, None)
     }
-    if config.model_type == "llama" and config.sliding_window:
-        problems[WINDOW] = (
-            f"{WINDOW} is {config.sliding_window}, but llama models have no sliding window; set it to null"
-        )
+    layer_types = getattr(config, "layer_types", None) or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        problems["layer_types"] = f"layer_types is {layer_types}, but only full_attention is supported"
     if config.num_attention_heads % config.num_key_value_heads:
         problems["num_attention_heads"] = (
             f"num_attention_heads is {config.num_attention_heads}, but must be a multiple of num_key_value_heads "
@@ -427,6 +439,11 @@ def head_dim(config: MistralConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
+def has_qk_norm(config: MistralConfig) -> bool:
+    """Return whether the heads of queries and keys pass an RMSNorm before RoPE, as in Qwen3 (arXiv:2505.09388)."""
+    return config.model_type == "qwen3"
+
+
 def trained_length(config: MistralConfig) -> int | None:
     """Return the sequence length that an exported model was trained with, or None if unknown.
 
@@ -468,8 +485,9 @@ def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each model weight, keyed by Hugging Face tensor name. Tied embeddings appear once, as
     embed_tokens.
     """
-    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-    q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
+    H, I, D = config.hidden_size, config.intermediate_size, head_dim(config)  # noqa: E741
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    norms: dict[str, tuple[int, ...]] = {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, H)}
     for index in range(config.num_hidden_layers):
         layer = {
@@ -478,6 +496,7 @@ def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj": (kv, H),
             "self_attn.v_proj": (kv, H),
             "self_attn.o_proj": (H, q),
+            **(norms if has_qk_norm(config) else {}),
             "post_attention_layernorm": (H,),
             "mlp.gate_proj": (I, H),
             "mlp.up_proj": (I, H),

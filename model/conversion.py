@@ -6,6 +6,7 @@ this mapping. Exporting splits parameters into Hugging Face tensors, and loading
 |---------------------------------------------|----------------------------------------------------|
 | self_attention.layernorm_qkv.layer_norm_weight | input_layernorm.weight                          |
 | self_attention.layernorm_qkv.weight         | self_attn.{q,k,v}_proj.weight                      |
+| self_attention.{q,k}_norm_weight            | self_attn.{q,k}_norm.weight (Qwen3)                |
 | self_attention.proj.weight                  | self_attn.o_proj.weight                            |
 | layernorm_mlp.layer_norm_weight             | post_attention_layernorm.weight                    |
 | layernorm_mlp.fc1_weight                    | mlp.gate_proj.weight, mlp.up_proj.weight           |
@@ -49,6 +50,8 @@ def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
             ("self_attn.k_proj.weight", kv),
             ("self_attn.v_proj.weight", kv),
         ],
+        "q_norm_weight": [("self_attn.q_norm.weight", shape[0])],
+        "k_norm_weight": [("self_attn.k_norm.weight", shape[0])],
         "proj.weight": [("self_attn.o_proj.weight", config.hidden_size)],
         "layer_norm_weight": [("post_attention_layernorm.weight", config.hidden_size)],
         "fc1_weight": [

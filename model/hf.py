@@ -1,4 +1,4 @@
-"""transformers' own Mistral and Llama models for the variants hf and torchao.
+"""transformers' own Mistral, Llama and Qwen3 models for the variants hf and torchao.
 
 Importing transformers' model class takes seconds, and the variants te_linear and te_layer do not need it. Import this
 module only where the class is used.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.decoder import causal_lm_loss
@@ -84,3 +84,10 @@ class HuggingFaceMistral(_Baseline, MistralForCausalLM):
 
 class HuggingFaceLlama(_Baseline, LlamaForCausalLM):
     """Llama model from transformers, adapted to this project's model interface."""
+
+
+class HuggingFaceQwen3(_Baseline, Qwen3ForCausalLM):
+    """Qwen3 model from transformers, adapted to this project's model interface."""
+
+
+BASELINES = {"mistral": HuggingFaceMistral, "llama": HuggingFaceLlama, "qwen3": HuggingFaceQwen3}

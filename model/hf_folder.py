@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ARCHITECTURE, head_dim, load_sizes, rope_parameters, weight_shapes
+from model.config import ARCHITECTURE, has_qk_norm, head_dim, load_sizes, rope_parameters, weight_shapes
 from model.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def check_init_from(folder: str, config: Any) -> None:
 
     def architecture(of: Any) -> dict[str, Any]:
         values = {key: getattr(of, key, None) for key in ARCHITECTURE if key != "rope_parameters"}
-        return values | {"head_dim": head_dim(of), **rope_parameters(of)}
+        return values | {"head_dim": head_dim(of), "qk_norm": has_qk_norm(of), **rope_parameters(of)}
 
     if not Path(folder).is_dir():
         raise WeightsError(

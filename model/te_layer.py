@@ -1,8 +1,9 @@
 """The te_layer variant: decoder layers with the fused modules of te.TransformerLayer.
 
 The layers have the same modules (norm + QKV projection, attention, norm + SwiGLU MLP), parameter names and results as
-te.TransformerLayer. The variant computes the same model as te_linear.py with fewer, larger kernels, so
-prefer it for training. conversion.py maps its parameters to Hugging Face names.
+te.TransformerLayer, except that the norms of q and k (Qwen3) are parameters and not modules. The variant computes the
+same model as te_linear.py with fewer, larger kernels, so prefer it for training. conversion.py maps its parameters to
+Hugging Face names.
 
 te.TransformerLayer itself is not used, because `speed.fused_rope` replaces the copies and rotations between the QKV
 projection and attention with one kernel.
@@ -14,10 +15,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.config import head_dim
+from model.config import has_qk_norm, head_dim
 from model.decoder import MistralBase, causal_attention
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
@@ -26,9 +28,17 @@ from model.variants import SpeedConfig
 
 
 def split_and_rotate(
-    rotate: Callable[..., torch.Tensor], packed: torch.Tensor, freqs: torch.Tensor, N: int, K: int
+    rotate: Callable[..., torch.Tensor],
+    packed: torch.Tensor,
+    freqs: torch.Tensor,
+    N: int,
+    K: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split a packed QKV tensor into q, k and v, and apply rotary embeddings to q and k.
+    """Split a packed QKV tensor into q, k and v, and apply RMSNorm, if there are weights, and rotary embeddings to the
+    heads of q and k.
 
     model/fused/qkv_rope.py does the same in one kernel. Shapes: B batch, T tokens, N query heads, K key/value heads, D
     head dimension.
@@ -37,23 +47,37 @@ def split_and_rotate(
         rotate: te.apply_rotary_pos_emb.
         packed: [B, T, (N + 2 K) D], ordered q, k, v.
         freqs: rotary angles, float32 [>= T, 1, 1, D].
+        q_norm, k_norm: weights of RMSNorm [D], or both None.
+        eps: epsilon of RMSNorm.
 
     Returns: q [B, T, N, D], k and v [B, T, K, D].
     """
     q, k, v = packed.unflatten(-1, (N + 2 * K, -1)).split([N, K, K], dim=2)
+    if q_norm is not None and k_norm is not None:
+        q, k = F.rms_norm(q, q_norm.shape, q_norm, eps), F.rms_norm(k, k_norm.shape, k_norm, eps)
     q, k = (rotate(x, freqs, tensor_format="bshd", fused=True) for x in (q, k))
     return q, k, v.contiguous()
 
 
 class FusedAttention(nn.Module):
-    """Attention block: fused norm and QKV projection, rotary embedding, attention and output projection."""
+    """Attention block: fused norm and QKV projection, optional norms of q and k, rotary embedding, attention and output
+    projection.
+
+    The weights of the norms of q and k are parameters of this module, because a fused kernel applies them.
+    """
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
         te, placement = precision.te, {"params_dtype": precision.dtype, "device": precision.device}
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         D = head_dim(config)
+        self.eps = config.rms_norm_eps
         fused = te.split_and_rotate if speed.fused_rope else None
+        if has_qk_norm(config):
+            fused = None
+        for name in ("q_norm_weight", "k_norm_weight"):
+            ones = torch.ones(D, dtype=precision.dtype, device=precision.device)
+            self.register_parameter(name, nn.Parameter(ones) if has_qk_norm(config) else None)
         self.split_and_rotate = fused or partial(split_and_rotate, te.apply_rotary_pos_emb)
         self.layernorm_qkv = te.LayerNormLinear(
             config.hidden_size,
@@ -70,7 +94,15 @@ class FusedAttention(nn.Module):
         self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, documents: Documents | None
     ) -> torch.Tensor:
         packed = self.layernorm_qkv(x_BTH, is_first_microbatch=is_first)
-        q_BTND, k_BTKD, v_BTKD = self.split_and_rotate(packed, freqs, self.num_heads, self.num_kv_heads)
+        q_BTND, k_BTKD, v_BTKD = self.split_and_rotate(
+            packed,
+            freqs,
+            self.num_heads,
+            self.num_kv_heads,
+            self.q_norm_weight,
+            self.k_norm_weight,
+            self.eps,
+        )
         out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
         return self.proj(out, is_first_microbatch=is_first)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.config import head_dim
+from model.config import has_qk_norm, head_dim
 from model.decoder import MistralBase, causal_attention
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
@@ -29,8 +29,14 @@ def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:
     )
 
 
+def _norm(config: MistralConfig, precision: Precision, features: int) -> nn.Module:
+    return precision.te.RMSNorm(
+        features, eps=config.rms_norm_eps, dtype=precision.dtype, device=precision.device
+    )
+
+
 class MistralAttention(nn.Module):
-    """Grouped-query attention with rotary positions and an optional sliding window."""
+    """Grouped-query attention with rotary positions, and optionally a sliding window and norms for q and k."""
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
@@ -42,6 +48,9 @@ class MistralAttention(nn.Module):
         self.q_proj = _linear(precision, config.hidden_size, queries)
         self.k_proj = _linear(precision, config.hidden_size, keys)
         self.v_proj = _linear(precision, config.hidden_size, keys)
+        has_norms = has_qk_norm(config)
+        self.q_norm = _norm(config, precision, self.head_dim) if has_norms else nn.Identity()
+        self.k_norm = _norm(config, precision, self.head_dim) if has_norms else nn.Identity()
         self.o_proj = _linear(precision, queries, config.hidden_size)
         self.core_attention = causal_attention(config, te, layer_number=index + 1)
 
@@ -54,8 +63,9 @@ class MistralAttention(nn.Module):
         self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, documents: Documents | None
     ) -> torch.Tensor:
         heads = (*x_BTH.shape[:2], -1, self.head_dim)
-        q_BTND = self._rotate(self.q_proj(x_BTH, is_first_microbatch=is_first).view(heads), freqs)
-        k_BTKD = self._rotate(self.k_proj(x_BTH, is_first_microbatch=is_first).view(heads), freqs)
+        q_BTND = self.q_norm(self.q_proj(x_BTH, is_first_microbatch=is_first).view(heads))
+        k_BTKD = self.k_norm(self.k_proj(x_BTH, is_first_microbatch=is_first).view(heads))
+        q_BTND, k_BTKD = self._rotate(q_BTND, freqs), self._rotate(k_BTKD, freqs)
         v_BTKD = self.v_proj(x_BTH, is_first_microbatch=is_first).view(heads)
         out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
         return self.o_proj(out, is_first_microbatch=is_first)
@@ -80,11 +90,10 @@ class MistralMLP(nn.Module):
 class MistralDecoderLayer(nn.Module):
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
-        norm = {"eps": config.rms_norm_eps, "dtype": precision.dtype, "device": precision.device}
         self.self_attn = MistralAttention(config, precision, speed, index)
         self.mlp = MistralMLP(config, precision, speed)
-        self.input_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
-        self.post_attention_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
+        self.input_layernorm = _norm(config, precision, config.hidden_size)
+        self.post_attention_layernorm = _norm(config, precision, config.hidden_size)
 
     def forward(
         self,

@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.build import build_model
 from model.checks.startup import StartupCheckError
-from model.config import head_dim, rope_parameters
+from model.config import has_qk_norm, head_dim, rope_parameters
 from model.conversion import to_hf, to_hf_state_dict
 from model.documents import Documents
 from model.fp8 import te_backend
@@ -284,6 +284,8 @@ def _reference(
     mask = (age >= 0) & (age < (config.sliding_window or len(index))) & (start[:, None] == start)
     h = norm(x, f"{layer}input_layernorm.weight")
     q, k, v = (linear(h, f"self_attn.{n}_proj").unflatten(-1, (-1, D)).transpose(1, 2) for n in "qkv")
+    if has_qk_norm(config):
+        q, k = norm(q, f"{layer}self_attn.q_norm.weight"), norm(k, f"{layer}self_attn.k_norm.weight")
     repeats = config.num_attention_heads // config.num_key_value_heads
     q, k = rotate(q), rotate(k).repeat_interleave(repeats, 1)
     out = F.scaled_dot_product_attention(q, k, v.repeat_interleave(repeats, 1), attn_mask=mask)

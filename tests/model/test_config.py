@@ -16,6 +16,7 @@ from model.build import build_model
 from model.config import (
     ARCHITECTURE,
     CONFIGS,
+    MODEL_TYPES,
     POSITIVE,
     ModelConfigError,
     attention_pairs,
@@ -33,7 +34,7 @@ from model.hf_folder import WeightsError, check_init_from
 from model.keys import between
 from tests.conftest import numbers, random_ids, refused, small_config
 from tests.model.conftest import backward, gradients
-from tests.published import LLAMA3_ROPE, LLAMAS
+from tests.published import LLAMA3_ROPE, PUBLISHED
 
 
 def write_config(path: Path, **changes: Any) -> Path:
@@ -129,14 +130,14 @@ def test_load_sizes_equals_load_config(path: Path, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", LLAMAS)
-def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path) -> None:
-    values, parameters, _ = LLAMAS[name]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> None:
+    values, parameters, _ = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = load_config(str(tmp_path))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert type(model).__name__ == "LlamaForCausalLM"
+    assert [type(model).__name__] == values["architectures"]
     assert num_parameters(config) == parameters == sum(p.numel() for p in model.parameters())
     config.save_pretrained(tmp_path / "saved")
     for folder in (tmp_path, tmp_path / "saved"):
@@ -173,11 +174,15 @@ def test_published_llama_models_have_their_parameters(name: str, tmp_path: Path)
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_scaling": LLAMA3_ROPE | {"attention_factor": 1.0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        *(({"attention_bias": True, "model_type": kind}, "attention_bias") for kind in ("mistral", "llama")),
+        *(({"attention_bias": True, "model_type": kind}, "attention_bias") for kind in MODEL_TYPES),
         ({"mlp_bias": True, "model_type": "llama"}, "mlp_bias"),
         ({"pretraining_tp": 2, "model_type": "llama"}, "pretraining_tp"),
         ({"rope_interleaved": True, "model_type": "llama"}, "rope_interleaved"),
         ({"sliding_window": 64, "model_type": "llama"}, "sliding_window"),
+        ({"sliding_window": 64, "model_type": "qwen3"}, "sliding_window"),
+        ({"use_sliding_window": True, "model_type": "qwen3"}, "use_sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 4, "model_type": "qwen3"}, "layer_types"),
+        ({"head_dim": None, "model_type": "qwen3"}, "head_dim"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_parameters"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling"),
@@ -217,6 +222,7 @@ def test_invalid_configuration_names_the_key(changes: dict, key: str, tmp_path: 
         *({key: ...} for key in ("sliding_window", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "vocab_size")),
         {"num_key_value_heads": ..., "num_attention_heads": 8},
         {"rope_scaling": {"rope_type": "default"}},
+        {"model_type": "qwen3", "head_dim": ...},
     ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
@@ -227,6 +233,8 @@ def test_missing_keys_use_transformers_defaults(changes: dict, tmp_path: Path) -
     assert not isinstance(sizes, SimpleNamespace) and sizes.to_dict() == whole.to_dict()
     if "sliding_window" in changes:
         assert sizes.sliding_window == 4096
+    if "model_type" in changes:
+        assert sizes.head_dim == 128
     if "num_key_value_heads" in changes:
         assert sizes.num_key_value_heads == 8
 
@@ -257,15 +265,21 @@ def test_command_line_number_limits() -> None:
             kind(text)
 
 
-@pytest.mark.parametrize("key", sorted({*ARCHITECTURE, "rope_theta", "rope_scaling"} - {"rope_parameters"}))
+@pytest.mark.parametrize(
+    "key", sorted({*ARCHITECTURE, "model_type", "rope_theta", "rope_scaling"} - {"rope_parameters"})
+)
 def test_init_from_other_architecture_raises(key: str, tmp_path: Path) -> None:
     values = json.loads((CONFIGS / "tiny.json").read_text())
     others: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 64}
-    others |= {"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    others |= {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     write_config(tmp_path / "config.json", max_position_embeddings=64, initializer_range=0.1)
     check_init_from(str(tmp_path), load_sizes("tiny"))
     write_config(tmp_path / "config.json", **{key: others.get(key) or 2 * values[key]})
-    key = "rope_type" if key == "rope_scaling" else key
+    key = {"rope_scaling": "rope_type", "model_type": "qk_norm"}.get(key, key)
     with refused(WeightsError, code="architecture", key=key):
         check_init_from(str(tmp_path), load_sizes("tiny"))
 

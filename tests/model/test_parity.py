@@ -1,4 +1,4 @@
-"""Each variant is the same model as transformers' Mistral or Llama, on the reference and on the GPU."""
+"""Each variant is the same model as transformers' Mistral, Llama or Qwen3, on the reference and on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused, small_config
 from tests.model.conftest import gradients, relative
-from tests.published import LLAMAS, small_llama
+from tests.published import PUBLISHED, small_model
 
 CASES = {
     "gqa_32_8": dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64),
@@ -24,10 +24,11 @@ CASES = {
     "window_tied_theta_mha": dict(
         sliding_window=7, tie_word_embeddings=True, rope_theta=1e6, num_key_value_heads=4, head_dim=128
     ),
+    "qwen3": dict(model_type="qwen3", head_dim=64),
 }
 # the names are those of transformers 4 and 5
 LLAMA_CASES = {
-    **{name: small_llama(name) for name in LLAMAS},
+    **{name: small_model(name) for name in PUBLISHED},
     "linear": dict(model_type="llama", rope_scaling={"type": "linear", "factor": 4.0}),
     "llama3": dict(
         rope_parameters={
@@ -59,10 +60,13 @@ VARIANTS = ["te_linear", "te_layer"]
 def transformers_model(
     config: MistralConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformersMistral:
-    """With weights large enough that attention and MLP matter beside the residual stream."""
+    """With weights large enough that attention and MLP matter beside the residual stream; no norm weight is 1."""
     torch.manual_seed(0)
     config.initializer_range = 0.08
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     inv_freq = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype)
     model.model.rotary_emb.inv_freq = inv_freq  # float32, as from_pretrained keeps it
@@ -100,7 +104,7 @@ def compare(
         *((case, "te_layer") for case in CASES),
         *((case, "te_linear") for case in CASES if case not in LLAMA_CASES),
         *(pytest.param(case, "te_linear", marks=pytest.mark.slow) for case in LLAMA_CASES),
-        *((case, "hf") for case in LLAMA_CASES),
+        *((case, "hf") for case in [*LLAMA_CASES, "qwen3"]),
     ],
 )
 def test_reference_equals_transformers_in_float32(case: str, variant: str) -> None:

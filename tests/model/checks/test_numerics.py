@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from model.checks.numerics import KERNELS, choose_kernels
 from model.checks.startup import StartupCheckError
-from model.config import CONFIGS, load_config
+from model.config import CONFIGS, load_config, make_config
 from model.decoder import MistralBase
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
@@ -45,11 +45,13 @@ def disabled(variant: str, recipe: str, batch_size: int = 2, config: Any = None,
     return {name for name in KERNELS if not getattr(speed, name)}
 
 
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16", "fp16", "fp32"])
-def test_right_results_pass(variant: str, recipe: str) -> None:
+def test_right_results_pass(variant: str, recipe: str, kind: str) -> None:
+    config = make_config(load_config("tiny").to_dict() | {"model_type": kind})
     before = torch.get_rng_state()
-    assert disabled(variant, recipe, document_mask=recipe == "current") == set()
+    assert disabled(variant, recipe, config=config, document_mask=recipe == "current") == set()
     assert torch.equal(before, torch.get_rng_state())
 
 
