@@ -255,7 +255,7 @@ class Engine:
         """Load a model from a Hugging Face folder. precision: "fp8", "bf16" or "fp32".
 
         Raises:
-            ValueError: the folder has no Mistral or Llama model, or weights are missing or damaged.
+            ValueError: the model type is not supported, or weights are missing or damaged.
             InferenceError: `max_length` exceeds max_position_embeddings.
             PrecisionError: the GPU does not support FP8.
         """

@@ -102,9 +102,8 @@ class Forward:
                 continue
             x_BH, qkv = self._start_layer(x_BH, delta, layer, few)
             noted, digits = self.largest[index, :, :B], _digits(layer.o, few)
-            cache = context.turns, positions_B, keys, values
             attended = do.attend_cache(
-                qkv, *cache, context.heads, context.window, digits, context.arrived, noted[0]
+                context, qkv, layer.head_norms, positions_B, keys, values, digits, noted[0]
             )
             x_BH, delta = self._finish_layer(x_BH, attended, layer, few, noted[1])
         return do.head(self.weights, context.eps, x_BH, delta)
@@ -123,7 +122,7 @@ class Forward:
         for index, layer in enumerate(self.weights.layers):
             keys, values = self.cache.keys[index, rows], self.cache.values[index, rows]
             x_MH, qkv = self._start_layer(x_MH, delta, layer, few)
-            q = do.rotate_into_cache(qkv, context.turns, positions_BT, keys, values, context.heads)
+            q = do.rotate_into_cache(context, qkv, layer.head_norms, positions_BT, keys, values)
             out = reference.attend_prompt(q, keys[:, :, :T], values[:, :, :T], context.window)
             attended = do.rows(out.reshape(B * T, -1), _digits(layer.o, few))
             x_MH, delta = self._finish_layer(x_MH, attended, layer, few, None)

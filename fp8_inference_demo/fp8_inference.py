@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate text in FP8 with a trained Mistral or Llama model.
+"""Generate text in FP8 with a trained Mistral, Llama or Qwen3 model.
 
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --num_samples 3
@@ -89,7 +89,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         parser,
         "--model",
-        "Hugging Face folder with a Mistral or Llama model, output_dir of a training run, or org/name on the Hub",
+        "Hugging Face folder with a Mistral, Llama or Qwen3 model, output_dir of a training run, or org/name on the "
+        "Hub",
         type=Path,
         required=True,
     )

@@ -115,49 +115,50 @@ def swiglu_gemm(rows_: Rows, weight: Matrix, digits: int, largest: torch.Tensor 
 
 
 def rotate_into_cache(
+    context: LayerContext,
     qkv_MR: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    head_norms: torch.Tensor | None,
     positions_BT: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    num_heads: int,
 ) -> torch.Tensor:
-    """Split the fused projection into q, k and v, and apply RoPE to q and k.
+    """Split the fused projection into q, k and v, and apply RMSNorm and RoPE to the heads of q and k.
 
+    head_norms: weights of RMSNorm for q and for k, [2, D], or None without norms.
     Writes k and v into the cache `keys` and `values`, each [B, key/value heads, context length, head dimension], at
     `positions_BT`. Returns q, [B, T, N, D].
     """
     K, D = keys.shape[1], keys.shape[3]
-    q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)
+    q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((context.heads, K, K), 2)
+    if head_norms is not None:
+        q, k = norm(q, head_norms[0], context.eps), norm(k, head_norms[1], context.eps)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    keys[row, :, positions_BT] = rotate(k, *turns, positions_BT)
+    keys[row, :, positions_BT] = rotate(k, *context.turns, positions_BT)
     values[row, :, positions_BT] = v
-    return rotate(q, *turns, positions_BT)
+    return rotate(q, *context.turns, positions_BT)
 
 
 def attend_cache(
+    context: LayerContext,
     qkv_BR: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    head_norms: torch.Tensor | None,
     positions_B: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    num_heads: int,
-    window: int | None,
     digits: int,
-    arrived: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
 ) -> Rows:
     """Run `rotate_into_cache` and causal attention to the cache for one new token per row.
 
     Returns the attention output [B, N D] as an operand of `gemm`.
-    digits: see `rows`. arrived, largest: used only by the kernels.
+    digits: see `rows`. largest: used only by the kernels.
     """
-    q = rotate_into_cache(qkv_BR, turns, positions_B[:, None], keys, values, num_heads)
+    q = rotate_into_cache(context, qkv_BR, head_norms, positions_B[:, None], keys, values)
     at = torch.arange(keys.shape[2], device=q.device)
     behind = positions_B[:, None] - at
     visible = behind >= 0
-    if window:
-        visible = visible & (behind < window)
+    if context.window:
+        visible = visible & (behind < context.window)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
     )

@@ -12,6 +12,7 @@ import torch
 from transformers import MistralConfig
 
 from fp8_inference_demo import InferenceError
+from model.config import has_qk_norm
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from model.te_reference.quantize import BLOCK, Quantized, quantize_rows
@@ -77,6 +78,7 @@ class Layer:
     post_norm: torch.Tensor  # [H]
     gate_up: Matrix  # [2 I, H]
     down: Matrix  # [H, I]
+    head_norms: torch.Tensor | None  # [2, D], weights of the norms of q and k in Qwen3
 
 
 @dataclass
@@ -114,7 +116,7 @@ class Weights:
     def nbytes(self) -> int:
         tensors = [self.embedding, self.norm]
         for layer in self.layers:
-            tensors += [layer.input_norm, layer.post_norm]
+            tensors += [part for part in vars(layer).values() if isinstance(part, torch.Tensor)]
         if self.head.values.data_ptr() != self.embedding.data_ptr():
             tensors.append(self.head.values)
         return sum(t.nbytes for t in tensors) + sum(m.nbytes for m in self.matrices())
@@ -184,6 +186,9 @@ def pack(
                 plain(f"model.layers.{index}.post_attention_layernorm.weight"),
                 matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
                 matrix(f"{mlp}.down_proj"),
+                torch.stack([plain(f"{attention}.{letter}_norm.weight") for letter in "qk"])
+                if has_qk_norm(config)
+                else None,
             )
         )
     embedding = plain("model.embed_tokens.weight")

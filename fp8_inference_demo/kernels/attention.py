@@ -4,8 +4,8 @@ As in Flash-Decoding (https://pytorch.org/blog/flash-decoding), several Triton p
 last program to finish combines their results. For a single row with a short cache, one program per query head is
 enough.
 
-The kernels also apply RoPE to the query and key of the token and write its key and value into the cache. This saves a
-launch.
+The kernels also apply RMSNorm (Qwen3) and RoPE to the query and key of the token and write its key and value into the
+cache. This saves a launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits
-from fp8_inference_demo.reference import Rows
+from fp8_inference_demo.reference import LayerContext, Rows
 
 ATTEND_BLOCK = 64
 # Maximum number of key elements that one program keeps in registers. The same limit applies to values.
@@ -41,6 +41,7 @@ def _attend(
     cosines,
     sines,
     positions,
+    norms,
     keys,
     values,
     out,
@@ -51,6 +52,8 @@ def _attend(
     M,
     S,
     factor,
+    eps,
+    NORMS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -69,7 +72,8 @@ def _attend(
 
     M rows, D head dimension, PER query heads per key/value head.
 
-    qkv: fused projection as SUMS partial sums, [SUMS, M, (HEADS + 2 KV_HEADS) D], before RoPE.
+    qkv: fused projection as SUMS partial sums, [SUMS, M, (HEADS + 2 KV_HEADS) D], before RMSNorm and RoPE.
+    norms: with NORMS, the weights of RMSNorm for q and for k, [2, D].
     partial: weighted mean of the values for each split, float32 [M, KV_HEADS, SPLITS, PER, D].
     sums: largest score and sum of exponentials for each split, float32 [M, KV_HEADS, SPLITS, 2, PER].
     arrived: number of finished splits, int32 zeros [M, KV_HEADS].
@@ -98,6 +102,12 @@ def _attend(
     sin = tl.load(sines + turn, mask=real, other=0.0)
     sin = tl.where(d < HALF, -sin, sin)
     partner = tl.where(d < HALF, d + HALF, d - HALF)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if NORMS:  # RMSNorm multiplies a channel and its partner by their weights before RoPE
+        q_cos *= tl.load(norms + d, mask=real, other=0.0).to(tl.float32)
+        q_sin *= tl.load(norms + partner, mask=real, other=0.0).to(tl.float32)
+        k_cos *= tl.load(norms + D + d, mask=real, other=0.0).to(tl.float32)
+        k_sin *= tl.load(norms + D + partner, mask=real, other=0.0).to(tl.float32)
     base = (row.to(tl.int64) * KV_HEADS + kv_head) * S
     s = low + block
     old = ((s < high) & (s < position))[:, None] & real[None, :]
@@ -121,8 +131,13 @@ def _attend(
             own += tl.load(k_at + d, mask=real, other=0.0).to(tl.float32)
             own_other += tl.load(k_at + partner, mask=real, other=0.0).to(tl.float32)
             new_value += tl.load(k_at + KV_HEADS * D + d, mask=real, other=0.0).to(tl.float32)
-        rotated = (query * cos[None, :] + other * sin[None, :]).to(key.dtype)
-        own_key = (own * cos + own_other * sin).to(key.dtype)
+        turned = query * q_cos[None, :] + other * q_sin[None, :]
+        own_turned = own * k_cos + own_other * k_sin
+        if NORMS:
+            turned *= tl.rsqrt(tl.sum(query * query, 1) / D + eps)[:, None]
+            own_turned *= tl.rsqrt(tl.sum(own * own, 0) / D + eps)
+        rotated = turned.to(key.dtype)
+        own_key = own_turned.to(key.dtype)
         own_value = new_value.to(key.dtype)
         if split == used - 1:
             tl.store(keys + (base + position) * D + d, own_key, mask=real)
@@ -188,11 +203,14 @@ def _attend_short(
     cosines,
     sines,
     positions,
+    norms,
     keys,
     values,
     out,
     S,
     factor,
+    eps,
+    NORMS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -229,6 +247,12 @@ def _attend_short(
     cos = tl.load(cosines + turn, mask=real, other=1.0)
     sin = tl.load(sines + turn, mask=real, other=0.0)
     sin = tl.where(d < HALF, -sin, sin)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if NORMS:
+        q_cos *= tl.load(norms + d, mask=real, other=0.0).to(tl.float32)
+        q_sin *= tl.load(norms + partner, mask=real, other=0.0).to(tl.float32)
+        k_cos *= tl.load(norms + D + d, mask=real, other=0.0).to(tl.float32)
+        k_sin *= tl.load(norms + D + partner, mask=real, other=0.0).to(tl.float32)
     if GPU:
         gdc_wait()
     q_at, k_at = qkv + head * D, qkv + (HEADS + kv_head) * D
@@ -237,11 +261,16 @@ def _attend_short(
     own = tl.load(k_at + d, mask=real, other=0.0).to(tl.float32)
     own_other = tl.load(k_at + partner, mask=real, other=0.0).to(tl.float32)
     own_value = tl.load(k_at + KV_HEADS * D + d, mask=real, other=0.0).to(key.dtype)
-    own_key = (own * cos + own_other * sin).to(key.dtype)
+    turned = query * q_cos + other * q_sin
+    own_turned = own * k_cos + own_other * k_sin
+    if NORMS:
+        turned *= tl.rsqrt(tl.sum(query * query, 0) / D + eps)
+        own_turned *= tl.rsqrt(tl.sum(own * own, 0) / D + eps)
+    own_key = own_turned.to(key.dtype)
     if head % PER == 0:
         tl.store(keys + base + position * D + d, own_key, mask=real)
         tl.store(values + base + position * D + d, own_value, mask=real)
-    rotated = (query * cos + other * sin).to(key.dtype).to(tl.float32) * factor
+    rotated = turned.to(key.dtype).to(tl.float32) * factor
     scores = tl.sum(key.to(tl.float32) * rotated[None, :], 1)
     scores = tl.where(seen, scores, float("-inf"))
     own_score = tl.sum(own_key.to(tl.float32) * rotated, 0)
@@ -253,24 +282,22 @@ def _attend_short(
 
 
 def attend_cache(
+    context: LayerContext,
     qkv: Sums,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    head_norms: torch.Tensor | None,
     positions: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    num_heads: int,
-    window: int | None,
     digits: int,
-    arrived: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> Rows | Late:
     """Triton version of `reference.attend_cache` for M rows and K key/value heads.
 
-    arrived: int32 zeros with at least M rows and K columns. The kernel resets it to zero.
+    context.arrived: has at least M rows and K columns. The kernel resets it to zero.
     largest: buffer for the largest magnitude in each row of the output, int32 zeros [M]. May be None if digits is 0.
     """
     M, (K, S, D) = len(positions), keys.shape[1:]
-    N = num_heads
+    N, window, norms = context.heads, context.window or 0, head_norms is not None
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
     splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
     out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
@@ -279,14 +306,17 @@ def attend_cache(
     if M == len(qkv) == 1 and not digits and length * wide <= ATTEND_HELD:
         _attend_short[(N,)](
             qkv,
-            *turns,
+            *context.turns,
             positions,
+            head_norms,
             keys,
             values,
             out,
             S,
             factor,
-            WINDOW=window or 0,
+            context.eps,
+            NORMS=norms,
+            WINDOW=window,
             HEADS=N,
             KV_HEADS=K,
             D=D,
@@ -301,19 +331,22 @@ def attend_cache(
     sums = torch.empty(M, splits, 2, N, dtype=torch.float32, device=keys.device)
     _attend[(M, K, splits)](
         qkv,
-        *turns,
+        *context.turns,
         positions,
+        head_norms,
         keys,
         values,
         out,
         largest,
         partial,
         sums,
-        arrived,
+        context.arrived,
         M,
         S,
         factor,
-        WINDOW=window or 0,
+        context.eps,
+        NORMS=norms,
+        WINDOW=window,
         HEADS=N,
         KV_HEADS=K,
         D=D,

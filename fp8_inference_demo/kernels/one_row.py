@@ -312,18 +312,7 @@ def decode_layer(
     """
     eps = context.eps
     qkv = _product(eps, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
-    attended = attend_cache(
-        qkv[None],
-        context.turns,
-        positions,
-        keys,
-        values,
-        context.heads,
-        context.window,
-        0,
-        context.arrived,
-        None,
-    )
+    attended = attend_cache(context, qkv[None], layer.head_norms, positions, keys, values, 0, None)
     assert not isinstance(attended, Late)
     x = _product(eps, ADD.value, attended[0], layer.o, torch.empty_like(x), residual=x)
     inner = x.new_empty(1, layer.down.values.shape[1])

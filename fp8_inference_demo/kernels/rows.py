@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8_inference_demo.kernels.common import Sums
-from fp8_inference_demo.reference import Rows
+from fp8_inference_demo.reference import LayerContext, Rows
 from fp8_inference_demo.weights import FP8, FP8_MAX
 
 
@@ -155,21 +155,26 @@ def _rotate_into_cache(
     cosines,
     sines,
     positions,
+    norms,
     q,
     keys,
     values,
     M,
     T,
     S,
+    eps,
     SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     ALL: tl.constexpr,
     HALF: tl.constexpr,
+    NORMS: tl.constexpr,
     GPU: tl.constexpr,
 ):
     """Apply RoPE to all heads of one token, and write the key and value into the KV cache.
+
+    With NORMS, the heads of q and k first pass RMSNorm, whose weights are `norms`.
 
     ALL, HALF: HEADS + 2 KV_HEADS and D / 2, each rounded up to a power of two.
     """
@@ -190,6 +195,12 @@ def _rotate_into_cache(
         at = qkv + (split * M + token) * ((HEADS + 2 * KV_HEADS) * D) + head * D + channel
         first += tl.load(at, mask=any_head, other=0.0).to(tl.float32)
         second += tl.load(at + D // 2, mask=any_head, other=0.0).to(tl.float32)
+    if NORMS:
+        inverse_rms = tl.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
+        inverse_rms = tl.where(head < HEADS + KV_HEADS, inverse_rms, 1.0)
+        gain = norms + tl.where(head < HEADS, 0, D) + channel
+        first *= inverse_rms * tl.load(gain, mask=turns, other=1.0).to(tl.float32)
+        second *= inverse_rms * tl.load(gain + D // 2, mask=turns, other=1.0).to(tl.float32)
     one = (first * cos - second * sin).to(q.dtype.element_ty)
     two = (second * cos + first * sin).to(q.dtype.element_ty)
     q_at = q + (token * HEADS + head) * D + channel
@@ -207,33 +218,36 @@ def _rotate_into_cache(
 
 
 def rotate_into_cache(
+    context: LayerContext,
     qkv: Sums,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    head_norms: torch.Tensor | None,
     positions_BT: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    num_heads: int,
 ) -> torch.Tensor:
-    """Apply RoPE and fill the KV cache with a Triton kernel. See `reference.rotate_into_cache`."""
+    """Apply RMSNorm and RoPE, and fill the KV cache with a Triton kernel. See `reference.rotate_into_cache`."""
     B, T = positions_BT.shape
     K, S, D = keys.shape[1:]
-    q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)
+    q = torch.empty(B, T, context.heads, D, dtype=keys.dtype, device=keys.device)
     _rotate_into_cache[(B * T,)](
         qkv,
-        *turns,
+        *context.turns,
         positions_BT.contiguous(),
+        head_norms,
         q,
         keys,
         values,
         B * T,
         T,
         S,
+        context.eps,
         SPLITS=len(qkv),
-        HEADS=num_heads,
+        HEADS=context.heads,
         KV_HEADS=K,
         D=D,
-        ALL=triton.next_power_of_2(num_heads + 2 * K),
+        ALL=triton.next_power_of_2(context.heads + 2 * K),
         HALF=triton.next_power_of_2(D // 2),
+        NORMS=head_norms is not None,
         GPU=q.is_cuda,
         launch_pdl=True,
         num_warps=4,

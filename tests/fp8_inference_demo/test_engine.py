@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralForCausalLM
 
 from fp8_inference_demo import InferenceError
 from fp8_inference_demo import engine as engine_module
@@ -18,7 +18,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import pack
 from model.config import weight_shapes
 from model.te_reference.quantize import Quantized, quantize_rows
-from tests.conftest import refused
+from tests.conftest import refused, small_config
 
 GREEDY = Sampling(temperature=0)
 
@@ -47,17 +47,23 @@ def tokens(engine: Engine, rows: list[list[int]], new: int, sampling: Sampling =
     return out
 
 
+@pytest.mark.parametrize("changes", [{"sliding_window": 24}, {"model_type": "qwen3"}])
 @torch.no_grad()
-def test_greedy_tokens_equal_transformers(model: Model) -> None:
+def test_greedy_tokens_equal_transformers(changes: dict, tmp_path: Path) -> None:
     """Prompts and answers are longer than the window of 24 tokens."""
-    folder, theirs = model
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(small_config(initializer_range=0.2, **changes)).eval()
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    theirs.save_pretrained(tmp_path)
     rows = prompts(20)
-    batched = tokens(Engine.load(folder, "fp32", batch_size=20, max_length=360), rows, 256)
+    batched = tokens(Engine.load(tmp_path, "fp32", batch_size=20, max_length=360), rows, 256)
     assert len({token for answer in batched for token in answer}) > 100
     for row, answer in zip(rows, batched, strict=True):
         logits = theirs(torch.tensor([row + answer])).logits[0]
         assert answer == logits[len(row) - 1 : -1].argmax(-1).tolist() and len(answer) == 256
-    engine = Engine.load(folder, "fp32", batch_size=3, max_length=80)
+    engine = Engine.load(tmp_path, "fp32", batch_size=3, max_length=80)
     for row, answer in zip(rows[:3], batched[:3], strict=True):
         assert tokens(engine, [row], 40) == [answer[:40]], "nothing of earlier rows in the cache is seen"
 

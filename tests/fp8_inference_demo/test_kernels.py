@@ -8,14 +8,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from fp8_inference_demo import reference
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.forward import Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Matrix, Weights, pack
-from model.config import CONFIGS, load_sizes, weight_shapes
+from model.config import CONFIGS, load_sizes, make_config, weight_shapes
 from model.te_reference.quantize import quantize_rows
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def config(**changes: object) -> MistralConfig:
     sizes = dict(vocab_size=1000, hidden_size=512, intermediate_size=1408, num_hidden_layers=3, head_dim=64)
     heads = dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2048)
-    return MistralConfig(**(sizes | heads | dict(sliding_window=None) | changes))
+    return make_config(sizes | heads | dict(sliding_window=None) | changes)
 
 
 def make(precision: str, **changes: object) -> Weights:
@@ -48,15 +48,13 @@ def make(precision: str, **changes: object) -> Weights:
 
 def exact(weights: Weights) -> Weights:
     """The same values in float32."""
-    layers = [
-        type(layer)(
-            *(
-                Matrix(part.dequantize(torch.float32)) if isinstance(part, Matrix) else part.float()
-                for part in vars(layer).values()
-            )
-        )
-        for layer in weights.layers
-    ]
+
+    def widen(part: Matrix | torch.Tensor | None) -> Matrix | torch.Tensor | None:
+        if isinstance(part, Matrix):
+            return Matrix(part.dequantize(torch.float32))
+        return None if part is None else part.float()
+
+    layers = [type(layer)(*map(widen, vars(layer).values())) for layer in weights.layers]
     head = Matrix(weights.head.values.float())
     return Weights(weights.config, weights.embedding.float(), layers, weights.norm.float(), head)
 
@@ -120,7 +118,14 @@ def test_decode_step_is_as_accurate_as_torch(
 def test_attention_with_shipped_head_sizes(shipped: str, precision: str, rows: int) -> None:
     """A layer of its sizes: head_dim 32 to 256, two to four query heads on one of key and value."""
     sizes = load_sizes(shipped)
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "model_type",
+    )
     weights = make(precision, num_hidden_layers=1, **{name: getattr(sizes, name) for name in names})
     expected, _ = decoded(exact(weights), rows)
     theirs, _ = decoded(weights, rows, reference)
@@ -129,9 +134,10 @@ def test_attention_with_shipped_head_sizes(shipped: str, precision: str, rows: i
     assert error(ours, expected) < 1.2 * error(theirs, expected)
 
 
+@pytest.mark.parametrize("changes", [{"sliding_window": 150}, {"model_type": "qwen3"}])
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "block"])
-def test_prefill_is_as_accurate_as_torch(precision: str) -> None:
-    weights = make(precision, sliding_window=150)
+def test_prefill_is_as_accurate_as_torch(precision: str, changes: dict) -> None:
+    weights = make(precision, **changes)
     ids = torch.randint(1000, (2, 333), generator=torch.Generator().manual_seed(2)).cuda()
     found = []
     for of, operations in ((exact(weights), None), (weights, reference), (weights, None)):
@@ -259,8 +265,9 @@ def test_gemm_quantizes_rows_like_rows_kernel(
     assert error(found[:-1], wanted) < (0.04 if digits == 1 else 4e-3) and found[-1].isnan().all()
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 140])
-def test_attention_returns_row_maximum(kernels: ModuleType, rows: int) -> None:
+def test_attention_returns_row_maximum(kernels: ModuleType, rows: int, has_norms: bool) -> None:
     """Split over programs, and (140) not; and it leaves the token's key and value in the cache."""
     cache = [torch.randn(rows, 2, 300, 64, device="cuda").bfloat16() for _ in range(2)]
     qkv = torch.randn(1, rows, 12 * 64, device="cuda").bfloat16()
@@ -269,9 +276,11 @@ def test_attention_returns_row_maximum(kernels: ModuleType, rows: int) -> None:
     arrived, largest = (
         torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((rows, 2), (rows,))
     )
+    context = reference.LayerContext(turns, heads=8, window=70, eps=1e-6, arrived=arrived)
+    norms = torch.rand(2, 64, device="cuda").bfloat16() if has_norms else None
     theirs = [part.clone() for part in cache]
-    expected, _ = reference.attend_cache(qkv[0], turns, positions, *theirs, 8, 70, 0)
-    found = kernels.attend_cache(qkv, turns, positions, *cache, 8, 70, 1, arrived, largest)
+    expected, _ = reference.attend_cache(context, qkv[0], norms, positions, *theirs, 0)
+    found = kernels.attend_cache(context, qkv, norms, positions, *cache, 1, largest)
     assert isinstance(found, kernels.common.Late) and error(found.values, expected) < 1e-2
     assert torch.equal(largest, found.values.float().abs().view(torch.int32).amax(1)) and not arrived.any()
     for ours, wanted in zip(cache, theirs, strict=True):
@@ -293,11 +302,12 @@ def test_greedy_step_equals_sampler(kernels: ModuleType, vocabulary: int) -> Non
     assert positions.tolist() == [2, 3, 6, 6, 4] and steps.tolist() == [3] * 5
 
 
-def test_greedy_tokens_equal_transformers_up_to_ties() -> None:
+@pytest.mark.parametrize("changes", [{"sliding_window": 64}, {"model_type": "qwen3"}])
+def test_greedy_tokens_equal_transformers_up_to_ties(changes: dict) -> None:
     """In bf16: in float32 each token is the likeliest, or behind it by no more than what two logits come to be apart by
     the largest error that transformers makes in bf16."""
     torch.manual_seed(0)
-    theirs = MistralForCausalLM(config(sliding_window=64)).cuda().bfloat16().eval()
+    theirs = AutoModelForCausalLM.from_config(config(**changes)).cuda().bfloat16().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() > 1:

@@ -24,7 +24,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import check_init_from, read_hf_folder
 from model.te_reference.quantize import Quantized
 from tests.conftest import numbers, random_ids, refused
-from tests.published import small_llama
+from tests.published import small_model
 from tests.train.runs import curve, run
 from train import export
 from train.checkpoint.files import (
@@ -200,32 +200,35 @@ def test_export_has_bos_and_eos_of_the_tokenizer(trained: Path, data: Path, tmp_
     assert exported(5, 7) == {(5, "7")}
 
 
-@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_llama_is_trained_exported_decoded_and_trained_on(
-    settings: dict, data: Path, tmp_path: Path, scaled: bool
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope_scaling"),
+    [
+        ("Llama-3.2-1B", None),
+        pytest.param("Llama-3.2-1B", YARN, marks=pytest.mark.slow),
+        ("Qwen3-0.6B", None),
+    ],
+)
+def test_a_published_model_is_trained_exported_decoded_and_trained_on(
+    settings: dict, data: Path, tmp_path: Path, name: str, rope_scaling: dict | None
 ) -> None:
     """The export records the sequence length of the training, because the model has more positions."""
-    values = small_llama("Llama-3.2-1B")
-    if scaled:
-        values["rope_scaling"] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-    else:
-        values["rope_scaling"] = None
+    values = small_model(name) | {"rope_scaling": rope_scaling}
     (tmp_path / "config.json").write_text(json.dumps(values))
     hf = run(settings, model={"config": str(tmp_path)}, max_steps=2) / "hf"
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     assert (theirs.config.trained_sequence_length, theirs.config.max_position_embeddings) == (64, 512)
     assert load_sizes(str(hf)).trained_sequence_length == 64 == plan_model(hf, None).max_seq_length
+    assert [type(theirs).__name__] == values["architectures"]
     card = (hf / "README.md").read_text()
-    assert (
-        type(theirs).__name__ == "LlamaForCausalLM"
-        and "- llama" in card
-        and "| sequence length | 64 |" in card
-    )
+    assert f"- {values['model_type']}" in card and "| sequence length | 64 |" in card
     assert rope_parameters(theirs.config) == rope_parameters(load_config(str(tmp_path)))
     written = json.loads(
         (hf / "config.json").read_text()
     )  # transformers 4 and converters to GGUF read these keys
-    assert written["rope_theta"] == values["rope_theta"] == 500000.0
+    assert written["rope_theta"] == values["rope_theta"]
     assert written.get("rope_scaling") == values["rope_scaling"]
     ids = random_ids(theirs.config, 1, 96)
     precision = Precision(PrecisionConfig(compute="fp32", backend="reference"))
@@ -243,7 +246,7 @@ def test_a_llama_is_trained_exported_decoded_and_trained_on(
     )
     out = tmp_path / "fp8"
     export.export(committed(again / "checkpoints")[-1], out, data / "tokenizer", "hf-fp8")
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((out / "config.json").read_text())["architectures"] == values["architectures"]
 
 
 def test_trained_tokenizer_is_found_by_its_hash(tmp_path: Path, data: Path, shards: Path) -> None:
