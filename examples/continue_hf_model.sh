@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Continue training a Mistral or Llama model on your own text, and compare it with the original model.
+# Continue training a Mistral, Llama or Qwen3 model on your own text, and compare it with the original model.
 #
 #   examples/continue_hf_model.sh MODEL TEXT [--key value ...]
 #

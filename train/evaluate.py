@@ -6,8 +6,8 @@
     python train/evaluate.py FOLDER story.txt reviews.jsonl --by document --output result.json
     python train/launch.py --nproc 8 train/evaluate.py output/run data/wiki            # 8 GPUs; also torchrun
 
-MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral or Llama, with or without FP8
-weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
+MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral, Llama or Qwen3, with or without
+FP8 weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
 
 DATA is one or more folders written by prepare_data.py, or any input that prepare_data.py can read. Prepared folders
 are evaluated on their whole eval split. To compute the same eval_loss as in the training log, pass the run's

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral or Llama model. This file checks the arguments, and train/run.py runs the training.
+"""Train a Mistral, Llama or Qwen3 model. This file checks the arguments, and train/run.py runs the training.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json

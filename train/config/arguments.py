@@ -80,7 +80,7 @@ class ModelArguments:
     # config and init_from are free: a resume compares the content of the model configuration, and loads the weights
     # from the checkpoint
     config: str = option(
-        "Model: the name of a file in model/configs, the path of a Mistral or Llama config.json, or a "
+        "Model: the name of a file in model/configs, the path of a Mistral, Llama or Qwen3 config.json, or a "
         "Hugging Face repository ORG/NAME.",
         resume="free",
         example="tiny",
