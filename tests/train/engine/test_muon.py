@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.build import build_model
-from model.config import load_config, load_sizes, weight_shapes
+from model.config import load_config, load_sizes, make_config, weight_shapes
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
@@ -83,10 +83,11 @@ def test_ranks_equal_one(config: str, tmp_path: Path, stage: int, ranks: int) ->
     assert max(max(of_rank.values()) for of_rank in errors) < FLOAT32
 
 
-def test_muon_parameters(config: str) -> None:
+@pytest.mark.parametrize(("kind", "norms"), [("mistral", 5), ("qwen3", 9)])
+def test_muon_parameters(config: str, kind: str, norms: int) -> None:
     """Embeddings and head are AdamW's, also where they are one; vectors have no decay."""
     for tied in (False, True):
-        model_config = load_config(config)
+        model_config = make_config(load_config(config).to_dict() | {"model_type": kind})
         model_config.tie_word_embeddings = tied
         model = build_model(model_config, "te_layer", Precision(PrecisionConfig(compute="bf16")), seed=1)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -104,7 +105,7 @@ def test_muon_parameters(config: str) -> None:
         assert [names[p] for p in matrices["params"]] == ["model.embed_tokens.weight", "lm_head.weight"][
             : 1 if tied else 2
         ]
-        assert len(vectors["params"]) == 5 and vectors["weight_decay"] == 0.0
+        assert len(vectors["params"]) == norms and vectors["weight_decay"] == 0.0
         for group in of_muon:  # the rate of the step times the decay of the group
             assert group["lr_scale"] * group["weight_decay"] == pytest.approx(0.1)
 
@@ -124,8 +125,11 @@ def test_newton_schulz_flops() -> None:
 # ---------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_fp8_run_resumes_bit_exactly(settings: dict, stage: int) -> None:
+@pytest.mark.parametrize(("model_type", "stage"), [("qwen3", 1), ("mistral", 2)])
+def test_fp8_run_resumes_bit_exactly(settings: dict, tmp_path: Path, model_type: str, stage: int) -> None:
+    values = json.loads(Path(settings["model"]["config"]).read_text())
+    (tmp_path / "model.json").write_text(json.dumps(values | {"model_type": model_type}))
+    settings |= {"model": {"config": str(tmp_path / "model.json")}}
     settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json"}
     check_resume(settings, "te_layer", PRECISIONS["delayed"])
 
