@@ -73,8 +73,6 @@ class FusedAttention(nn.Module):
         D = head_dim(config)
         self.eps = config.rms_norm_eps
         fused = te.split_and_rotate if speed.fused_rope else None
-        if has_qk_norm(config):
-            fused = None
         for name in ("q_norm_weight", "k_norm_weight"):
             ones = torch.ones(D, dtype=precision.dtype, device=precision.device)
             self.register_parameter(name, nn.Parameter(ones) if has_qk_norm(config) else None)

@@ -1,6 +1,6 @@
 """Fused Triton kernels for Transformer Engine's modules, enabled by the "speed" section of the configuration.
 
-    qkv_rope        split q, k and v, and apply rotary embeddings; rotate a single tensor
+    qkv_rope        split q, k and v, and apply their norms and rotary embeddings; rotate a single tensor
     swiglu          SwiGLU for separate gate and up tensors, with its gradients
     swiglu_fp8      SwiGLU for LayerNormMLP with its gradient, cast to FP8 with delayed scaling
     embedding       gradient of an embedding weight

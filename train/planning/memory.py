@@ -82,9 +82,8 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
     scaled = BLOCK_SCALES if by_block else 1.0
     # q, k, v and the attention output; log-sum-exp; 1/rms of two norms
     attention = 2 * (2 * q + 2 * kv) + 4 * s.sizes.num_attention_heads + 2 * 4
-    if has_qk_norm(s.sizes):  # q and k before the norms, in te_layer with v, and 1/rms of each head
-        packed_v = kv if s.args.model.variant == "te_layer" else 0
-        attention += 2 * (q + kv + packed_v) + 4 * (s.sizes.num_attention_heads + s.sizes.num_key_value_heads)
+    if has_qk_norm(s.sizes):  # q and k before the norms, which te_layer saves together with v
+        attention += 2 * (q + (2 * kv if s.args.model.variant == "te_layer" else kv))
     inputs = 2 * 2 * H  # inputs of the two norms: the residual stream
     # gate and up, and silu(gate) unless the backward pass recomputes it
     swiglu = (2 if s.args.model.variant == "te_layer" or s.args.speed.fused_swiglu else 3) * 2 * I

@@ -24,6 +24,7 @@ from model.te_layer import split_and_rotate
 from model.te_reference.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.quantize import dequantize, quantize_blocks
 from tests.conftest import random_ids, small_config
+from tests.model.conftest import relative
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +224,33 @@ def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int
         torch.testing.assert_close(ours, theirs, rtol=8e-3, atol=1e-2)
         assert float((ours == theirs).float().mean()) > 0.999
     assert torch.equal(results[0][2], results[1][2])  # v is only moved
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,D,tokens",
+    [(16, 8, 128, 2048), (32, 8, 128, 100), (8, 2, 16, 40), (3, 1, 80, 17), (2, 2, 8, 16)],
+)
+def test_split_and_rotate_with_norms(heads: int, kv_heads: int, D: int, tokens: int) -> None:
+    """Against float32, it errs by one rounding to bf16; the torch operations round twice."""
+    freqs = RotaryPositionEmbedding(D).to("cuda")(tokens)
+    torch.manual_seed(0)
+    packed = 3 * torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device="cuda").bfloat16()
+    norms = (0.5 + torch.rand(2, D, device="cuda")).bfloat16()
+    results = []
+    for function, dtype in (
+        (fused("qkv_rope").split_and_rotate, torch.bfloat16),
+        (partial(split_and_rotate, apply_rotary_pos_emb), torch.float32),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in (packed, *norms)]
+        parts = function(leaves[0], freqs, heads, kv_heads, *leaves[1:], 1e-2)
+        assert all(p.is_contiguous() for p in parts)
+        turned = [p.transpose(1, 2) for p in parts]  # as attention's gradients are not contiguous either
+        upstream = [torch.linspace(-1, 1, p.numel(), device="cuda").view(p.shape).bfloat16() for p in turned]
+        gradients = torch.autograd.grad(turned, leaves, [g.to(dtype) for g in upstream])
+        results.append([*parts, *gradients])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.shape == exact.shape and ours.dtype == torch.bfloat16
+        assert relative(ours, exact) < 2**-8
 
 
 @pytest.mark.parametrize("heads,D,tokens", [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)])
