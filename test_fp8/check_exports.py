@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check that vLLM and transformers compute the same with exported models.
 
-    python test_fp8/check_exports.py [--recipes delayed block] [--output FILE.json]
+    python test_fp8/check_exports.py [--recipes delayed block] [--model_type qwen3] [--output FILE.json]
 
 A small model is trained for two steps with each FP8 recipe and in bf16, and exported in both formats. vLLM and
 transformers load each export. vLLM continues texts greedily, and transformers computes the log-probabilities of all
@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.config import MODEL_TYPES
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.launch import Program, run, run_vllm_script, vllm_environment
@@ -41,7 +42,7 @@ VARIANT = "te_layer"
 RECIPES = [*(recipe for recipe in VARIANTS[VARIANT].recipes if recipe != "mxfp8"), "bf16"]
 FACTOR = 2
 # The sizes suit the FP8 kernels of vLLM. The texts are longer than the sliding window.
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
@@ -53,7 +54,10 @@ MODEL = {
 }
 TEXT_CHARACTERS, TEXTS, NEW_TOKENS = 600, 8, 32
 
-OPTIONS = [option("--recipes", RECIPES, "FP8 recipes, or bf16, to check.", nargs="+", choices=RECIPES)]
+OPTIONS = [
+    option("--recipes", RECIPES, "FP8 recipes, or bf16, to check.", nargs="+", choices=RECIPES),
+    option("--model_type", "mistral", "Type of the trained model.", choices=tuple(MODEL_TYPES)),
+]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "format": ("format", "<"),
@@ -72,11 +76,14 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         raise ValueError(
             "vLLM is not installed. Install it, or set VLLM_PYTHONPATH to the folder of its packages"
         )
+    model = MODEL | {"model_type": options.model_type}
+    if options.model_type != "mistral":
+        model["sliding_window"] = None
     script = Path(__file__).resolve().parent / "model/export_scores.py"
     source = inspect.getsource(argparse)
     texts = [source[i * TEXT_CHARACTERS : (i + 1) * TEXT_CHARACTERS] for i in range(TEXTS)]
     with tempfile.TemporaryDirectory() as name:
-        exports = export_models(options.recipes, Path(name))
+        exports = export_models(model, options.recipes, Path(name))
         request: dict[str, Any] = {"reader": "vllm", "folders": list(map(str, exports.values()))}
         request["arguments"] = [{"texts": texts, "new": NEW_TOKENS} for _ in exports]
         vllm = run_vllm_script(script, request, environment)
@@ -92,18 +99,21 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     ]
     failures = [f"{r['row']}, {r['format']}: {why}" for r in results for why in r["problems"]]
     versions = {"vllm": vllm["version"], "transformers": transformers["version"]}
-    return report.Outcome(results, {"model": MODEL, "readers": versions}, failures=failures)
+    return report.Outcome(results, {"model": model, "readers": versions}, failures=failures)
 
 
-def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str], Path]:
-    """Train a model with each recipe or in bf16, and export it. Returns the exports by recipe and format."""
+def export_models(model: dict[str, Any], recipes: Sequence[str], folder: Path) -> dict[tuple[str, str], Path]:
+    """Train a model with each recipe or in bf16, and export it. Returns the exports by recipe and format.
+
+    model: keys of config.json that differ from model/configs/tiny.json.
+    """
     log = folder / "log"
     text = ["--input", Path(json.__file__).parent, inspect.getfile(argparse)]
     tokenizer, data = folder / "tokenizer", folder / "data"
     run(
         Program(
             "train/train_tokenizer.py",
-            [*text, "--vocab_size", MODEL["vocab_size"], "--output", tokenizer],
+            [*text, "--vocab_size", model["vocab_size"], "--output", tokenizer],
             log,
         )
     )
@@ -112,7 +122,7 @@ def export_models(recipes: Sequence[str], folder: Path) -> dict[tuple[str, str],
     tiny = json.loads(
         (Path(__file__).resolve().parent.parent / "model/configs/tiny.json").read_text(encoding="utf-8")
     )
-    (folder / "model.json").write_text(json.dumps(tiny | MODEL), encoding="utf-8")
+    (folder / "model.json").write_text(json.dumps(tiny | model), encoding="utf-8")
     exports = {}
     for recipe in recipes:
         output, config = folder / recipe, folder / f"{recipe}.json"

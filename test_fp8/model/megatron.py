@@ -27,7 +27,7 @@ from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.checks.startup import verify_attention
-from model.config import GIB, head_dim, rope_parameters, window_size
+from model.config import GIB, has_qk_norm, head_dim, rope_parameters, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
@@ -48,6 +48,10 @@ LAYER = (
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
+NORMS = {  # of q and k in Qwen3
+    "self_attn.q_norm": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm": "self_attention.k_layernorm.weight",
+}
 core = partial(importlib.import_module, package="megatron.core")
 
 
@@ -76,7 +80,8 @@ def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[st
     if not config.tie_word_embeddings:
         named["output_layer.weight"] = weights["lm_head.weight"]
     for index in range(config.num_hidden_layers):
-        of = {name: weights[f"model.layers.{index}.{name}.weight"] for name in LAYER}
+        names = (*LAYER, *(NORMS if has_qk_norm(config) else ()))
+        of = {name: weights[f"model.layers.{index}.{name}.weight"] for name in names}
         heads = [of[f"self_attn.{x}_proj"].view(K, -1, D, config.hidden_size) for x in "qkv"]
         layer = {
             "self_attention.linear_qkv.layer_norm_weight": of["input_layernorm"],
@@ -86,6 +91,7 @@ def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[st
             "mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj"], of["mlp.up_proj"]]),
             "mlp.linear_fc2.weight": of["mlp.down_proj"],
         }
+        layer |= {NORMS[name]: weight for name, weight in of.items() if name in NORMS}
         named |= {f"decoder.layers.{index}.{name}": weight for name, weight in layer.items()}
     return named
 
@@ -123,6 +129,7 @@ def transformer_config(
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_dim(config),
+        "qk_layernorm": has_qk_norm(config),
         "ffn_hidden_size": config.intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
@@ -179,7 +186,9 @@ def build(
         core(".models.gpt")
         .GPTModel(
             settings,
-            specs.get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser),
+            specs.get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=has_qk_norm(config), use_te_op_fuser=fuser
+            ),
             vocab_size=config.vocab_size,
             max_sequence_length=arguments.max_seq_length,
             share_embeddings_and_output_weights=config.tie_word_embeddings,

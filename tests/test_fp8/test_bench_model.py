@@ -54,9 +54,11 @@ def check(model: nn.Module, compute: str, reference: Reference, ids: Tensor) -> 
     return check_same_model(model, conversion.to_hf_state_dict(model), compute, reference, ids[:, :-1])
 
 
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_all_variants_compute_the_same_model(variant: str, reference: Reference, ids: Tensor) -> None:
-    model = small_model(variant)
+def test_all_variants_compute_the_same_model(variant: str, kind: str, ids: Tensor) -> None:
+    reference = Reference.compute(small_model("hf", model_type=kind), ids[:, :-1], ids[:, 1:])
+    model = small_model(variant, model_type=kind)
     assert check(model, "bf16", reference, ids) < 2e-2
     loss = model(ids[:1, :-1], labels=ids[:1, 1:]).loss.item()
     assert loss_error(loss, "bf16", reference, 1) < 1e-3
@@ -260,9 +262,10 @@ def test_benchmark(tmp_path: Path, device: str) -> None:
         assert r["tokens_per_second"] == pytest.approx(2 * 2 * 64 / r["step_ms"] * 1e3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_megatron_weight_conversion(tied: bool) -> None:
-    config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+@pytest.mark.parametrize(("tied", "kind"), [(False, "mistral"), (True, "qwen3")])
+def test_megatron_weight_conversion(tied: bool, kind: str) -> None:
+    sizes: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    config = small_config(tie_word_embeddings=tied, model_type=kind, **sizes)
     first, weights = 0, {}
     for name, shape in weight_shapes(config).items():  # no two values are alike
         size = torch.Size(shape).numel()
