@@ -308,7 +308,9 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
         if each.key not in ("data.seq_length", "data.seed"):  # already reported as configuration keys
             found.append(Change(each, _data_key(each, old, new)))
     for each in differences(saved.model_config, _through_json(state.model_config), "model configuration"):
-        is_size = each.key.split(".")[1] in SIZES
+        key = each.key.split(".")[1]
+        # Qwen3 has weights that the other model types lack
+        is_size = key in SIZES or (key == "model_type" and "qwen3" in (each.old, each.new))
         found.append(
             Change(
                 each,

@@ -163,10 +163,12 @@ def test_resume_rule_of_each_key(key: str) -> None:
         assert (new.step, new.consumed_tokens, new.changes) == (3, 24 * 64, expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_other_model_sizes_raise(size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "values"), [*((size, (1, 2)) for size in SIZES), ("model_type", ("llama", "qwen3"))]
+)
+def test_other_model_sizes_raise(size: str, values: tuple[Any, Any]) -> None:
     old, new = state_of({}), state_of({"learning_rate": 1e-5})
-    old.model_config[size], new.model_config[size] = 1, 2
+    old.model_config[size], new.model_config[size] = values
     with refused(CheckpointError, code="cannot_change", key="model.config") as error:
         resumed(new, old)
     assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
