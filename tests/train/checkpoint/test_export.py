@@ -244,9 +244,11 @@ def test_a_published_model_is_trained_exported_decoded_and_trained_on(
     again = run(
         settings, model=model, precision={"compute": "bf16"}, output_dir=str(tmp_path / "again"), max_steps=2
     )
-    out = tmp_path / "fp8"
-    export.export(committed(again / "checkpoints")[-1], out, data / "tokenizer", "hf-fp8")
-    assert json.loads((out / "config.json").read_text())["architectures"] == values["architectures"]
+    for trained_run in (hf.parent, again):  # with the codes of training, and with a scale per row
+        out = trained_run / "fp8"
+        export.export(committed(trained_run / "checkpoints")[-1], out, data / "tokenizer", "hf-fp8")
+        assert json.loads((out / "config.json").read_text())["architectures"] == values["architectures"]
+        assert Engine.load(out, "bf16", max_length=100).forward.prefill(ids).isfinite().all()
 
 
 def test_trained_tokenizer_is_found_by_its_hash(tmp_path: Path, data: Path, shards: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,13 @@ from train import plan as program
 from train.config.ds_config import resolve_ds_config
 from train.config.load import load_arguments, resolve_arguments
 from train.files import REPOSITORY
-from train.planning.memory import MUON_BYTES, WORKSPACES_GIB, largest_micro_batch, predict_memory
+from train.planning.memory import (
+    MUON_BYTES,
+    WORKSPACES_GIB,
+    largest_micro_batch,
+    predict_memory,
+    saved_by_layer,
+)
 from train.planning.prediction import describe_prediction, duration, parse_tokens, recommend
 from train.planning.setting import Setting
 from train.planning.speed import GPUS, Gpu, estimate
@@ -96,6 +103,14 @@ def test_predictions_match_measurements(m: Measured) -> None:
     memory = predict_memory(m.setting).measured_as_gib
     assert memory == pytest.approx(m.peak_gib, rel=0.03, abs=0.2)
     assert estimate(m.setting, m.gpu).tokens_per_second == pytest.approx(m.tokens_per_second, rel=0.1)
+
+
+@pytest.mark.parametrize(("variant", "heads"), [("te_layer", 16 + 8 + 8), ("te_linear", 16 + 8)])
+def test_norms_of_q_and_k_save_their_inputs(variant: str, heads: int) -> None:
+    """16-bit heads of 128 channels: those of q and k, and in te_layer those of v, which are in the same tensor."""
+    s = setting(model__config="qwen3_0.6b", model__variant=variant)
+    without = replace(s, sizes=SimpleNamespace(**vars(s.sizes) | {"model_type": "llama"}))
+    assert saved_by_layer(s, True) - saved_by_layer(without, True) == 2 * heads * 128
 
 
 @pytest.mark.parametrize(
