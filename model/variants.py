@@ -67,33 +67,31 @@ class SpeedConfig:
     """The "speed" section of the training configuration. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
-        "Apply rotary embeddings, and in te_layer the norms of q and k (Qwen3), in fused kernels. Supported by model "
-        "variants te_linear and te_layer.",
+        "Apply rotary embeddings, and in te_layer the norms of q and k (Qwen3), in fused kernels (te_linear and te_layer "
+        "only).",
         True,
     )
     fused_swiglu: bool = option(
-        "Compute SwiGLU and its gradient in fused kernels. Supported by model variant te_linear, and by te_layer "
-        "with delayed scaling.",
+        "Compute SwiGLU and its gradient in fused kernels (te_linear, and te_layer with delayed scaling).",
         True,
     )
     fused_embedding: bool = option(
-        "Accumulate the embedding gradient in float32 and round it only once. Supported by model variants te_linear "
-        "and te_layer.",
+        "Accumulate the embedding gradient in float32 and round it only once (te_linear and te_layer only).",
         True,
     )
     fused_cross_entropy: bool = option(
-        "Compute the loss in one kernel that overwrites the bf16 logits with their gradient. Supported by model "
-        "variants te_linear and te_layer.",
+        "Compute the loss in one kernel that overwrites the bf16 logits with their gradient (te_linear and te_layer "
+        "only).",
         True,
     )
     main_grad: bool = option(
-        "Let weight-gradient GEMMs add their results directly to the float32 accumulation buffer. Supported by "
-        "model variants te_linear and te_layer at ZeRO 1 with data_types.grad_accum_dtype fp32.",
+        "Let weight-gradient GEMMs add their results directly to the float32 accumulation buffer (te_linear and "
+        "te_layer at ZeRO 1 with data_types.grad_accum_dtype fp32).",
         True,
     )
     cuda_graphs: bool = option(
-        "Capture the forward and backward pass as CUDA graphs and replay them. Supported by model variants "
-        "te_linear and te_layer with ZeRO 0 to 2.",
+        "Capture the forward and backward pass as CUDA graphs and replay them (te_linear and te_layer with ZeRO 0 to "
+        "2).",
         False,
         resume="free",
     )

@@ -146,8 +146,8 @@ class PrecisionSettings:
         ge=1,
     )
     amax_compute_algo: Literal["max", "most_recent"] = option(
-        "Which value in the amax history determines the scale: the largest (max) or the most recent one "
-        "(most_recent). Used only by the recipe delayed.",
+        "Value in the amax history that determines the scale: the largest (max) or the most recent one (most_recent). "
+        "Recipe delayed only.",
         "max",
     )
     reduce_amax: bool = option(
@@ -165,8 +165,7 @@ class PrecisionSettings:
         None,
     )
     amax_epsilon: float = option(
-        "Lower bound on amax (the largest absolute value), from which each scale is computed (recipes current and "
-        "block only).",
+        "Lower bound on amax, the largest absolute value (recipes current and block only).",
         0.0,
         ge=0,
     )
@@ -181,14 +180,13 @@ class PrecisionSettings:
         ["lm_head"],
     )
     fp8_head_gradients: bool | None = option(
-        "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (model variants "
-        "te_linear and te_layer only). If null, FP8 is used on GPUs that support block scaling.",
+        "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer "
+        "only). If null, FP8 is used on GPUs that support block scaling.",
         None,
         before=False,
     )
     health_steps: int = option(
-        "Number of steps between FP8 health checks (model variants te_linear and te_layer only). If 0, the checks "
-        "are disabled.",
+        "Number of steps between FP8 health checks (te_linear and te_layer only). If 0, the checks are disabled.",
         100,
         ge=0,
         resume="free",
@@ -265,8 +263,7 @@ class PrecisionConfig(PrecisionSettings):
     # Free on resume, because the resume compares the measured choice instead.
     auto: bool = option(
         "Whether to time FP8, bf16, CUDA graphs and attention backends at startup and use the fastest combination "
-        "(model variants te_linear and te_layer with compute fp8 only). This takes about a minute. A resumed run "
-        "keeps the choice.",
+        "(te_linear and te_layer with compute fp8 only). This takes about a minute. A resumed run keeps the choice.",
         False,
         resume="free",
     )

@@ -107,10 +107,10 @@ class ModelArguments:
     )
     # free: it has no effect on a resume
     initialization: Initialization = option(
-        'How random initial weights are drawn. "scaled" uses a standard deviation of 1 for the embedding (if it is '
-        "tied, 1 / sqrt(hidden size)) and of 1 / sqrt(input width) for the matrices of the decoder layers, divided by "
-        "sqrt(2 * layers) for o_proj and down_proj. The model learns faster, and FP8 gradients are more accurate, than "
-        'with "normal", which uses initializer_range for all matrices, as transformers does.',
+        'Standard deviations of random initial weights. "normal" uses initializer_range for all matrices, as '
+        'transformers does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if it is tied) and 1 / '
+        "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
+        'down_proj. With "scaled", the model learns faster, and FP8 gradients are more accurate.',
         "scaled",
         resume="free",
     )
@@ -210,8 +210,8 @@ class TrainingArguments:
         "Number of warmup steps, over which the learning rate increases linearly to its peak.", 0, ge=0
     )
     decay_steps: int | None = option(
-        "Number of steps at the end of the run in which warmup_stable_decay decays the learning rate. Other "
-        "schedules do not accept this key.",
+        "Number of final steps over which warmup_stable_decay decays the learning rate. Other schedules do not accept "
+        "this key.",
         None,
         gt=0,
     )
@@ -219,8 +219,8 @@ class TrainingArguments:
         "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
     )
     embedding_lr_scale: float = option(
-        "Factor for the learning rate of the embedding. With initialization scaled, the elements of the embedding "
-        "are about 50 times as large as those of other matrices, and a factor of 100 to 300 trains faster.",
+        "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster "
+        "with a factor of 100 to 300.",
         1.0,
         gt=0,
         resume="structural",
@@ -230,17 +230,17 @@ class TrainingArguments:
     weight_decay: float = option(
         "Weight decay for weight matrices. It is not applied to norm weights and biases.", 0.1, ge=0
     )
-    muon_momentum: float = option("Momentum coefficient of the Muon optimizer.", 0.95, ge=0, lt=1)
+    muon_momentum: float = option("Momentum coefficient of Muon.", 0.95, ge=0, lt=1)
     adam_beta1: float = option("Decay rate of AdamW's first moment (beta1).", 0.9, ge=0, lt=1)
     adam_beta2: float = option("Decay rate of AdamW's second moment (beta2).", 0.95, ge=0, lt=1)
     adam_epsilon: float = option(
-        "Constant that AdamW adds to the denominator of its update for numerical stability (epsilon).",
+        "Constant that AdamW adds to the denominator of its update (epsilon).",
         1e-8,
         gt=0,
     )
     max_grad_norm: float = option(
-        "Maximum global gradient norm. If the norm is larger, all gradients are scaled down to this norm. If "
-        "0, gradients are not clipped.",
+        "Maximum global gradient norm. Gradients with a larger norm are scaled down to this norm. If 0, gradients are "
+        "not clipped.",
         1.0,
         ge=0,
     )
@@ -261,9 +261,8 @@ class TrainingArguments:
         resume="free",
     )
     spike_threshold: float = option(
-        "A loss or gradient norm is reported as a spike if it exceeds the median of recent steps by more than this "
-        "number of standard deviations (estimated from the median absolute deviation). If 0, spike detection is "
-        "disabled.",
+        "Number of standard deviations above the median of recent steps from which a loss or gradient norm is "
+        "reported as a spike. If 0, spike detection is disabled.",
         10.0,
         ge=0,
         resume="free",
@@ -289,9 +288,9 @@ class TrainingArguments:
     )
 
     hang_timeout_s: float = option(
-        "Time limit in seconds for a training step, an evaluation batch or a save. If a rank exceeds the "
-        "limit, the run stops and reports which rank hangs. The limit for the first step and for each phase "
-        "of startup and shutdown is at least 1800 seconds. If 0, there is no limit.",
+        "Time limit in seconds for a training step, an evaluation batch or a save. If a rank exceeds the limit, the "
+        "run stops and names the hanging rank. The limit for the first step and for each phase of startup and "
+        "shutdown is at least 1800 seconds. If 0, there is no limit.",
         1800.0,
         ge=0,
         le=1e8,  # three years; system timers overflow at slightly larger values
@@ -311,9 +310,8 @@ class TrainingArguments:
         resume="free",
     )
     preflight: bool | None = option(
-        "Whether to run preflight checks before the first step. They compare software and files across "
-        "ranks, measure the speed of GPUs and network links, and verify the gradient reduction. If null, they run "
-        "only if the ranks are on several nodes.",
+        "Whether to run preflight checks before the first step: of the software and files of all ranks, the speed of "
+        "GPUs and network links, and the gradient reduction. If null, they run only if the ranks are on several nodes.",
         None,
         resume="free",
     )
@@ -375,8 +373,8 @@ class TrainingArguments:
         resume="free",
     )
     on_save_failure: Literal["stop", "continue"] = option(
-        'Action if a save fails, for example because the disk is full. "stop" ends the run. "continue" '
-        "keeps training and tries again at the next save. If the last save of a run fails, the run always stops.",
+        'Action if a save fails. "stop" ends the run. "continue" keeps training and tries again at the next save. If '
+        "the last save of a run fails, the run always stops.",
         "stop",
         resume="free",
     )
@@ -389,8 +387,8 @@ class TrainingArguments:
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys whose values may differ from the checkpoint, even though the keys affect the computation. If true, all "
-        "keys that can be changed when resuming may differ. Changes are recorded in metrics.jsonl.",
+        "Keys that may differ from the checkpoint, although they affect the computation. If true, all keys that can "
+        "be changed when resuming may differ. Changes are recorded in metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -401,11 +399,11 @@ class TrainingArguments:
         resume="free",
     )
     run_name: str | None = option(
-        "Name of the run in Weights & Biases. If null, Weights & Biases generates a name.",
+        "Name of the run in wandb. If null, wandb generates a name.",
         None,
         resume="free",
     )
-    wandb_project: str = option("Name of the Weights & Biases project.", "fp8-pretraining", resume="free")
+    wandb_project: str = option("Name of the wandb project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool | Literal["mlp"] = option(
         'Save GPU memory. "mlp" stores the input of SwiGLU in 8 bits for the backward pass and recomputes the output '
         "of SwiGLU, at little cost in time. It requires model.variant te_layer and precision.recipe delayed. true "
