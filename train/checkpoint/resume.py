@@ -155,18 +155,6 @@ class Change:
         return f"{self.what}" + (f" (cannot change on resume: {self.never})" if self.never else "")
 
 
-class ChangesError(CheckpointError):
-    """Error raised if a run resumes from a checkpoint with configuration changes that are not allowed.
-
-    Attributes:
-        changes: the changes that can never be allowed. If there are none, all changes, which the user can list in
-            allow_changes_on_resume.
-    """
-
-    code = "change_not_allowed"
-    changes: list[Change] = []
-
-
 # ---------------------------------------------------------------- resume
 
 
@@ -258,8 +246,8 @@ def allowed_changes(
         allow: value of allow_changes_on_resume: the keys that may change, or True for all keys.
 
     Raises:
-        ChangesError: if a change is not allowed.
-        CheckpointError: if the checkpoint does not contain the samples drawn from each of several data sources.
+        CheckpointError: if a change is not allowed, or the checkpoint does not contain the samples drawn from each of
+            several data sources.
         ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
     if len(saved.data_fingerprint.get("sources", {})) > len(saved.sources):
@@ -285,14 +273,12 @@ def allowed_changes(
     keys = ",".join(dict.fromkeys(change.key for change in found))
     allowed = f"To resume with these changes, pass --{ALLOW_KEY} {keys} (true allows all). "
     lines = "\n  ".join(map(str, wrong))
-    error = ChangesError(
+    raise CheckpointError(
         f"{path} was written with a different configuration:\n  {lines}\n{'' if refused else allowed}Restore the old "
         "values, choose another output_dir, or pass --resume_from_checkpoint never",
-        code="cannot_change" if refused else None,
+        code="cannot_change" if refused else "change_not_allowed",
         key=(refused or found)[0].key,
     )
-    error.changes = refused or found
-    raise error
 
 
 def changes(state: RunState, saved: RunState) -> list[Change]:

@@ -3,6 +3,7 @@ the next steps (slow)."""
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from train.checkpoint.files import CheckpointError, RunState, read_signed, read_
 from train.checkpoint.resume import (
     SIZES,
     Difference,
+    changes,
     is_partitioned_differently,
     resume_differences,
     resume_state,
@@ -118,14 +120,18 @@ def state_of(values: dict[str, Any]) -> RunState:
     return RunState(3, 24, 24 * 64, 1, 1, args.to_dict(), model, fingerprint, drawn)
 
 
+def through_json(saved: RunState) -> RunState:
+    return RunState(**json.loads(json.dumps(vars(saved))))
+
+
 def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> list[str]:
     """As from a checkpoint, whose state has been through JSON."""
-    return resume_state(new, RunState(**json.loads(json.dumps(vars(saved)))), CHECKPOINT, allow)
+    return resume_state(new, through_json(saved), CHECKPOINT, allow)
 
 
 def keys_of(error: Any) -> list[str]:
-    """Return the configuration keys of a refused resume."""
-    return list(dict.fromkeys(change.key for change in error.value.changes))
+    """Return the keys that the user may allow after a refused resume."""
+    return re.findall(r"--allow_changes_on_resume (\S+)", str(error.value))[0].split(",")
 
 
 # ---------------------------------------------------------------- the configuration
@@ -153,11 +159,10 @@ def test_resume_rule_of_each_key(key: str) -> None:
     with refused(CheckpointError, code="change_not_allowed") as error:
         resumed(new, saved, False)
     assert keys_of(error) == names
-    assert f"--allow_changes_on_resume {','.join(names)} " in str(error.value)
     for missing in names:
         with pytest.raises(CheckpointError):
             resumed(new, saved, [name for name in KEYS if name != missing])
-    expected = [{"step": 3, **vars(change.what)} for change in error.value.changes]
+    expected = [{"step": 3, **vars(change.what)} for change in changes(new, through_json(saved))]
     for allow in (True, names):
         resumed(new, saved, allow)
         assert (new.step, new.consumed_tokens, new.changes) == (3, 24 * 64, expected)
@@ -171,7 +176,7 @@ def test_other_model_sizes_raise(size: str, values: tuple[Any, Any]) -> None:
     old.model_config[size], new.model_config[size] = values
     with refused(CheckpointError, code="cannot_change", key="model.config") as error:
         resumed(new, old)
-    assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
+    assert f"model configuration.{size}: 1 -> 2" in str(error.value)
 
 
 def test_other_weight_type_raises() -> None:
@@ -214,7 +219,7 @@ def test_missing_key_in_checkpoint_has_its_default() -> None:
     assert new.changes == saved.changes
     with refused(CheckpointError, key="weight_decay") as error:
         resumed(state_of({"weight_decay": 0.2}), saved, False)
-    assert [change.what for change in error.value.changes] == [Difference("weight_decay", 0.1, 0.2)]
+    assert "weight_decay: 0.1 -> 0.2" in str(error.value) and keys_of(error) == ["weight_decay"]
 
 
 # ---------------------------------------------------------------- the data
@@ -358,7 +363,7 @@ def test_resume_with_another_number_of_ranks(folders) -> None:
     smaller = state(two(folders), ranks=2, gradient_accumulation_steps=2)
     with refused(CheckpointError, code="change_not_allowed", key="train_batch_size_tokens") as error:
         resumed(smaller, saved, False)
-    assert error.value.changes[0].what == Difference("train_batch_size_tokens", 4096, 2048)
+    assert "train_batch_size_tokens: 4096 -> 2048" in str(error.value)
     resumed(smaller, saved)
 
 
@@ -370,12 +375,12 @@ def test_resume_with_another_zero_stage(folders) -> None:
     assert numbers(line)[:4] == [1, 1, 2, 3] and later.consumed_samples == 24
     with refused(CheckpointError, key="deepspeed") as error:
         resumed(state(two(folders), deepspeed="ds_config_zero0.json"), saved, False)
-    assert [change.what.key for change in error.value.changes] == ["deepspeed.data_types.grad_accum_dtype"]
+    assert "deepspeed.data_types.grad_accum_dtype" in str(error.value)
     settings = load_deepspeed("ds_config_zero2.json")
     settings |= {"zero_optimization": {"stage": 2, "overlap_comm": True}}
     with refused(CheckpointError, key="deepspeed") as error:
         resumed(state(two(folders), deepspeed=settings), saved, False)
-    assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
+    assert "deepspeed.zero_optimization.overlap_comm" in str(error.value)
 
 
 # ---------------------------------------------------------------- differences of two configurations
@@ -485,7 +490,7 @@ def test_allowed_changes_are_recorded(own_trained: Path, settings: dict) -> None
     before = curve(own_trained)
     with refused(CheckpointError, code="change_not_allowed") as error:
         run(settings, **ALL_AT_ONCE, allow_changes_on_resume=["learning_rate"])
-    assert {change.key for change in error.value.changes} == ALL_AT_ONCE.keys()
+    assert set(keys_of(error)) == ALL_AT_ONCE.keys()
     run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
     entries = [
         {"step": 6, "key": key, "old": settings.get(key), "new": new} for key, new in ALL_AT_ONCE.items()
