@@ -141,9 +141,7 @@ class StopVote:
 
         from train.engine.process_group import GROUP_TIMEOUT
 
-        self.group = None
-        if dist.get_world_size() > 1:
-            self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
         """Exchange the votes of all ranks on stopping and saving.
@@ -158,8 +156,6 @@ class StopVote:
             A tuple of three booleans: whether any rank has received a stop signal, whether any rank is busy, and
             whether a save is due according to any rank.
         """
-        if self.group is None:
-            return bool(received), busy, due
         import torch
         import torch.distributed as dist
 
