@@ -49,7 +49,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
-        self.limit_s = self._usual_s = max(timeout_s, FIRST_STEP_S)
+        self.limit_s = max(timeout_s, FIRST_STEP_S)
         self._waited_s = 0.0
         self._position, self._progress = "starting", 0
         self._closed = threading.Event()
@@ -84,8 +84,7 @@ class Watchdog:
         """
         self.set_position(name)
         if after_step:
-            self._usual_s = self.timeout_s
-        self.limit_s = self._usual_s
+            self.limit_s = self.timeout_s
         self._waited_s = 0.0
 
     def set_position(self, name: str) -> None:
