@@ -98,7 +98,7 @@ class TextStream:
         self.start, self.done = 0, len(self.ids)
 
     def rest(self) -> str:
-        """Return the text since the last piece, even if its last character is incomplete."""
+        """Return the remaining text after the last piece, even if its last character is incomplete."""
         before, now = (
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for ids in (self.ids[self.start : self.done], self.ids[self.start :])

@@ -1,4 +1,4 @@
-"""Mistral model variants with FP8 precision.
+"""Variants of Mistral, Llama and Qwen3 models with FP8 precision.
 
 config.py and variants.py define the supported models, build.py builds a model, and checks/startup.py checks the model
 before training starts.
@@ -45,9 +45,9 @@ def install_command(*packages: str, requirements: str = "requirements.txt") -> s
 
 @contextmanager
 def end_with_reader() -> Iterator[None]:
-    """End the program without a message if the process that reads stdout has exited, as `head` does.
+    """Context manager that exits silently if the process that reads stdout, such as `head`, has exited.
 
-    The exit status is 141, with which the shell reports SIGPIPE.
+    The exit status is then 141, as for a program that is killed by SIGPIPE.
     """
     try:
         yield

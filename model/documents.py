@@ -88,9 +88,9 @@ class Documents:
         self.cu_seqlens[len(other.cu_seqlens) :].fill_(self.positions.numel())
 
     def attention_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that keep attention within each document (or part of one) of a packed sequence.
+        """Return the keyword arguments with which te.DotProductAttention restricts attention to each piece.
 
-        They are passed to te.DotProductAttention, and use its format "thd".
+        The arguments are for its format "thd".
         """
         return {
             "cu_seqlens_q": self.cu_seqlens,

@@ -23,8 +23,8 @@ def standard_deviation(
 ) -> float:
     """Return the standard deviation for the initial weights of a matrix.
 
-    "scaled" follows torchtitan's Llama 3, where the embedding has 1 and output projections shrink with depth, and draws
-    the other matrices of the decoder layers as LeCun et al. 1998 do, so that it fits every width.
+    With "scaled", it is 1 / sqrt(columns) in the decoder layers (LeCun et al. 1998), which suits any width. Output
+    projections are divided by sqrt(2 * layers), and an untied embedding has 1, similar to torchtitan's Llama 3.
 
     Args:
         name: Hugging Face name of the matrix.

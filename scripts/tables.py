@@ -52,7 +52,7 @@ ROWS = {
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Format rows of text as a Markdown table with the column headings `titles`."""
     head, *lines = (f"| {' | '.join(row)} |\n" for row in (titles, *rows))
     return "".join([head, "|---" * len(titles) + "|\n", *lines])
 
@@ -142,7 +142,7 @@ PAGES = {ROOT / "docs/configuration.md": configuration, ROOT / "docs/hardware.md
 
 
 def page_with(page: Path, written: str) -> str:
-    """Return the text of the page with `written` in place of the text between its two marker lines.
+    """Return the text of a page, with the text between its two marker lines replaced by `written`.
 
     Raises ValueError if a marker line is missing.
     """

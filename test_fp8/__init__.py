@@ -1,1 +1,1 @@
-"""Benchmarks for single linear layers, whole models, several GPUs, saves, decoding, convergence and gradients."""
+"""Benchmarks of single linear layers, whole models, several GPUs, decoding, convergence and gradients."""

@@ -149,7 +149,8 @@ def export_models(model: dict[str, Any], recipes: Sequence[str], folder: Path) -
 def compare(vllm: Sequence[Result], transformers: Result) -> Result:
     """Compare the scores of vLLM with those of transformers (model/export_scores.py).
 
-    Returns the mean differences to the exact log-probabilities, the largest gap, the allowed gap, and "problems".
+    Returns a report entry: the mean differences to the exact log-probabilities ("vllm" and "rounded"), the largest
+    "gap" and the "allowed_gap", the number of "tokens" and "texts", and a list of "problems".
     """
     exact = transformers["exact"]
     by_vllm = [logprob for text in vllm for logprob in text["logprobs"]]

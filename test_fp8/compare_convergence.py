@@ -200,7 +200,7 @@ def speed(records: Sequence[Result]) -> float:
 
 
 def evaluations(records: Sequence[Result]) -> list[tuple[float, float]]:
-    """Return the training time in seconds and the evaluation loss of each evaluation."""
+    """Return a pair (training time in seconds, evaluation loss) for each evaluation."""
     return [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
 
 
@@ -311,7 +311,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 
 
 def difference_band(curves: Result) -> tuple[list, ...]:
-    """Return the steps and the difference of the training losses, with its bounds of two standard errors, to plot."""
+    """Return lists to plot: steps, training loss differences, and their bounds (two standard errors)."""
     means = curves["difference_percent"]
     errors = [2 * (error or 0) for error in curves["difference_standard_error"]]
     bounds = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
@@ -319,7 +319,7 @@ def difference_band(curves: Result) -> tuple[list, ...]:
 
 
 def late_losses(curves: Result) -> tuple[list, list]:
-    """Return the training time in minutes and the evaluation loss to plot, without the steep first fifth of the run."""
+    """Return lists to plot: minutes of training and evaluation losses, without the steep first fifth of the run."""
     begin = len(curves["eval_loss"]) // 5
     return [seconds / 60 for seconds in curves["eval_seconds"][begin:]], curves["eval_loss"][begin:]
 

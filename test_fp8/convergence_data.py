@@ -117,7 +117,7 @@ def download(packages: Path, folder: Path) -> dict[str, Path]:
 
 
 def skip_reason(text: str, kind: str) -> str | None:
-    """Return the reason to exclude a text from training, such as generated code, or None if the text is used."""
+    """Return why a text is excluded from training (for example, generated code), or None if it is used."""
     data = text.encode()
     if len(data) < MIN_BYTES:
         return f"under {MIN_BYTES} bytes"
@@ -166,7 +166,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
 
 
 def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
-    """Write the texts in a wheel to `folder`/KIND/NAME.jsonl, and count the texts, bytes and skipped files."""
+    """Write the texts in a wheel to `folder`/KIND/NAME.jsonl, and return counts of texts, bytes and skipped files."""
     skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}

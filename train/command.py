@@ -16,7 +16,7 @@ from train.record.log import configure_logging
 
 
 def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[..., int]:
-    """Decorate the main function of a command-line program to report errors and return an exit status.
+    """Decorate the main function of a command-line program so that it reports errors and returns an exit status.
 
     Log messages go to stderr. Only results are printed to stdout.
 

@@ -46,7 +46,7 @@ from train.data.source import TokenSource
 
 
 def find_damage(folder: Path, manifest: Manifest, verify: bool, workers: int) -> list[Exception]:
-    """Check all shards in a folder with prepared data. Return an error for each damaged shard, in their order.
+    """Check all shards in a folder with prepared data. Return one error per damaged shard, in shard order.
 
     Args:
         verify: check hashes and token ids in addition to the sizes and indices.

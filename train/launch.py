@@ -103,7 +103,8 @@ def main(argv: list[str]) -> int:
 def report(error: Exception) -> int:
     """Log an error and return the exit status.
 
-    Before a restart, the same checks have passed, so the cause may be temporary, such as an unavailable file system.
+    A restarted job has already passed the same checks once, so the cause may be temporary, such as an unavailable file
+    system.
     """
     logger.error(describe_error(error))
     return CRASHED if is_transient(error) or os.environ.get(RESTARTED) else DO_NOT_RESTART

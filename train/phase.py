@@ -1,10 +1,10 @@
-"""Build what a phase of precision.schedule trains with: the model, its checks, the FP8 scales and the engine.
+"""Build and check the model of a precision.schedule phase, calibrate its FP8 scales, and build its engine.
 
 `resolve_auto` applies precision.auto to a run, before its first phase.
 
 A phase begins at the start of a run, when the next step has another precision, and when a module falls back to a safer
-recipe (precision.on_trouble). Its model, engine and precision never change. All ranks must call the functions at the
-same points.
+recipe (precision.on_trouble). The model, engine and precision of a phase never change. All ranks must call the
+functions at the same points.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StartupReport:
 
 @dataclass(frozen=True)
 class Phase:
-    """The parts that a Trainer trains with."""
+    """The model, engine and settings with which a Trainer trains one phase of precision.schedule."""
 
     number: int  # index in precision.schedule; 0 without a schedule
     args: TrainingArguments  # the arguments of this phase
@@ -416,7 +416,7 @@ def calibrate_scales(
 
 
 def bf16_gradients(args: TrainingArguments, config: MistralConfig, *micro_batch: Any) -> Gradients:
-    """Return `decoder_gradients` of new weights in bf16, in CPU memory. Recomputation limits the GPU memory."""
+    """Return the gradients of a newly initialized bf16 model (see `decoder_gradients`), in CPU memory."""
     section = PrecisionConfig(compute="bf16", backend=args.precision.backend)
     in_bf16 = replace(args, precision=section, gradient_checkpointing=True)
     model = build_configured_model(in_bf16, copy.deepcopy(config), Precision(in_bf16.precision))

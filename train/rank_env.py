@@ -129,7 +129,7 @@ def check_only_node(environment: Mapping[str, str] = os.environ) -> None:
     """Check that no environment variable describes this node as one of several.
 
     Raises:
-        LauncherError: A variable does. Each node would train a separate model.
+        LauncherError: A variable describes several nodes, each of which would train a separate model.
     """
     _check_absent(
         NODE_VARIABLES,
@@ -195,7 +195,7 @@ def _check_torch_variables(environment: Mapping[str, str]) -> None:
 
 
 def _check_absent(smallest: Mapping[str, int], environment: Mapping[str, str], text: str, code: str) -> None:
-    """Check that no variable is as large as its number in `smallest`, which would show several processes or nodes."""
+    """Check that no variable reaches its value in `smallest`, which would indicate several processes or nodes."""
     numbers = {name: _number(environment.get(name, "").rpartition(":")[2], 0) for name in smallest}
     if found := [name for name, least in smallest.items() if numbers[name] >= least]:
         values = ", ".join(f"{name}={environment[name]}" for name in found)

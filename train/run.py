@@ -1,4 +1,4 @@
-"""Run a training from start to export. Read from top to bottom.
+"""Run a training from start to export. Read this file from top to bottom.
 
 run -> run_training -> start_run -> build_phase (phase.py) -> Trainer.fit (trainer.py) -> export_last
 
@@ -160,7 +160,7 @@ def start_run(args: TrainingArguments, inputs: Inputs, watchdog: Watchdog) -> tu
     """Run the preflight checks and build the first phase, without writing to the run folder.
 
     Returns:
-        What the run has read, its position, and the phase of its next step.
+        The arguments, files and data of the run; its position; and the phase of its next step.
 
     Raises:
         PreflightError: The software, files or configuration of the ranks differ, or the gradients of the first step are
@@ -187,7 +187,7 @@ def start_run(args: TrainingArguments, inputs: Inputs, watchdog: Watchdog) -> tu
 
 
 def build_next_phase(run: Run, state: RunState, checkpoint: Path | None) -> Phase:
-    """Build the phase of the next step from the last checkpoint, after the memory of the last phase is freed."""
+    """Free the memory of the previous phase, and build the phase of the next step from the last checkpoint."""
     with Watchdog(run.args.hang_timeout_s) as watchdog:
         watchdog.set_position("freeing model and engine")
         free_memory()
@@ -200,7 +200,7 @@ def describe_change(
     """Return the entry for run.json that describes a new phase, and log it.
 
     Args:
-        before: The number of the last phase. It does not change if a module fell back to a safer recipe.
+        before: Index of the previous phase. It equals that of `phase` if a module fell back to a safer recipe.
     """
     is_new_phase = phase.number != before
     change = describe_phase(args.precision, phase.number) if is_new_phase else "precision.on_trouble"

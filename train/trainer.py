@@ -154,7 +154,7 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Path of the checkpoint of the current step, or None if save_strategy is "no"."""
+        """Return the path of the checkpoint of the current step, or None if save_strategy is "no"."""
         if self.state.step == self.phase.first_step:
             return self.phase.first_checkpoint
         return (

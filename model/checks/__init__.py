@@ -1,4 +1,4 @@
-"""What guards FP8 in a training run.
+"""Checks of FP8 before and during a training run.
 
 - startup.py: checks before the first step that the modules run FP8 and that attention is right.
 - numerics.py: compares loss and gradients of a one-layer model with float32.

@@ -128,8 +128,9 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 
 
 def pause_counting() -> AbstractContextManager[None]:
-    """Do not count GEMMs inside this context manager, for example those of an operation in several parts, after the
-    first.
+    """Return a context manager in which GEMMs are not counted.
+
+    An operation that runs in several parts uses it for all parts except the first.
     """
     return pushed(_counting, None)
 

@@ -70,7 +70,7 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
 
 
 def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
-    """Report an operand that `module` quantizes itself or that is quantized for it, without an intercepted quantizer.
+    """Pass an operand of `module` to the active callback if its quantization is not intercepted.
 
     Args:
         operand: operand number (0 input, 1 weight, 2 output gradient), plus 3 for the second GEMM of the module.

@@ -53,7 +53,7 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 
 
 def reduce_amaxes(state: dict[str, torch.Tensor]) -> None:
-    """Set each amax to the largest and each scale to the smallest of all ranks.
+    """Replace each amax with its maximum over all ranks, and each scale with its minimum.
 
     Transformer Engine can reduce amaxes after every forward and backward pass, but then all ranks wait for the slowest
     one in every pass. Training calls this function once per optimizer step. In between, each rank uses its own scales

@@ -19,7 +19,7 @@ FUSED_SWIGLU, PACKED_SWIGLU = "fused_swiglu", "packed_swiglu"
 
 
 def apply() -> dict[str, Any]:
-    """Patch Transformer Engine, and return the members of its namespace that are defined here (see te_backend.load)."""
+    """Patch Transformer Engine, and return this file's members of the namespace from te_backend.load, by name."""
     utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
     _fuse_residual_gradients()
     fused = False
@@ -67,7 +67,7 @@ def _read_weights(module: Any, readers: Sequence[Reader]) -> None:
 
 
 def _read_or_quantize(quantizer: Any, read: Reader, weight: torch.Tensor, **options: Any) -> Any:
-    """Replace the method `quantize` of a quantizer: return the FP8 weight from `read` if it has one."""
+    """Return the FP8 weight from `read`, or quantize `weight` if `read` returns None."""
     stored = read(weight)
     if stored is None:
         return type(quantizer).quantize(quantizer, weight, **options)

@@ -27,7 +27,7 @@ PROGRAMS = 2048
 
 @triton.jit
 def _head_gains(q_norm, k_norm, head, channel, fits, N: tl.constexpr, K: tl.constexpr):
-    """Return the norm weight of each head and channel as float32: of q, of k, and 1 for v."""
+    """Return the norm weight for each head and channel as float32. It is 1 for the heads of v."""
     of_q = tl.load(q_norm + channel, mask=fits, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + channel, mask=fits, other=0.0).to(tl.float32)
     return tl.where(head < N, of_q, tl.where(head < N + K, of_k, 1.0))
@@ -68,7 +68,7 @@ def _rotate_heads(
     NORMS: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Split one token's packed QKV into heads and rotate q and k. With NORMS, they pass RMSNorm before.
+    """Split one token's packed QKV into heads and rotate q and k, with NORMS after applying RMSNorm to them.
 
     With BACKWARD (without NORMS), rotate the gradients back and pack them.
 

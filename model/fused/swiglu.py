@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up, in one kernel and both gradients in another. torch needs two launches and five."""
+"""SwiGLU, silu(gate) * up, with one kernel for the forward pass and one for both gradients (torch: two and five)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _pack(x, codes, scales, m, f, M, F, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def _unpack(packed, m, f, M, F, PITCH, GROUP: tl.constexpr):
-    """Load a block of gate and a block of up from the packed input. All `f` must be in one group."""
+    """Load a block of gate and a block of up from the packed input. All columns `f` must be in one group."""
     groups = tl.cdiv(F, GROUP)
     codes = packed + m.to(tl.int64)[:, None] * PITCH
     scales = (codes + 2 * F).to(tl.pointer_type(tl.float32)) + tl.min(f, axis=0) // GROUP

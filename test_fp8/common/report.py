@@ -167,7 +167,7 @@ def table(results: Sequence[Result], columns: Columns) -> str:
 
 
 def plain_labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Return a label for each benchmark case: its plain name, followed by the case's name if others have the same one.
+    """Return a label for each benchmark case: its plain name, followed by the case's name if it is not unique.
 
     names: maps the names of the cases to plain names, such as "te_layer, FP8 delayed, AdamW".
     """

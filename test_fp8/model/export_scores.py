@@ -21,7 +21,7 @@ BLOCK = 128
 
 
 def score_with_vllm(folder: str, texts: list[str], new: int) -> list[dict[str, Any]]:
-    """Return the token ids of each text, its greedy continuation by `new` tokens, and all log-probabilities."""
+    """Return the token ids of each text, its greedy continuation by `new` tokens, and the log-probabilities of both."""
     # torch.cuda must not be used before this import, because the engine of vLLM runs in a fork of this process
     from vllm import LLM, SamplingParams
 
@@ -77,8 +77,9 @@ def score_with_transformers(folder: str, texts: list[str], scored: list[dict[str
 def load(folder: str, exact: bool) -> Any:
     """Load a model in float32 with its stored weights, or in bf16 with FP8 activations if the weights are in FP8.
 
-    compressed-tensors runs FP8 kernels for bf16. For block scaling, transformers downloads its kernels. So this
-    function dequantizes the weights, which is exact in bf16, and rounds the activations of each FP8 matrix.
+    With one scale per row, compressed-tensors runs FP8 kernels. With block scaling, transformers would download
+    kernels. This function instead dequantizes the weights, which is exact in bf16, and rounds the activations of each
+    FP8 matrix.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -292,12 +292,12 @@ def remove_unfinished(path: Path) -> None:
 
 
 def excess_checkpoints(paths: list[Path], keep: int, keep_every: int) -> list[Path]:
-    """Return the checkpoints that a run deletes.
+    """Return the checkpoints to delete after a save.
 
     Args:
         paths: all checkpoints, sorted by step.
         keep: number of recent checkpoints to keep, or 0 to keep all.
-        keep_every: the checkpoints of steps that are multiples of this number are also kept. 0 has no effect.
+        keep_every: checkpoints whose step is a multiple of this number are also kept. 0 has no effect.
     """
     return [path for path in paths[:-keep] if not keep_every or parse_step(path) % keep_every]
 

@@ -124,12 +124,12 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save has begun and `finish` has not been called yet. The value is the same on all ranks."""
+        """Return whether a save has begun and `finish` has not been called yet. The result is the same on all ranks."""
         return self._job is not None
 
     @property
     def busy(self) -> bool:
-        """Whether the save thread of this rank is still writing, so that `finish` would have to wait."""
+        """Return whether the save thread of this rank is still writing, so that `finish` would have to wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: RunState, background: bool) -> None:

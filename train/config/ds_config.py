@@ -297,7 +297,7 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 
 
 def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
-    """Return the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
+    """Return the name of the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
 
     With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. However,
     Transformer Engine's backward pass still needs these weights. ZeRO 3 frees the weights of a leaf module only after

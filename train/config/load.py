@@ -288,7 +288,8 @@ def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
 def _take_value(key: str, words: list[str]) -> str:
     """Return the value of the option `--key`, and remove this value from the start of `words`.
 
-    A boolean option without a value is true, also if it has other values with a name.
+    A boolean option can be passed without a value and is then "true". This also applies to gradient_checkpointing,
+    which accepts "mlp" in addition to booleans.
     """
     accepted = options(node_at(key.split(".")) or {})
     names = [option["const"] for option in accepted if "const" in option]

@@ -65,7 +65,7 @@ class TextEncoder:
         sha256: hash of the first file when it was loaded.
         encode_batch: function that encodes texts to ids, without BOS and EOS.
         decode: function that decodes ids without BOS and EOS to text.
-        piece: function that returns the name of an id in the vocabulary.
+        piece: function that converts an id to its piece, the entry in the vocabulary.
         markers: function that returns the Markers.
 
     Raises:
@@ -165,9 +165,9 @@ class TextEncoder:
         ]
 
     def text_bytes(self, inputs: np.ndarray, labels: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of text that the labels stand for.
+        """Return the size of the text that the labels encode, in UTF-8 bytes.
 
-        A token that is only a part of a character counts only its own bytes.
+        If a character consists of several tokens, each token counts only its own bytes.
 
         Args:
             inputs: the token before each label, int64 [n].
@@ -180,7 +180,7 @@ class TextEncoder:
         )
 
     def _count_bytes(self, token: int, is_first: int) -> int:
-        """Return the number of UTF-8 bytes of a token at the start (is_first 1) or inside (0) of a text."""
+        """Return the number of UTF-8 bytes of a token at the start of a text (is_first 1) or inside it (0)."""
         if token in (self.bos_id, self.eos_id):
             return 0
         piece, alone = self.piece(token), self.decode([token])
@@ -292,15 +292,15 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
 
 
 def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> None:
-    """Check that the token ids of prepared data mean the same for a model.
+    """Check that prepared data can be used with a model's tokenizer.
 
-    The tokenizers may be stored in different files. Their ids are compared by decoding a piece of the data with both.
+    If the tokenizer files differ, a piece of the data is decoded with both tokenizers, and the texts are compared.
     If there is no tokenizer in `folder`, a warning is logged.
 
     Args:
         data: folder with prepared data.
         folder: folder with the model's tokenizer.
-        key: what to report as the key of the error.
+        key: configuration key or option to report in the error.
 
     Raises:
         DataError: if the ids differ, or the data or a tokenizer cannot be read.

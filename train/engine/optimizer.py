@@ -125,8 +125,8 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     """Make Muon orthogonalize the matrices in fused parameters separately: q, k and v, and gate and up.
 
     The function replaces DeepSpeed's `muon_update`, which receives fused parameters without their names. The
-    replacement identifies each parameter by its position in the sequence of calls, which is the same in every step. So
-    call this function before the first step of an engine. Checkpoints still contain the fused parameters.
+    replacement identifies each parameter by its position in the sequence of calls, which is the same in every step.
+    Therefore, call this function before the first step of an engine. Checkpoints still contain the fused parameters.
 
     An update launches about a hundred kernels. Neighboring matrices of the same shape in a parameter therefore share
     one update. On a GPU, a CUDA graph launches the updates of a parameter, and parameters of the same shape share it.
@@ -153,10 +153,11 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def orthogonalize_flat_gradients(engine: Any) -> None:
-    """Make Muon orthogonalize whole matrices with ZeRO 2, where its tensors and gradients are flat.
+    """Make Muon orthogonalize whole matrices with ZeRO 2, which stores its weights and gradients in flat tensors.
 
-    DeepSpeed has reduced and clipped the gradients before it calls the optimizer, which takes a flat gradient for an
-    update. Matrices that are split between ranks are exchanged, and each of these ranks computes the same update.
+    Without this function, Muon would use flat gradients as updates without orthogonalizing them. Gradients are already
+    reduced and clipped at this point. Ranks that share a matrix exchange their parts, and each computes the whole
+    update.
     """
     optimizer = base_optimizer(engine)
     step, parts = optimizer.step, list(matrix_parts(engine))

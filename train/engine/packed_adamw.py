@@ -1,8 +1,10 @@
-"""AdamW with less memory (precision.optimizer_states) for the partitions of DeepSpeed's BF16_Optimizer.
+"""AdamW with packed optimizer states (precision.optimizer_states), for DeepSpeed's BF16_Optimizer.
 
-    fp32             12 bytes per parameter: a float32 weight and two float32 moments (torch's AdamW)
-    bf16_remainder    6: the model's bf16 weight and 16 more bits give the float32 weight; bf16 moments (float32: 10)
-    int8, fp8         4.03: the same weight; moments in torchao's 8 bits, with a scale for each block of 256
+Bytes per parameter, in addition to the bf16 weight of the model:
+
+    fp32             12      a float32 weight and two float32 moments (torch's AdamW)
+    bf16_remainder    6      the 16 bits of a float32 weight that bf16 lacks, and two bf16 moments (10 if float32)
+    int8, fp8         4.03   the same 16 bits, and two 8-bit moments with a scale for each block of 256 (torchao)
 
 A step decodes `STATE_CHUNK` elements at a time, updates them with torch's AdamW in float32, and encodes them again. The
 float32 weights are exact.

@@ -2,15 +2,15 @@
 
 ZeRO 3 stores a part of each bf16 weight on each rank, and gathers the whole weight for each forward and backward pass.
 A module that runs FP8 then quantizes the weight. With one scale per tensor, quantization is element-wise: if each rank
-quantizes its part with the same scale, the gathered bytes are those of the quantized weight. So half as many bytes are
-sent.
+quantizes its part with the same scale, the gathered bytes are those of the quantized weight. This halves the
+communication.
 
     quantize      once per step: amaxes (largest magnitudes) over all ranks, scales, and the bytes of each rank's part
     gather        in each pass, when DeepSpeed asks for the weights: one all-gather per weight, into its final place
     read          the module reads the bytes in its forward and backward pass, where it would quantize the weight
 
-While gathered, a parameter has its usual shape and data type, but its memory is that of the bytes. All its strides are
-0. Only `read` may look at its values.
+A gathered parameter keeps its shape and data type, but its memory contains the FP8 bytes, and all of its strides are 0.
+Only `read` may access its values.
 
 This file uses private attributes of DeepSpeed 0.19.8 (runtime/zero/partition_parameters.py).
 """
@@ -71,11 +71,11 @@ class _Weight:
 
 
 class WeightGather:
-    """Replaces the gather of FP8 weights in an engine with ZeRO 3. Build one for a new engine.
+    """Gathers the FP8 weights of a new ZeRO 3 engine in 8 bits, in place of DeepSpeed's gather in bf16.
 
-    The model's argument `is_first_microbatch` decides when weights are quantized, as in Transformer Engine: False
-    reuses the bytes of the last call; True and None quantize. So bytes never outlive a change of weights or scales by a
-    step, a skipped step, a rollback or an evaluation.
+    As in Transformer Engine, the model's argument `is_first_microbatch` determines when weights are quantized: True and
+    None quantize them, and False reuses the bytes of the last call. The first micro-batch after a step, a skipped step,
+    a rollback or an evaluation therefore uses the current weights and scales.
     """
 
     def __init__(self, engine: Any, precision: Precision):
@@ -107,7 +107,7 @@ class WeightGather:
         self.weights += weights
 
     def _replace_gather(self, engine: Any) -> None:
-        """Replace the function with which DeepSpeed gathers the weights of the next modules."""
+        """Replace DeepSpeed's function that gathers the weights of the next modules."""
         by_id = {weight.parameter.ds_id: weight for weight in self.weights}
         gather_others = next(engine.module.parameters()).all_gather_coalesced
 
@@ -191,7 +191,7 @@ class WeightGather:
             )
 
     def _gather(self, weight: _Weight) -> AllGatherHandle:
-        """Start to gather the bytes of a weight."""
+        """Start gathering the bytes of a weight, and return the handle that waits for them."""
         parameter, part = weight.parameter, weight.codes
         size = part.numel() * dist.get_world_size(parameter.ds_process_group)
         if self.quantized is not None:

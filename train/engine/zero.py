@@ -41,10 +41,10 @@ from train.engine.packed_adamw import MOMENTS, PackedAdamW
 
 
 def enum_member(enum: type[Enum], name: str) -> Enum:
-    """Return a member of an enum.
+    """Return the member `name` of an enum, in place of getattr in pickled enum members.
 
-    Early releases of Python 3.11, such as 3.11.2 of Debian 12, pickle a member as a call of getattr. Because getattr is
-    not safe to load, this function replaces it.
+    Early releases of Python 3.11, such as 3.11.2 of Debian 12, pickle a member as a call of getattr, which is not safe
+    to allow when loading a file.
     """
     return enum[name]
 
@@ -259,7 +259,7 @@ class MatrixPart:
     Attributes:
         parameter: the whole matrix.
         flat: the 1-D tensor that stores this rank's part (see `Master`).
-        of_flat, of_matrix: this part in `flat` and in the flat matrix. Empty if this rank has no part.
+        of_flat, of_matrix: this part's range in `flat` and in the flattened matrix. Empty if this rank has no part.
         is_split: whether several ranks store parts of the matrix.
     """
 

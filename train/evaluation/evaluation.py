@@ -62,7 +62,8 @@ def score(
         scored: Function called after each batch with the number of predicted tokens.
 
     Returns:
-        The sums for each source, float64 [number of sources, 5], and log lines about the GEMMs that ran.
+        The sums for each source, float64 [number of sources, 5], with the columns LOSS, TEXT_LOSS, TOKENS, BYTES and
+        DOCUMENTS; and log lines about the GEMMs that ran.
 
     Raises:
         EvaluationError: If a loss is not finite, or a token id is not in the vocabulary.
@@ -113,7 +114,7 @@ def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
 
 
 def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source) -> np.ndarray:
-    """Return the sums of losses, tokens and bytes for one row of a batch.
+    """Return the columns of `score` for one row of a batch, float64 [5], with 0 documents.
 
     Args:
         losses: Loss of each predicted token in nats, [n].

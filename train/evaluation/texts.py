@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     Attributes:
         batch: The token ids and labels.
         sources: Index of the data source of each row.
-        documents: Number of documents that each row counts, or NaN if the rows are a sample of the data.
+        documents: Number of documents to count for each row, or NaN if the rows are a sample of the data.
     """
 
     batch: Batch

@@ -102,9 +102,9 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 
 
 def head_bytes(s: Setting) -> float:
-    """Return the size of the tensors that the lm_head and the loss write until the start of the backward pass.
+    """Return the size of the tensors of lm_head and loss at the start of the backward pass, in bytes per token.
 
-    In bytes per token. Most of it is for the logits.
+    The logits take most of this memory.
     """
     H, _, _, _, V = layer_widths(s.sizes)
     if not s.args.speed.fused_cross_entropy:
@@ -132,7 +132,7 @@ def _buckets(s: Setting) -> float:
 
 
 def _muon_elements(s: Setting) -> list[int]:
-    """Return the number of elements for each shape of the parameters that Muon updates."""
+    """Return the number of elements in each kind of parameter that Muon updates, or [] without Muon."""
     if s.args.optim != "muon":
         return []
     H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741

@@ -1,4 +1,4 @@
-"""Startup checks, which refuse a run that cannot work before its first step.
+"""Startup checks, which run before the first step and refuse a run that cannot work.
 
 The following modules run before the ranks start and do not need torch. train/launch.py calls them, or train/train.py if
 another launcher is used.

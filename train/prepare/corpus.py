@@ -118,7 +118,7 @@ class Source:
 
     @property
     def is_text(self) -> bool:
-        """Whether the file is plain text or source code, as opposed to records with a text key."""
+        """Return whether the file is plain text or source code, as opposed to records with a text key."""
         return _uncompressed_name(self.kind) in TEXT_SUFFIXES
 
 

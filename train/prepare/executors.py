@@ -165,7 +165,7 @@ def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> N
 
 
 def run_share(job: str) -> None:
-    """Run the share of this process, one of several that `run_slurm` started, with the tasks in the file `job`."""
+    """Run this process's share of the tasks in the file `job`, which `run_slurm` wrote."""
     pipeline, folder, ranks = pickle.loads(Path(job).read_bytes())
     rank_env.export_torch_variables()
     rank, world = rank_env.rank(), rank_env.world_size()

@@ -319,7 +319,7 @@ def build_index(options: StepOptions, folder: Path) -> None:
 
     The index contains the sorted n-gram hashes and, for each hash, the number of the file that contains the n-gram. A
     report lists for each file the number of texts, of texts too short for an n-gram (which are ignored), and of
-    distinct n-grams. The same files give the same bytes.
+    distinct n-grams. The output is reproducible byte for byte.
 
     Raises:
         DataError: if a file cannot be read, or all of its texts are too short.
