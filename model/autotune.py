@@ -61,9 +61,9 @@ def cuda_ms(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
-    """Restore random generators, FP8 state and attention backend on exit from this context manager.
+    """Context manager that restores random generators, FP8 state and attention backend on exit.
 
-    GPU memory is also freed.
+    It also frees GPU memory.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -272,7 +272,7 @@ def measure_steps(
         for backend, compute, graphs in product(backends, computes, task.graph_modes())
     }
     models = list(product(backends, computes))
-    # visit the models in both directions, because a GPU slows down while it warms up
+    # measure in both orders, because a GPU slows down while it warms up
     for backend, compute in [*models, *models[-2::-1]]:
         precision = task.resolved(compute)
         choose_attention(backend, task.variant, precision, task.config, task.document_mask)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The list of pieces is padded to a power of two, at least this many: attention backends plan for each shape, and a CUDA
-# graph has a fixed one.
+# Minimum length of the list of pieces. The list is padded to a power of two, because attention backends plan for each
+# shape and a CUDA graph has a fixed shape.
 FEWEST_PIECES = 32
 
 

@@ -111,7 +111,7 @@ class _Head(torch.autograd.Function):
 def _gradients(
     ctx: Any, gradient: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, into: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the hidden states and of the weight, or add the latter to `into`."""
+    """Return the gradients of the hidden states and of the weight. For `into`, see `fp8_gradients`."""
 
     def note(operand: int, matrix: torch.Tensor, made: Any) -> None:
         report_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)

@@ -193,7 +193,7 @@ def differences(
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
-    """Return the weights to serve in FP8 for a model that was not trained in FP8 with Transformer Engine.
+    """Return the names of the weights to serve in FP8, for a model not trained in FP8 with Transformer Engine.
 
     These are the weights of all Linear modules except lm_head and the modules that a torchao run kept in bf16.
     """
@@ -207,7 +207,7 @@ def linear_names(hf_model: nn.Module) -> list[str]:
 
 
 def quantize_by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
-    """Quantize the weights in `names` to FP8 with one scale per row.
+    """Quantize the weights `names` to FP8 with one scale per row, and return only these weights, keyed by name.
 
     Raises PrecisionError if a weight is not finite.
     """
@@ -217,7 +217,7 @@ def quantize_by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
 
 
 def _module_matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the name and weight of each GEMM in a module, in execution order."""
+    """Return a pair (name, weight) for each GEMM in a module, in execution order."""
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 
 

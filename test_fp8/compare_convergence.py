@@ -177,7 +177,7 @@ def by_step(records: Sequence[Result], key: str) -> dict[int, float]:
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Pair each record with the cumulative training time up to its step, in seconds, excluding evaluations and saves.
+    """Return pairs (training time up to the record's step in seconds, record), excluding evaluations and saves.
 
     A log interval with less than half of the median speed is assumed to include compilation or graph capture. Its time
     is therefore estimated from the median speed.
@@ -311,7 +311,7 @@ def make_result(case: Case, config: Any, own: list[Result], base: list[Result], 
 
 
 def difference_band(curves: Result) -> tuple[list, ...]:
-    """Return lists to plot: steps, training loss differences, and their bounds (two standard errors)."""
+    """Return lists to plot: steps, training loss differences, and lower and upper bounds (two standard errors)."""
     means = curves["difference_percent"]
     errors = [2 * (error or 0) for error in curves["difference_standard_error"]]
     bounds = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
@@ -319,7 +319,7 @@ def difference_band(curves: Result) -> tuple[list, ...]:
 
 
 def late_losses(curves: Result) -> tuple[list, list]:
-    """Return lists to plot: minutes of training and evaluation losses, without the steep first fifth of the run."""
+    """Return lists of training times (minutes) and evaluation losses to plot, without the first fifth of the run."""
     begin = len(curves["eval_loss"]) // 5
     return [seconds / 60 for seconds in curves["eval_seconds"][begin:]], curves["eval_loss"][begin:]
 

@@ -112,7 +112,7 @@ def nearest_existing_path(path: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """Resolve the path of a data folder given in a configuration.
+    """Return the resolved path of a data folder given in a configuration.
 
     A relative path is resolved against the current working directory or, if nothing exists there, against the root of
     the repository.

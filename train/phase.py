@@ -275,7 +275,7 @@ def build_model_and_precision(
     checkpoint: Path | None = None,
     fallbacks: dict[str, str] | None = None,
 ) -> tuple[nn.Module, Precision]:
-    """Build the model on this rank's device with the configured attention backend.
+    """Build the model on this rank's device with the configured attention backend, and return it with its precision.
 
     Args:
         args: The arguments of one phase.
@@ -436,7 +436,7 @@ def build_engine_and_resume(
     state: RunState,
     checkpoint: Path | None,
 ) -> tuple[Any, MicroStep]:
-    """Build the DeepSpeed engine and load the checkpoint into it.
+    """Build the DeepSpeed engine and its `MicroStep`, and load the checkpoint into the engine.
 
     Args:
         args: The arguments of one phase.

@@ -246,7 +246,7 @@ def seed_generators(args: TrainingArguments) -> None:
 
 
 def open_run(args: TrainingArguments, inputs: Inputs, train: SampleStream, watchdog: Watchdog) -> Run:
-    """Collect what all phases use: the configurations, the data, and the loss of a unigram model.
+    """Return the `Run` that all phases use: the configurations, the data, and the loss of a unigram model.
 
     With data.verify, each rank verifies its share of the shards.
 

@@ -129,7 +129,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parse_quantize(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to quantize(tensor, quantizer, optional output, ...) -> output.
+    """Parse a call to quantize(tensor, quantizer, optional output, ...) -> output, as described at `_CASTING`.
 
     A cached weight has its own quantizer, so the address of the quantizer identifies the weight.
     """
@@ -139,12 +139,12 @@ def _parse_quantize(arguments: Any, result: Any) -> Any:
 
 
 def _parse_bias_gradient(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized)."""
+    """Parse a call to bgrad_quantize(tensor, quantizer) -> (bias gradient, quantized), as described at `_CASTING`."""
     return _parse_quantize(arguments, result[1])
 
 
 def _parse_rms_norm(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to rmsnorm_fwd.
+    """Parse a call to rmsnorm_fwd, as described at `_CASTING`.
 
     The signature is rmsnorm_fwd(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse RMS [M]).
     """
@@ -155,7 +155,7 @@ def _parse_rms_norm(arguments: Any, result: Any) -> Any:
 
 
 def _parse_swiglu(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to swiglu(x [M, 2 F], quantizer) -> quantized [M, F].
+    """Parse a call to swiglu(x [M, 2 F], quantizer) -> quantized [M, F], as described at `_CASTING`.
 
     M is the number of rows and F the number of features.
     """
@@ -164,9 +164,9 @@ def _parse_swiglu(arguments: Any, result: Any) -> Any:
 
 
 def _parse_swiglu_gradient(arguments: Any, result: Any) -> Any:
-    """Extract the operand from a call to dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F].
+    """Parse a call to dswiglu(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F].
 
-    x can also be packed (model/fused/swiglu_fp8.py).
+    The result is described at `_CASTING`. x can also be packed (model/fused/swiglu_fp8.py).
     """
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
@@ -184,8 +184,8 @@ _KERNELS = (
     "transformer_engine.pytorch.cpp_extensions",
     "model.fused.swiglu_fp8",
 )
-# For each kernel that creates FP8 operands, a function of its arguments and result that returns (quantizer, weight key,
-# Source.kind, Source.parts, result), or None if the call created no FP8 operand.
+# For each kernel that creates FP8 operands, a function that parses the arguments and the result of a call. It returns
+# (quantizer, weight key, Source.kind, Source.parts, quantized tensor), or None if the call created no FP8 operand.
 _CASTING: dict[str, Callable[[Any, Any], Any]] = {
     "quantize": _parse_quantize,
     "bgrad_quantize": _parse_bias_gradient,

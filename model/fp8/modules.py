@@ -35,8 +35,8 @@ class FP8Report:
 
     Attributes:
         planned: names of the modules planned to run FP8.
-        kept: the modules that do not run FP8, with the reason.
-        fallbacks: the modules in `planned` that use a fallback, with its name.
+        kept: {module name: reason} for the modules that do not run FP8.
+        fallbacks: {module name: fallback} for the modules in `planned` that use a fallback.
     """
 
     planned: list[str]
@@ -58,7 +58,7 @@ class FP8Report:
 
 
 def group_by_value(items: dict[str, str]) -> dict[str, list[str]]:
-    """Group the keys of a dictionary by their value."""
+    """Return a dictionary from each value in `items` to its keys."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)

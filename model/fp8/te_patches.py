@@ -226,7 +226,7 @@ def _recompute_swiglu(reference: Any, kernels: Any, F: int, saved: list[Any]) ->
 
 @lru_cache
 def _swiglu_in_fp8_works() -> bool:
-    """Check that the compiled FP8 SwiGLU kernels are correct, because some compilers transpose bytes wrongly.
+    """Return whether the compiled FP8 SwiGLU kernels are correct. Some compilers transpose bytes wrongly.
 
     The check runs once per process, before the first FP8 pass.
     """

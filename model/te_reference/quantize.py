@@ -148,7 +148,7 @@ class QuantizedMatrix:
 
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:
-    """Quantize a matrix with a given float32 scalar scale, for delayed and current scaling."""
+    """Quantize a matrix with a float32 scalar `scale`, and return the FP8 codes and the inverse scale."""
     return scaled_cast(x, scale, dtype), scale.reciprocal()
 
 

@@ -392,7 +392,7 @@ def first_loss(
 def time_steps(
     engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
-    """Time whole optimizer steps. The steps run in the same way as in train.py."""
+    """Time whole optimizer steps, which run as in train.py, and return the values for the report."""
     samples = arguments.per_device_train_batch_size
     batch = Batch(*(t[:samples].contiguous() for t in conditions.batch[:2]))
     micro_step = MicroStep(engine, precision, arguments)

@@ -141,9 +141,10 @@ def decode_with_transformers(
 def decode_with_vllm(
     options: argparse.Namespace, config: Any, prompts: list[torch.Tensor], environment: Mapping[str, str]
 ) -> list[Result]:
-    """Decode with vLLM, in FP8 (the format of train/export.py with one scale per row) and in bf16.
+    """Measure decoding with vLLM in FP8 (one scale per row, as in train/export.py) and in bf16.
 
-    The result for each batch size is that of the fastest of VLLM_SETTINGS. Settings that fail are skipped.
+    Returns one result per precision and batch size, measured with the fastest of VLLM_SETTINGS. Settings that fail are
+    skipped.
     """
     script = Path(__file__).with_name("vllm_decoding.py")
     results = []

@@ -331,7 +331,7 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
 def measure_case(
     arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
 ) -> Result:
-    """Measure the training steps of a case with Megatron-Core for one round.
+    """Measure the training steps of a case with Megatron-Core for one round, and return the values for the report.
 
     Raises Unavailable if Megatron-Core cannot run, and DifferentModel if the model, the GEMMs or the attention are not
     as configured.

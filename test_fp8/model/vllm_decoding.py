@@ -22,7 +22,7 @@ PROFILED_STEPS = 64
 
 
 def measure(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure the duration of a decoding step and, if the engine runs in this process, of its GPU kernels.
+    """Measure the seconds per decoding step of each batch and, if the engine runs in this process, of its GPU kernels.
 
     request: "model" (a folder with a config.json; the weights are random), "prompts" (for each batch, the token ids of
     its prompts, all of the same length), "cache" (length of the KV cache per sequence, in tokens) and "rounds" (number

@@ -484,7 +484,7 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
     Raises:
         DataError: if none of the folders contains the tokenizer used in training.
     """
-    # here, because inspect_checkpoint.py works without numpy
+    # imported here, because inspect_checkpoint.py works without numpy
     from train.data.encoder import TOKENIZER_FILES
     from train.data.format import TOKENIZER_FOLDER, DataError
 

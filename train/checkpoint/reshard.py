@@ -261,7 +261,7 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
 
 def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
-    """Gather the float32 weights of a ZeRO 3 checkpoint from the optimizer files of all ranks, by parameter name.
+    """Return the float32 weights of a ZeRO 3 checkpoint by parameter name, read from the optimizer files of all ranks.
 
     Raises:
         CheckpointError: if a file is missing, unreadable or incomplete.
@@ -381,7 +381,7 @@ def convert_load_errors(file: Path) -> Iterator[None]:
 
 
 def merge_fp8_states(path: Path, world: int) -> dict[str, torch.Tensor]:
-    """Merge the FP8 states that the ranks saved in a checkpoint.
+    """Merge the FP8 states that the ranks saved in a checkpoint, and return one state in the same format.
 
     With delayed scaling, the ranks reduce their amax values. Their FP8 states are therefore equal, except for the first
     row of each amax history: each rank collects its own values in this row until the next reduction. The merged row is

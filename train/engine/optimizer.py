@@ -47,7 +47,7 @@ def parameter_groups(
     The learning rate of a group is multiplied by its `lr_scale`, if it has one. Its weight decay is divided by it,
     because the optimizer multiplies the weight decay by the learning rate of the group.
 
-    Parameters are grouped by shape and position in the model, not by name. So fused weights decay like their parts. A
+    Parameters are grouped by shape and position in the model, not by name. Fused weights thus decay like their parts. A
     tied weight appears once. Parameters without a gradient and empty groups are omitted.
     """
     layers: Any = model.model.layers.parameters() if optim == "muon" else ()

@@ -135,7 +135,7 @@ class MicroStep:
         """Run one micro-batch and return its detached mean loss, without waiting for the GPU.
 
         With a document mask, the last token of each document has no label. The loss is then the sum over all labels,
-        divided by the number of all tokens in the micro-batch. So each label has the same weight in the gradients, in
+        divided by the number of all tokens in the micro-batch. Each label thus has the same weight in the gradients, in
         every micro-batch and on every rank.
 
         Args:

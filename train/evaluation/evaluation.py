@@ -128,7 +128,7 @@ def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source
 
 
 def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
-    """Compute the results for each data source and in total from the sums of `score`.
+    """Return {source name: result} and the total result, computed from the sums of `score`.
 
     A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
     are counted in the input text if it is known, or else in the tokens. If there are no bytes, `bytes` and
@@ -188,7 +188,7 @@ def join_ranks() -> tuple[int, int]:
 
 
 def plan_evaluation(args: argparse.Namespace) -> Plan:
-    """Plan the evaluation from the parsed command line of evaluate.py.
+    """Return the model, precision and batch shape for the parsed command line of evaluate.py.
 
     Raises:
         ValueError, UserError: If there is no model, or the options are incompatible with the model.

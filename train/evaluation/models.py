@@ -131,7 +131,7 @@ class Plan:
         return trained_tokenizer(self.path, self.state)
 
     def build(self) -> tuple[nn.Module, Precision]:
-        """Build the model in evaluation mode and load its weights.
+        """Build the model in evaluation mode, load its weights, and return the model and its precision.
 
         With delayed scaling, the model uses the FP8 scales that rank 0 used in training.
 

@@ -270,7 +270,7 @@ class Documents:
 def make_batches(
     rows: Iterator[Row], size: int, length: int, multiple: int, document_mask: bool = False
 ) -> Iterator[Rows]:
-    """Arrange rows in batches of similar lengths. For the arguments, see `Documents`."""
+    """Yield batches of rows with similar lengths. For the arguments, see `Documents`."""
     while some := list(itertools.islice(rows, SORT_BATCH * size)):
         some.sort(key=lambda row: len(row.tokens))
         while some:

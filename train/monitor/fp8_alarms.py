@@ -13,10 +13,11 @@ Alarms are logged, counted, and saved in checkpoints. With precision.on_trouble 
 
     delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
 
-Gradients may jump for one step. So an operand above its limit is checked again in the next step. The module falls back
-only if two of four consecutive checks find the operand above its limit. A module falls back by one recipe per check and
-never returns to an earlier recipe. Two kinds of modules fall back from block directly to bf16: a LayerNormMLP, because
-Transformer Engine supports its backward pass only in FP8, and an lm_head with a bf16 forward pass and FP8 gradients.
+Gradients may jump for one step. Therefore, an operand above its limit is checked again in the next step. The module
+falls back only if two of four consecutive checks find the operand above its limit. A module falls back by one recipe
+per check and never returns to an earlier recipe. Two kinds of modules fall back from block directly to bf16: a
+LayerNormMLP, because Transformer Engine supports its backward pass only in FP8, and an lm_head with a bf16 forward pass
+and FP8 gradients.
 
 The statistics are reduced over all ranks, so all ranks make the same decision. After a fallback, the Trainer saves a
 checkpoint with all fallbacks of the run, and the next Trainer is built from this checkpoint.
@@ -193,7 +194,7 @@ def find_fallbacks(
 
 
 def by_operand(health: dict[str, Any]) -> dict[Operand, dict[str, float]]:
-    """Group FP8 health statistics by GEMM operand. Statistics without a limit are omitted."""
+    """Return FP8 health statistics as {operand: {statistic: value}}. Statistics without a limit are omitted."""
     found: dict[Operand, dict[str, float]] = {}
     for kind, operand, what, column in values(health):
         for layer, value in enumerate(column):

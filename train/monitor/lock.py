@@ -116,7 +116,7 @@ class Lock:
     def _write(self, mode: str = "") -> None:
         """Write the owner to the lock file as a fixed-length record, in a single write call.
 
-        So a full disk cannot truncate the file, and other processes never read an incomplete record.
+        A full disk therefore cannot truncate the file, and other processes never read an incomplete record.
         """
         with open(self.path, mode or ("r+b" if self.path.exists() else "xb"), buffering=0) as file:
             file.write(json.dumps(self.owner).encode().ljust(LENGTH))
@@ -160,7 +160,7 @@ class Lock:
 
 
 def read_holder(path: Path) -> dict[str, Any]:
-    """Return the process recorded in the file `path`, or {} if the file is missing, damaged or being written."""
+    """Return the record of the lock holder in the file `path`, or {} if it is missing, damaged or being written."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):

@@ -59,7 +59,7 @@ def judge(recent: deque[float], value: float, factor: float) -> tuple[float, flo
     affected by single spikes.
 
     Args:
-        recent: The last values, to which the value is added. Spikes are also added. So a higher level that persists is
+        recent: The last values, to which the value is added. Spikes are also added, so a higher level that persists is
             accepted once it fills half of the window. No spike is reported before the window is full, because gradient
             norms of several times the median are harmless at the beginning of training.
         value: The value to judge. If it is not finite, it is ignored, because it belongs to a skipped step.

@@ -58,7 +58,7 @@ def about(value: float) -> str:
 
 
 def duration(days: float) -> str:
-    """Format a predicted time in the largest unit that gives at least 2, or in seconds."""
+    """Format a predicted time in the largest unit in which it is at least 2, or in seconds."""
     unit = next((name for name, per_day in TIME_UNITS.items() if days * per_day >= 2), "seconds")
     return f"{about(days * TIME_UNITS[unit])} {unit}"
 

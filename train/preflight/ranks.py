@@ -107,7 +107,7 @@ def check_alike(args: TrainingArguments, train: SampleStream) -> None:
 
 
 def this_rank(train: SampleStream, sees_file: bool) -> Rank:
-    """Collect facts about the software, files and hardware of this rank, including the measured speed of its GPU.
+    """Return the properties of this rank: software, files and hardware, including the measured speed of its GPU.
 
     Args:
         train: The training data.

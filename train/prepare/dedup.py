@@ -34,7 +34,7 @@ TASK_BITS = np.uint64(32)  # the id of a document is (task << TASK_BITS) + its i
 
 
 def minhash_bands(text: str, seed: int) -> list[int]:
-    """Return a hash of each band of a text's MinHash signature, or [] for a text without words.
+    """Return one hash per band of a text's MinHash signature, or [] for a text without words.
 
     The shingles are the word 5-grams. A text with fewer than five words has a single shingle with all its words.
     """

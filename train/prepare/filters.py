@@ -113,7 +113,7 @@ def find_step_options(args: argparse.Namespace) -> StepOptions:
 
 @lru_cache(1)  # in a process that runs several tasks
 def make_filters(options: StepOptions, index: Path) -> dict[str, Any]:
-    """Return the enabled filters by the name of their step, in the order in which they run.
+    """Return the enabled filters as {step name: filter}, in the order in which they run.
 
     Args:
         index: the folder that contains the n-gram index of the evaluation texts.
@@ -259,7 +259,7 @@ PLACE = np.uint64(6364136223846793005)
 def hash_text(text: str) -> int:
     """Return the xxh64 hash of the UTF-8 bytes of a text.
 
-    datatrove passes a str, which xxhash 4 does not accept without encoding.
+    datatrove's own function passes a str, which xxhash 4 does not accept.
     """
     return xxhash.xxh64_intdigest(text.encode())
 

@@ -252,7 +252,7 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
 
 
 def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Check that `encoder` and transformers give the same ids, and log a warning if the tokenizer loses text.
+    """Check that `encoder` and transformers give the same ids, and log a warning if decoding changes a text.
 
     The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces. transformers loads the tokenizer
     from the same files as in an exported model.
