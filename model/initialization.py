@@ -1,4 +1,4 @@
-"""Draw the weights of a new model.
+"""Draw the initial weights of a model (model.initialization).
 
 "normal" draws every matrix, embeddings included, from normal(0, initializer_range), as transformers does. The embedding
 is then much smaller than the outputs of the layers. The residual stream hardly depends on the token, and rounding

@@ -1,14 +1,14 @@
 """Quantize the weights of a trained model to FP8 for serving.
 
-For a model trained in Transformer Engine's FP8, the exported codes and scales are the ones that training multiplies
-with. The CPU reference implementation, which matches Transformer Engine bit for bit, computes them from checkpoint
-tensors. Weights of other models are quantized with one scale per row.
+For a model trained in Transformer Engine's FP8, the exported codes and scales are those of the GEMMs in training. The
+CPU reference implementation, which matches Transformer Engine bit for bit, computes them from checkpoint tensors.
+Weights of other models are quantized with one scale per row.
 
 transformers, vLLM and SGLang support these two formats for a matrix with R rows and C columns:
 
 | quantization_config in config.json                 | tensors in model.safetensors for each FP8 matrix NAME [R, C]  |
 |----------------------------------------------------|---------------------------------------------------------------|
-| compressed-tensors, float-quantized, a scale a row | NAME float8_e4m3fn, NAME_scale [R, 1]                         |
+| compressed-tensors, float-quantized, scale per row | NAME float8_e4m3fn, NAME_scale [R, 1]                         |
 | fp8, weight_block_size [128, 128]                  | NAME float8_e4m3fn, NAME_scale_inv [ceil(R/128), ceil(C/128)] |
 
 In both formats, a weight is code * scale, although one format names the scale "scale_inv". The inference server

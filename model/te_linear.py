@@ -1,8 +1,7 @@
 """The te_linear variant: Hugging Face's Mistral architecture built from te.Linear modules, with the same parameter
 names.
 
-Read this variant first. te_layer.py contains the fused variant. decoder.py explains the shape
-suffixes.
+Read this variant first. te_layer.py contains the fused variant. decoder.py explains the shape suffixes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check that vLLM and transformers compute the same with exported models.
+"""Check that vLLM and transformers compute the same results with exported models.
 
     python test_fp8/check_exports.py [--recipes delayed block] [--model_type qwen3] [--output FILE.json]
 

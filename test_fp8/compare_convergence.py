@@ -177,7 +177,7 @@ def by_step(records: Sequence[Result], key: str) -> dict[int, float]:
 
 
 def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """Return pairs (training time up to the record's step in seconds, record), excluding evaluations and saves.
+    """Return a pair (cumulative training time in seconds, record) per record. Evaluations and saves are excluded.
 
     A log interval with less than half of the median speed is assumed to include compilation or graph capture. Its time
     is therefore estimated from the median speed.

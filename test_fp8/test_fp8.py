@@ -1,7 +1,7 @@
 """Measure the forward and backward pass of a linear layer in fp32, bf16 and FP8 with each recipe.
 
-    python test_fp8/test_fp8.py                                              HARE's shapes
-    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   other shapes
+    python test_fp8/test_fp8.py                                              # the shapes of HARE's microbenchmark
+    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   # other shapes
 
 fp32 (IEEE, without TF32) and bf16 use torch.nn.Linear. FP8 uses te.Linear with bf16 parameters, and the measured time
 includes the quantization of input, weight and gradient. Each precision is measured with normal kernel launches
@@ -69,7 +69,8 @@ def parse_shape(text: str) -> Shape:
     return Shape(*sizes)
 
 
-# The shapes in HARE's microbenchmark, and the same shapes with fewer rows for hosts without a GPU.
+# The shapes in the microbenchmark of the HARE project (github.com/LiteAI-Team/HARE), and the same shapes with fewer
+# rows for hosts without a GPU.
 HARE_SHAPES = [parse_shape(text) for text in (
     "8x2048x2048:512", "8x2048x2048:5632", "8x2048x2048:2048", "8x2048x2048:32", "1x1024x1024:1024"
 )]  # fmt: skip

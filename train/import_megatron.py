@@ -74,7 +74,7 @@ PROGRESS_S = 5.0
 
 @dataclass(frozen=True)
 class IndexedDataset:
-    """A memory-mapped Megatron dataset whose index was checked.
+    """A memory-mapped Megatron dataset with a valid index.
 
     Attributes:
         bin: path of the .bin file.

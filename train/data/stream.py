@@ -4,8 +4,8 @@
 
 A sample is a window of seq_length + 1 tokens from the concatenated documents of a split. The stride of the windows is
 seq_length, so each token is predicted once and there is no padding. A sample id is (index of the source, index of the
-window in that source), with the sources sorted by name. The order of samples (order.py) is a pure function
-of the seed, the manifests, the sequence length, the weights and the number of samples drawn so far from each source.
+window in that source), with the sources sorted by name. The order of samples (order.py) is a pure function of the seed,
+the manifests, the sequence length, the weights and the number of samples drawn so far from each source.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ engine = build_engine(model, arguments, ds_config)
 micro_step = MicroStep(engine, precision, arguments)
 skip_decision = SkipDecision(engine, precision)
 skip_decision.keep_fp8_state()
-for index, batch in enumerate(micro_batches):  # gradient_accumulation_steps of them; the last one steps
+for index, batch in enumerate(micro_batches):  # the last of gradient_accumulation_steps also runs the optimizer
     loss = micro_step(batch, index)
 skipped = skip_decision.is_skipped(step)
 """

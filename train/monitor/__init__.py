@@ -1,4 +1,4 @@
-"""Monitors of a running training: each file detects one kind of problem.
+"""Monitor a training run. Each file detects one kind of problem.
 
     lock         another run uses the same output_dir
     signals      a signal requests a stop
