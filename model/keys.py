@@ -21,12 +21,12 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 # The resume rule of a key: whether a run that resumes from a checkpoint may have another value.
 RESUME = {
-    "free": "may change on a resume",  # has no effect on a step's result
-    "allowed": "may change on a resume with allow_changes_on_resume",
-    "structural": "cannot change on a resume",
+    "free": "may change when a run resumes",  # has no effect on a step's result
+    "allowed": "may change when a run resumes with allow_changes_on_resume",
+    "structural": "cannot change when a run resumes",
 }
 
-NOT_GIVEN = "empty, perhaps because of an unset shell variable; pass a path, such as . for the current folder"
+NOT_GIVEN = "empty value, perhaps from a shell variable that is not set; pass a path, such as . for the current folder"
 
 
 def option(

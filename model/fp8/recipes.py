@@ -186,7 +186,8 @@ class PrecisionSettings:
         before=False,
     )
     health_steps: int = option(
-        "Number of steps between FP8 health checks (te_linear and te_layer only). If 0, the checks are disabled.",
+        "Number of steps between FP8 health checks, which measure how many values FP8 clamps or rounds to 0 (te_linear "
+        "and te_layer only). If 0, the checks are disabled.",
         100,
         ge=0,
         resume="free",

@@ -133,7 +133,7 @@ def is_free(key: str) -> bool:
 def permanent_refusal(difference: Difference) -> str:
     """Return why this configuration difference can never be allowed when resuming, or "" if the user may allow it."""
     if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
-        return "weights and optimizer state are stored in another type"
+        return "the checkpoint stores weights and optimizer state in the data type of the old value"
     return all_keys()[config_key(difference.key)].get("why", "")
 
 
@@ -152,7 +152,7 @@ class Change:
     never: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}" + (f" (cannot change on resume: {self.never})" if self.never else "")
+        return f"{self.what}" + (f" (cannot change when a run resumes: {self.never})" if self.never else "")
 
 
 # ---------------------------------------------------------------- resume

@@ -261,7 +261,7 @@ class TrainingArguments:
         resume="free",
     )
     spike_threshold: float = option(
-        "Number of standard deviations above the median of recent steps from which a loss or gradient norm is "
+        "Distance from the median of recent steps, in standard deviations, above which a loss or gradient norm is "
         "reported as a spike. If 0, spike detection is disabled.",
         10.0,
         ge=0,
@@ -310,8 +310,9 @@ class TrainingArguments:
         resume="free",
     )
     preflight: bool | None = option(
-        "Whether to run preflight checks before the first step: of the software and files of all ranks, the speed of "
-        "GPUs and network links, and the gradient reduction. If null, they run only if the ranks are on several nodes.",
+        "Whether to run preflight checks before the first step. They compare the software and files of all ranks, "
+        "measure the speed of GPUs and network links, and check the gradient reduction. If null, they run only if the "
+        "ranks are on several nodes.",
         None,
         resume="free",
     )

@@ -140,7 +140,7 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
     files: list[tuple[Path, str]] = []
     for name in inputs:
         if not name:
-            raise DataError(f"input {name!r} is {NOT_GIVEN}", code="not_given", key="--input")
+            raise DataError(f"input {name!r}: {NOT_GIVEN}", code="not_given", key="--input")
         try:
             found, skipped = _input_files(name)
             for file, _ in found:
