@@ -55,8 +55,19 @@ MODEL: dict[str, Any] = {
 TEXT_CHARACTERS, TEXTS, NEW_TOKENS = 600, 8, 32
 
 OPTIONS = [
-    option("--recipes", RECIPES, "FP8 recipes, or bf16, to check.", nargs="+", choices=RECIPES),
-    option("--model_type", "mistral", "Type of the trained model.", choices=tuple(MODEL_TYPES)),
+    option(
+        "--recipes",
+        RECIPES,
+        "Precisions to check: names of FP8 recipes, or bf16.",
+        nargs="+",
+        choices=RECIPES,
+    ),
+    option(
+        "--model_type",
+        "mistral",
+        "Type of the model to train (model_type in config.json).",
+        choices=tuple(MODEL_TYPES),
+    ),
 ]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
@@ -87,7 +98,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         request: dict[str, Any] = {"reader": "vllm", "folders": list(map(str, exports.values()))}
         request["arguments"] = [{"texts": texts, "new": NEW_TOKENS} for _ in exports]
         vllm = run_vllm_script(script, request, environment)
-        print("measured vLLM", flush=True)
+        print("computed the log-probabilities with vLLM", flush=True)
         request |= {"reader": "transformers"}
         request["arguments"] = [{"texts": texts, "scored": scored} for scored in vllm["found"]]
         transformers = run_vllm_script(script, request, environment)
@@ -172,13 +183,19 @@ def compare(vllm: Sequence[Result], transformers: Result) -> Result:
     }
     problems = []
     if not result["vllm"] <= FACTOR * result["rounded"]:
-        problems.append(f"the log-probabilities of vLLM are off by {result['vllm']:.2e} on average")
+        problems.append(
+            f"the log-probabilities of vLLM differ from those of transformers by {result['vllm']:.2e} on average, but "
+            f"at most {FACTOR * result['rounded']:.2e} is allowed"
+        )
     if not result["gap"] <= result["allowed_gap"]:
         problems.append(
-            f"vLLM chooses a token whose log-probability is {result['gap']:.2e} below the highest"
+            f"vLLM chose a token whose log-probability is {result['gap']:.2e} below the highest, but at most "
+            f"{result['allowed_gap']:.2e} is allowed"
         )
     if result["same_ids"] != result["texts"]:
-        problems.append(f"only {result['same_ids']} of {result['texts']} texts have the same tokens")
+        problems.append(
+            f"vLLM and transformers use the same token ids for only {result['same_ids']} of {result['texts']} texts"
+        )
     return {**result, "problems": problems}
 
 

@@ -83,7 +83,7 @@ OPTIONS = [
     option(
         "--tolerance",
         0.005,
-        "Largest allowed relative increase of the evaluation loss of a case over that of the baseline.",
+        "Maximum relative increase of the evaluation loss of a case over the baseline's evaluation loss.",
         type=between(0, 1, float),
     ),
     option("--max_steps", None, "Number of steps per run. Default: max_steps in CONFIG.", type=positive),
@@ -150,7 +150,7 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     words = [*training_command(case, options), *["--resume_from_checkpoint=auto"] * has_checkpoint]
     ranks = options.nproc if options.nproc > 1 else 0
     program = Program("train/train.py", words, folder.with_suffix(".log"), ranks)
-    print(f"{case.name}: see {program.log}", flush=True)
+    print(f"training {case.name}; log file: {program.log}", flush=True)
     run(program)
     return read_records(folder)
 
@@ -348,8 +348,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(
-                f"{case.name}: {result['skipped_steps']} steps were skipped, compared with "
-                f"{results[0]['skipped_steps']} in {cases[0].name}"
+                f"{case.name}: {result['skipped_steps']} steps were skipped, but only {results[0]['skipped_steps']} in "
+                f"{cases[0].name}"
             )
     training = {
         **{key: getattr(base, key) for key in TRAINING_KEYS},

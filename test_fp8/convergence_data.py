@@ -153,7 +153,7 @@ def read_texts(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, s
             try:
                 text = importlib.util.decode_source(data) if path.suffix == ".py" else data.decode("utf-8")
             except (UnicodeDecodeError, SyntaxError):
-                skipped["not UTF-8, nor what it says"] += 1
+                skipped["not in UTF-8 or the declared encoding"] += 1
                 continue
             if is_metadata:  # METADATA contains the README of the package
                 found = email.message_from_string(text)
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             words += ["--dedup", "minhash", *QUALITY[kind]]
             run(Program("train/prepare_data.py", words, work / f"{kind}.log"))
     results = [make_result(kind, counts, work / kind) for kind in KINDS]
-    more = {"packages": len(wheels), "not_utf8": counts["left out: not UTF-8, nor what it says"]}
+    more = {"packages": len(wheels), "not_utf8": counts["left out: not in UTF-8 or the declared encoding"]}
     return report.Outcome(results, more)
 
 

@@ -156,7 +156,8 @@ def checked(
     for name, error in errors.items():
         if not error <= ERROR_LIMITS[linear.compute]:
             raise ValueError(
-                f"wrong result: {name} has a relative error of {error:.1e} compared with float32"
+                f"the relative error of {name} compared with float32 is {error:.1e}, but at most "
+                f"{ERROR_LIMITS[linear.compute]:.1e} is allowed in {linear.compute}"
             )
     return run, errors
 
@@ -178,8 +179,8 @@ def measure_shape(shape: Shape, precisions: list[str], iterations: int) -> list[
             try:
                 if gpu and precision == "fp32" and flop > FP32_LIMIT_FLOP:
                     raise PrecisionError(
-                        f"fp32 is skipped, because it is measured only up to {FP32_LIMIT_FLOP / 1e12:.0f} "
-                        "TFLOP per step"
+                        f"fp32 is measured only for shapes with at most {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP per "
+                        "step"
                     )
                 linear = Linear(shape, precision, inputs)
                 for _ in range(2):

@@ -54,7 +54,10 @@ class Shape(NamedTuple):
         if self.batch * self.rows % FP8_TRAIN_ROW_MULTIPLE:
             return f"batch x rows is {self.batch * self.rows}, but FP8 needs a multiple of {FP8_TRAIN_ROW_MULTIPLE}"
         if self.inputs % FP8_FEATURE_MULTIPLE or self.outputs % FP8_FEATURE_MULTIPLE:
-            return f"for FP8, the numbers of input and output features must be multiples of {FP8_FEATURE_MULTIPLE}"
+            return (
+                f"the layer has {self.inputs} input and {self.outputs} output features, but FP8 needs multiples of "
+                f"{FP8_FEATURE_MULTIPLE}"
+            )
         return None
 
 

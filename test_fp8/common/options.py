@@ -67,7 +67,7 @@ def model_config(text: str) -> str:
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--config": ("Name or path of the model configuration.", {"type": model_config}),
     "--row": (
-        "Add a case with this name, which is defined by keys of the training configuration.",
+        "Name of a case to add, and the keys of the training configuration that define the case.",
         {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")},
     ),
     "--micro_batch": ("Number of samples per micro-batch.", {"type": positive}),

@@ -106,7 +106,7 @@ class Benchmark:
                 measure = importlib.import_module(measure).measure
             outcome = measure(options)  # type: ignore[operator]
             if not outcome.results:
-                raise ValueError("no benchmark case is selected; select at least one")
+                raise ValueError("no benchmark case is selected; select at least one (see --help)")
         except (ValueError, OSError, UserError) as error:
             print(f"error: {describe_error(error)}", file=sys.stderr)
             return 2

@@ -140,9 +140,13 @@ def check_same_model(
     """
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
-        raise DifferentModel(f"the model has {parameters:,} parameters, but {expected:,} were expected")
+        raise DifferentModel(
+            f"the model has {parameters:,} parameters, but its configuration requires {expected:,}"
+        )
     if different := different_weights(weights, reference.weights):
-        raise DifferentModel(f"{len(different)} weights differ: {', '.join(different[:3])}")
+        raise DifferentModel(
+            f"{len(different)} weights differ from those of the transformers model, such as {', '.join(different[:3])}"
+        )
     error = relative_error(probe_logits(model, input_ids), reference.logits)
     allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:

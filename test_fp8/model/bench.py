@@ -211,7 +211,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     return Outcome(
         results,
         more,
-        ["*: the fastest bf16 case. x bf16: the speed relative to this case."],
+        ['* marks the fastest bf16 case. The column "x bf16" contains the speed relative to this case.'],
         failures,
     )
 

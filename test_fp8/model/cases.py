@@ -167,7 +167,8 @@ def training_arguments(
     arguments = resolve_arguments(build_arguments(case.configured(base), f"case {case.name}"), ranks)
     if arguments.precision.compute not in COMPUTED or arguments.precision.auto:
         raise CaseError(
-            f"case {case.name}: the benchmark does not support these settings; set precision.compute to "
-            f"{' or '.join(COMPUTED)}, and precision.auto to false"
+            f"case {case.name}: the benchmark does not support precision.compute "
+            f"{arguments.precision.compute} with precision.auto {str(arguments.precision.auto).lower()}; set "
+            f"precision.compute to {' or '.join(COMPUTED)}, and precision.auto to false"
         )
     return arguments

@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
     for batch in options.batches:
         prompts.append(torch.randint(config.vocab_size, (batch, options.prompt), generator=generator))
         results += decode(options, weights, prompts[-1])
-        print(f"measured batch size {batch}", flush=True)
+        print(f"measured the decoding speed with batch size {batch}", flush=True)
     results += prefill(options, config, weights)
     weights.clear()
     torch.cuda.empty_cache()
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace, config: Any) -> list[Result]:
     if environment := vllm_environment():
         results += decode_with_vllm(options, config, prompts, environment)
     else:
-        print("vLLM is not installed: skipping its cases", flush=True)
+        print("vLLM is not installed, so the vLLM cases are skipped", flush=True)
     return results
 
 
@@ -134,7 +134,7 @@ def decode_with_transformers(
         each = (whole - first) / (new - 1)
         gib = num_parameters(config) * 2 / GIB
         results.append(make_result("decode", "transformers", batch, each, batch, weights_gib=gib))
-        print(f"measured decoding speed of transformers with batch size {batch}", flush=True)
+        print(f"measured the decoding speed of transformers with batch size {batch}", flush=True)
     return results
 
 
@@ -163,11 +163,14 @@ def decode_with_vllm(
                 try:
                     answer = run_vllm_script(script, request, {**environment, **settings})
                 except ValueError as error:
-                    print(f"skipping vLLM in {precision} with {settings}: {error}", flush=True)
+                    print(
+                        f"skipped vLLM; precision: {precision}, settings: {settings}, error: {error}",
+                        flush=True,
+                    )
                     continue
                 for found in answer:
                     measured[found["batch"]].append({**found, "settings": settings})
-                print(f"measured vLLM in {precision} with {settings}", flush=True)
+                print(f"measured vLLM; precision: {precision}, settings: {settings}", flush=True)
         for batch, found in measured.items():
             best = min(found, key=lambda r: r["seconds"])
             kernels = min((r["kernel_seconds"] for r in found if "kernel_seconds" in r), default=0)

@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> Outcome:
         if name == "bf16":
             bf16 = {key: g for key, g in own[0].items() if ".layers." in key and g.dim() == 2}
         results.append({**compare(name, own, exact, bf16), "loss_difference": loss - exact_loss})
-        print(f"{name}: error {results[-1]['error_of_batch']:.4f}", flush=True)
+        print(f"{name}: relative error of the gradients {results[-1]['error_of_batch']:.4f}", flush=True)
         del own
         release_memory()
     return Outcome(results)

@@ -379,7 +379,7 @@ def measure_case(
             "attention": attention,
             "loss_kind": "fused (TE)",
             "startup_checks": [
-                f"attention: {attention}; FP8 GEMMs of a pass: {planned}",
+                f"attention: {attention}; FP8 GEMMs per forward and backward pass: {planned}",
                 f"{PACKAGE} {VERSION}",
             ],
         }
