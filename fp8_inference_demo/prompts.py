@@ -151,7 +151,7 @@ def parse_prompt(line: str, name: str) -> dict[str, Any]:
         message = f'{name} is not valid JSON: {error}. Expected {{"prompt": "..."}}.'
         raise InferenceError(message, code="not_json", key=name) from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        message = f'{name} has no key "prompt" with a string. Expected {{"prompt": "..."}}.'
+        message = f'{name} has no string under the key "prompt". Expected {{"prompt": "..."}}.'
         raise InferenceError(message, code="no_prompt", key=name)
     if OUTPUT_KEYS in record:
         message = f"{name} has the key {OUTPUT_KEYS!r}, which is reserved for the output. Rename the key."

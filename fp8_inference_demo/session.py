@@ -139,8 +139,8 @@ class Session:
         batch_size = min(rows, arguments.batch_size or BATCH_SIZE)
         self.engine = Engine.load(self.folder, arguments.precision, batch_size, self.max_length(longest))
         seconds = time.perf_counter() - begin
-        what = f"{self.folder}: {arguments.precision} on {self.engine.device}"
-        print(f"{what}, loaded in {seconds:.1f} s", file=sys.stderr)
+        what = f"{self.folder} in {arguments.precision} on {self.engine.device}"
+        print(f"loaded {what} in {seconds:.1f} s", file=sys.stderr)
 
     def requests(self, number: int, ids: list[int]) -> list[Request]:
         """Return one request for each of the --num_samples samples of a prompt. number: index of the prompt."""

@@ -44,7 +44,8 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # tokenizers raises a plain Exception for a broken file
         raise InferenceError(
-            f"--model {folder}: the tokenizer files cannot be read: {error}",
+            f"--model {folder}: the tokenizer files cannot be read ({error}). "
+            "Copy the model's tokenizer files into this folder again.",
             code="unreadable_tokenizer",
             key=str(folder),
         ) from error

@@ -30,8 +30,8 @@ def require_packages(what: str, *packages: str, requirements: str = "requirement
         root = Path(__file__).resolve().parent.parent
         activate = f". {shlex.quote(str(root / '.venv/bin/activate'))}"
         print(
-            f"error: {what} needs {', '.join(missing)}. Activate the project's environment ({activate}), which "
-            f"./run_training.sh creates, or run pip install -r {requirements}",
+            f"error: {what} needs packages that are not installed: {', '.join(missing)}. Activate the project's "
+            f"environment ({activate}), which ./run_training.sh creates, or run pip install -r {requirements}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -211,7 +211,7 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     except PrecisionError as error:
         if error.code not in ("gpu_without_fp8", "recipe_not_available"):
             raise
-        logger.warning(f"precision.auto times only bf16: {error}")
+        logger.warning(f"precision.auto: FP8 is not available, so only bf16 is timed: {error}")
         computes = ("bf16",)
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)

@@ -152,7 +152,7 @@ def read_json_file(path: Path) -> Any:
         raise
     except (OSError, ValueError) as error:
         reason = "only JSON is supported, not YAML" if path.suffix in (".yaml", ".yml") else error
-        message = f"{path}: cannot be read as JSON: {reason}"
+        message = f"{path} cannot be read as JSON: {reason}"
         raise JsonError(message, code="not_json", key=str(path)) from error
 
 
@@ -315,7 +315,7 @@ def _key_problems(values: dict[str, Any]) -> dict[str, str]:
             problems[key] = (
                 f"{key}: unknown key (did you mean {close[0]}?)"
                 if close
-                else f"{key}: unknown key. If it does not change the model, remove it. Otherwise, use another model"
+                else f"{key}: unknown key. If the model does not need it, remove it. Otherwise, use another model"
             )
     ropes = {
         key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)
@@ -390,9 +390,14 @@ def _rope_problems(rope: dict[str, Any]) -> dict[str, str]:
             least = "at least 1" if key == "factor" else "more than 0"
             problems[key] = f"{key} is {value!r}; rope_type {kind} requires a number of {least}"
     if kind == "llama3" and not problems and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        problems["low_freq_factor"] = "low_freq_factor must be lower than high_freq_factor"
+        problems["low_freq_factor"] = (
+            f"low_freq_factor is {rope['low_freq_factor']}, but must be lower than high_freq_factor "
+            f"({rope['high_freq_factor']})"
+        )
     if rope.get("partial_rotary_factor", 1) != 1:
-        problems["partial_rotary_factor"] = "partial_rotary_factor must be 1; other values are not supported"
+        problems["partial_rotary_factor"] = (
+            f"partial_rotary_factor is {rope['partial_rotary_factor']}, but only 1 is supported"
+        )
     return problems
 
 

@@ -122,7 +122,8 @@ def check_init_from(folder: str, config: Any) -> None:
     if differences:
         raise WeightsError(
             f"model.init_from: the architecture of {folder!r} differs from model.config: "
-            + "; ".join(differences.values()),
+            + "; ".join(differences.values())
+            + ". Set model.config to the path of this folder, or choose another folder",
             code="architecture",
             key=next(iter(differences)),
         )
@@ -160,7 +161,7 @@ def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
                 continue
             name = f"model.{stored}" if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
             if name in found:
-                problems.append(f"{name} is stored twice")
+                problems.append(f"{name} is stored twice; keep only one copy")
             found[name] = StoredTensor(file, stored, dtype, shape)
     if config.tie_word_embeddings and HEAD in found:
         shapes[HEAD] = shapes[EMBEDDING]
@@ -294,7 +295,11 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{index} is damaged: {error!r}", code="unreadable", key=str(index)) from error
+        raise WeightsError(
+            f"{index} is damaged: {error!r}. Copy or download the file again",
+            code="unreadable",
+            key=str(index),
+        ) from error
     return [folder / name for name in sorted(names)]
 
 

@@ -151,8 +151,8 @@ class MistralForCausalLM(MistralBase):
         activation = self.precision.te.packed_swiglu
         if activation is None:
             raise BackendError(
-                "gradient_checkpointing mlp is not available with this GPU and Transformer Engine; set it to true or "
-                "false",
+                "gradient_checkpointing mlp is not available with this GPU and Transformer Engine; set "
+                "gradient_checkpointing to true or false",
                 code="not_supported",
                 key="gradient_checkpointing",
             )

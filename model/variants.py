@@ -160,8 +160,11 @@ def cuda_graphs_problem(
         emulated: the value of PrecisionConfig.emulated.
     """
     if not VARIANTS[variant].te:
-        capable = " and ".join(v.name for v in VARIANTS.values() if v.te)
-        return f"only {capable} support CUDA graphs; use one of them, or set speed.cuda_graphs to false"
+        capable = " or ".join(v.name for v in VARIANTS.values() if v.te)
+        return (
+            f"model.variant {variant} does not support CUDA graphs; set model.variant to {capable}, or set "
+            "speed.cuda_graphs to false"
+        )
     if recomputes:
         return (
             "gradient_checkpointing true reads the state of the random generator, which CUDA graphs cannot capture; "

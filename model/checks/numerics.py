@@ -89,7 +89,9 @@ def choose_kernels(
     try:
         errors = probe.errors(speed)
     except PrecisionError as error:  # for example, bf16_modules names the layers whose sizes do not fit FP8
-        return speed, [f"numeric check: skipped, because one layer alone is not supported ({error})"]
+        return speed, [
+            f"numeric check: skipped, because this configuration does not support a model with one layer ({error})"
+        ]
     if probe.accepts(errors):
         return speed, [probe.describe(errors)]
     off = replace(speed, **dict.fromkeys(KERNELS, False))

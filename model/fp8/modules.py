@@ -24,7 +24,7 @@ RECIPE_WORDS = {
     "bf16_backward": "block scaling, gradients computed in bf16",
     "bf16": "bf16",
 }
-MOVED_TO_BF16 = "precision.on_trouble moved it to bf16"
+MOVED_TO_BF16 = "moved to bf16 by precision.on_trouble"
 
 
 @dataclass
@@ -51,7 +51,9 @@ class FP8Report:
         if len(reasons := group_by_value(self.kept)) == 1 and not self.planned:
             return [f"{out[0]}: {next(iter(reasons))}"]
         for recipe_name, names in group_by_value(self.fallbacks).items():
-            out.append(f"  {RECIPE_WORDS[recipe_name]}, by precision.on_trouble: {format_names(names)}")
+            out.append(
+                f"  {RECIPE_WORDS[recipe_name]} as a fallback (precision.on_trouble): {format_names(names)}"
+            )
         for reason, names in reasons.items():
             out.append(f"  not FP8: {format_names(names)}: {reason}")
         return out
@@ -152,12 +154,12 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             reason = f"precision.compute is {precision.config.compute}"
         else:
             pattern = bf16_pattern(name, precision.config.bf16_modules)
-            reason = pattern and f"precision.bf16_modules has {pattern!r}"
+            reason = pattern and f"excluded by {pattern!r} in precision.bf16_modules"
             if reason is None and precision.module_recipe(name) == "bf16":
                 reason = MOVED_TO_BF16
             if name == "lm_head" and precision.config.head_gradients:
                 how = "run FP8" if getattr(module, "fp8_gradients", False) else "do not run FP8"
-                reason = f"{reason}; its two gradient GEMMs {how}"
+                reason = f"{reason}; the two gradient GEMMs of lm_head {how}"
         if reason is None:
             report.planned.append(name)
             if (recipe_name := precision.module_recipe(name)) != precision.config.recipe:

@@ -32,8 +32,8 @@ DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 # Advice for the case that this machine lacks the recipe of a module's fallback.
 FALLBACK_ADVICE = (
-    "modules of this checkpoint fell back to this recipe (precision.on_trouble). Resume on a GPU that supports it, or "
-    "start over with --resume_from_checkpoint never. To evaluate, pass evaluate.py --precision bf16"
+    "modules of this checkpoint fell back to this recipe (precision.on_trouble). Resume on a GPU that supports the "
+    "recipe, or start over with --resume_from_checkpoint never. To evaluate, pass evaluate.py --precision bf16"
 )
 HEAD_GRADIENTS_ADVICE = "set precision.fp8_head_gradients to null or false"
 

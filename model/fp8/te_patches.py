@@ -245,5 +245,7 @@ def _swiglu_in_fp8_works() -> bool:
 
 
 def _warn_about_swiglu(reason: str) -> None:
-    instead = "using Transformer Engine's slower SwiGLU. Install the versions in requirements-gpu.txt"
-    warnings.warn(f"{reason}: {instead}", stacklevel=3)
+    instead = (
+        "Transformer Engine's slower SwiGLU is used instead. Install the versions in requirements-gpu.txt"
+    )
+    warnings.warn(f"{reason}. {instead}", stacklevel=3)
