@@ -125,7 +125,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.stride and args.by != "document":
-        parser.error("--stride requires --by document")
+        parser.error("--stride requires --by document; pass --by document, or remove --stride")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA contains the same path more than once. Pass each path once")
     args.model = Path(local_folder(str(args.model)))

@@ -209,7 +209,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
             model.config, state.train_config["model"]["variant"], precision, state.fallbacks
         )
         quantized = trained.quantize(weights, load_shard(path / rank_file(0))["fp8"])
-        how = f"equal to those of training ({' and '.join(trained.recipes)} scaling), bit for bit"
+        how = f"bit-identical to the FP8 weights used in training ({' and '.join(trained.recipes)} scaling)"
     else:
         quantized = serving.quantize_by_row(weights, serving.untrained_fp8(model, precision))
     kept = [name for name in serving.linear_names(model) if f"{name}.weight" not in quantized]
@@ -223,10 +223,12 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     model.generation_config.save_pretrained(out)
     save_torch_state_dict(serving.to_stored_tensors(weights | quantized), out)
     written = read_hf_folder(out, model.config, model.config.dtype)
-    assert not serving.differences(written, quantized), f"the FP8 weights in {out} differ from those written"
+    assert not serving.differences(written, quantized), (
+        f"the FP8 weights in {out} differ from the weights that were written"
+    )
     return [
-        f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes: {how}",
-        f"not FP8 but {model.config.dtype}: {', '.join(kept)}, the embedding and the norms",
+        f"{len(quantized)} weights with {sum(q.codes.numel() for q in quantized.values()):,} FP8 values: {how}",
+        f"stored in {model.config.dtype} instead of FP8: {', '.join(kept)}, the embedding and the norms",
         *([] if blocks else [COMPRESSED_HINT]),
     ]
 

@@ -95,9 +95,7 @@ def open_dataset(prefix: str) -> IndexedDataset:
     """
     idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (idx, bin_path):
-        what = (
-            "does not exist. A Megatron dataset consists of PREFIX.idx and PREFIX.bin. Pass PREFIX as --input"
-        )
+        what = "the file is missing. A Megatron dataset consists of PREFIX.idx and PREFIX.bin. Pass PREFIX as --input"
         _require(path, path.is_file(), "file_missing", what)
     dtype, sequences, documents = _read_header(idx)
     kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
@@ -126,7 +124,12 @@ def open_dataset(prefix: str) -> IndexedDataset:
         "bad_document_indices",
         f"the document indices must increase from 0 to {sequences}, the number of sequences: {REMEDY}",
     )
-    _require(idx, not modes.any(), "multimodal", "multimodal data cannot be imported; remove it from --input")
+    _require(
+        idx,
+        not modes.any(),
+        "multimodal",
+        "multimodal data cannot be imported; remove this dataset from --input",
+    )
     _require(idx, tokens and documents, "empty_dataset", "the dataset is empty; remove it from --input")
     size, expected = bin_path.stat().st_size, tokens * dtype.itemsize
     _require(

@@ -71,7 +71,7 @@ def describe(path: Path) -> list[str]:
     return [
         f"{path.name}  {state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}, {size}, "
         f"{written:%Y-%m-%d %H:%M}",
-        *([f"began at {state.began_at['path']}"] if state.began_at else []),
+        *([f"started from {state.began_at['path']}"] if state.began_at else []),
         *(
             f"changed at step {c['step']}: {c['key']}: {to_json_text(c['old'])} -> {to_json_text(c['new'])}"
             for c in state.changes

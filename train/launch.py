@@ -405,7 +405,9 @@ class Supervisor:
         # first start ended before it could move them away.
         self.first = read_progress(self.folder).identity if first is None else first
         if not (most := setting("MAX_RESTARTS", "3")).isdecimal():
-            raise LauncherError(f"MAX_RESTARTS is {most!r}. Set it to a whole number", key="MAX_RESTARTS")
+            raise LauncherError(
+                f"MAX_RESTARTS is {most!r}; set MAX_RESTARTS to 0 or a positive integer", key="MAX_RESTARTS"
+            )
         self.max_restarts = int(most)
         self.srun = srun_command()
         self.rank_options = rank_options(TINY_RANKS if is_tiny else math.inf, by_srun=bool(self.srun))
@@ -543,7 +545,7 @@ class Supervisor:
         status = self.children.run_program([*demo, *how, compute if compute in ("fp32", "fp8") else "bf16"])
         if status and not self.children.stop_requested:
             logger.warning(
-                f"the training is complete, but the demo failed with exit status {status}. Set DEMO=0 to turn it off"
+                f"the training is complete, but the demo failed with exit status {status}. To skip the demo, set DEMO=0"
             )
 
 

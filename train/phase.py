@@ -396,16 +396,16 @@ def calibrate_scales(
     gradients = calibrate(model, precision, ids, labels, accumulation, documents)
     if precision.has_state and gradients:
         passes = precision.config.calibration_passes
-        logger.info(f"delayed scaling: scales from {passes} passes over the first micro-batch")
+        logger.info(f"delayed scaling: initial scales computed in {passes} passes over the first micro-batch")
     if not (exact and gradients):
         return None
     error = relative_error(gradients, exact)
-    found = f"FP8 changes the first gradients of the decoder layers by {error:.1%}, compared with bf16"
+    found = f"the first FP8 gradients of the decoder layers differ from those in bf16 by {error:.1%}"
     if error <= MAX_GRADIENT_ERROR:
         logger.info(found)
     else:
         remedy = (
-            "Start in bf16 (precision.schedule)"
+            "Start with a bf16 phase (precision.schedule)"
             if args.model.initialization == "scaled"
             else 'Set model.initialization to "scaled"'
         )

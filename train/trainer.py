@@ -478,7 +478,7 @@ class Trainer:
                 f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
             )
         except SaveError as error:
-            logger.warning(f"{error}. on_save_failure is {self.args.on_save_failure}")
+            logger.warning(f"{error}. The value of on_save_failure is {self.args.on_save_failure}")
             if is_last or self.args.on_save_failure == "stop":
                 raise
         finally:  # all ranks agree on the result

@@ -204,7 +204,11 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}", code="damaged", key=str(file)) from error
+        raise CheckpointError(
+            f"{file} is damaged: {error!r}. Restore the file, or choose another checkpoint",
+            code="damaged",
+            key=str(file),
+        ) from error
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:

@@ -234,7 +234,7 @@ def _key_problem(path: str, value: Any) -> str:
     allowed, remark = KEYS[path]
     if allowed.accepts(value) or (value == "auto" and not path.startswith("msamp.")):
         return ""
-    return f"{json.dumps(value)} is not supported ({remark}); use {allowed.words}, or remove this key"
+    return f"{json.dumps(value)} is not supported; use {allowed.words}, or remove this key (remark: {remark})"
 
 
 def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[Any, str]]:

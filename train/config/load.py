@@ -138,7 +138,7 @@ def read_configuration(argv: list[str]) -> tuple[dict[str, Any], str]:
         override(raw, key, text)
     if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
-    return raw, f"{path} with the command line" if overrides else str(path)
+    return raw, f"{path} combined with the command line" if overrides else str(path)
 
 
 def find_config(name: str, what: str) -> Path:

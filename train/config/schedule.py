@@ -99,18 +99,18 @@ def phase_problems(args: TrainingArguments) -> list[str]:
     rules: list[tuple[object, str]] = [  # (whether the combination is refused, the problem)
         (
             falls_back and not saves,
-            "precision.on_trouble, save_strategy: a fallback continues from a checkpoint; set save_strategy to "
-            "steps, or set on_trouble to warn",
+            "precision.on_trouble escalate, save_strategy no: a fallback continues from a checkpoint; set "
+            "save_strategy to steps, or set on_trouble to warn",
         ),
         (
             phases and section.auto,
-            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of the "
+            "precision.auto true, precision.schedule: auto chooses one precision for the whole run; remove one of the "
             "two keys",
         ),
         (
             len(phases) > 1 and not saves,
-            "precision.schedule, save_strategy: each phase continues from a checkpoint; set save_strategy to steps, or "
-            "remove the schedule",
+            "precision.schedule, save_strategy no: each phase continues from a checkpoint; set save_strategy to steps, "
+            "or remove the schedule",
         ),
         (
             len(computes) > 1 and not computes <= {"fp8", "bf16"},
@@ -159,7 +159,7 @@ def phase_end_problems(args: TrainingArguments, step: int | None = None, tokens:
         if not begin < end < args.max_steps:
             found.append(
                 f"{_name(number, len(phases))}: {key} {phase[key]} ends the phase at step {end}, but the phase "
-                f"must end after it starts (step {begin}) and before max_steps ({args.max_steps})"
+                f"must end after it starts (step {begin}) and before max_steps ({args.max_steps}); change {key}"
             )
         begin = max(begin, end)
     return found

@@ -320,7 +320,7 @@ def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> Non
     ids = tokens[~np.isin(tokens, (own.bos_id, own.eos_id))].tolist()
     if max(ids, default=0) >= other.vocab_size or own.decode(ids).strip() != other.decode(ids).strip():
         raise DataError(
-            f"{data} was not prepared with the model's tokenizer: its token ids have another meaning in {folder}. "
+            f"{data} was not prepared with the model's tokenizer: the same token ids have another meaning in {folder}. "
             f"Prepare the data with --tokenizer {folder}",
             code="another_tokenizer",
             key=key,

@@ -122,7 +122,9 @@ class Manifest:
                 f"{count(len(shards), 'shard')}"
             )
         if self.unigram_loss is not None:
-            lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
+            lines.append(
+                f"loss of a unigram model (token frequencies) on the eval split: {self.unigram_loss:.4f} nats per token"
+            )
         return "\n".join(lines)
 
 

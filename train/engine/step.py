@@ -125,7 +125,7 @@ class MicroStep:
         self.plain = not (self.capture or self.main_grads.buffers)
         self._fp8_state: dict[str, torch.Tensor] = {}
         self.notes = [
-            f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
+            f"weight gradients: {len(self.main_grads.buffers)} GEMMs add to the float32 accumulation buffer"
             if self.main_grads.buffers
             else "weight gradients: in the dtype of the parameters, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",

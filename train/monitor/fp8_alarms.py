@@ -56,13 +56,15 @@ END_FRACTION = 0.5  # an alarm is over when all statistics are below this fracti
 RECENT_CHECKS = 3
 MAX_LISTED = 4  # maximum number of operands or modules logged per check; metrics.jsonl has all of them
 # Statistic -> log text with the likely cause of a large value and a configuration key that helps.
-ADVICE = "set precision.recipe current"
+ADVICE = "set precision.recipe to current"
 OPERAND_WORDS = {
-    "underflow": "{:.1%} of its elements became 0, because a few large values determine the scale; set precision."
-    "recipe block, or add its module to precision.bf16_modules (lm_head: set fp8_head_gradients false)",
-    "saturated": f"{{:.1%}} of its elements were clamped, because the scale is outdated; {ADVICE}",
-    "range": f"its largest value is {{:.3g}} times what its scale allows, because the scale is outdated; {ADVICE}",
-    "error": "its relative error is {:.3g}",
+    "underflow": "{:.1%} of the elements became 0, because a few large values determine the scale; set precision."
+    "recipe to block, or add the module to precision.bf16_modules (for lm_head, set precision.fp8_head_gradients to "
+    "false)",
+    "saturated": f"{{:.1%}} of the elements were clamped, because the scale is outdated; {ADVICE}",
+    "range": "the largest value is {:.3g} times the maximum that the scale allows, because the scale is outdated; "
+    f"{ADVICE}",
+    "error": "the relative error is {:.3g}",
 }
 
 
@@ -134,7 +136,7 @@ class FP8Alarms:
             + ", ".join(OPERAND_WORDS[what].format(value) for what, value in began[key].items())
             for key in sorted(began, key=lambda key: -excess[key])
         )
-        _log_first(f"step {step}: FP8 alarm over: {gemm}, {operand}" for gemm, operand in ended)
+        _log_first(f"step {step}: FP8 alarm ended: {gemm}, {operand}" for gemm, operand in ended)
         if not (had_alarms or began):
             return {}
         record = {
@@ -186,8 +188,8 @@ def find_fallbacks(
         fallbacks.append({"step": step, "module": name, "from": level, "to": following, **found})
     _log_first(
         f"step {step}: precision.on_trouble: {change['module']} falls back from {change['from']} to {change['to']}: "
-        f"{change['statistic']} of the {change['operand']} of {change['gemm']} is {change['value']:.3g}, the limit is "
-        f"{change['threshold']:g}"
+        f"{change['statistic']} of the {change['operand']} of {change['gemm']} is {change['value']:.3g}, but the limit "
+        f"is {change['threshold']:g}"
         for change in fallbacks
     )
     return fallbacks

@@ -92,7 +92,7 @@ def describe_difference(differs: list[list[int]], names: list[str]) -> str | Non
     if not different:
         return None
     ranks = [rank for rank, row in enumerate(differs) if any(row)]
-    count = f"{len(different)} of {len(names)} tensors differ, the first is {different[0]!r}"
+    count = f"{len(different)} of {len(names)} tensors differ, such as {different[0]!r}"
     if 2 * len(ranks) < len(differs):
         return f"ranks {ranks} have different weights or FP8 state than the other ranks; {count}"
     return f"rank 0 has different weights or FP8 state than ranks {ranks} of {len(differs)}; {count}"

@@ -54,9 +54,10 @@ class Stopped(Exception):
 
     def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
         what = (
-            f"{checkpoint} is committed. The same command{option} resumes from it"
+            f"the checkpoint {checkpoint} is complete. To resume from this checkpoint, run the same command{option}"
             if checkpoint
-            else "nothing was saved (save_strategy is no). The same command starts where this run started"
+            else "no checkpoint was saved, because save_strategy is no. The same command starts at the step where this "
+            "run started"
         )
         super().__init__(f"stopped on request after step {step}; {what}")
         self.step, self.checkpoint = step, checkpoint
@@ -97,7 +98,7 @@ def _record(number: int, frame: FrameType | None) -> None:
         when = " after the current step (press Ctrl-C again to stop immediately)" if _is_training else ""
         # print raises if the signal arrives during another print; os.write raises on a full disk
         with contextlib.suppress(OSError):
-            os.write(2, f"rank {rank_env.rank()}: {name}: the run stops{when}\n".encode())
+            os.write(2, f"rank {rank_env.rank()} received {name}: the run stops{when}\n".encode())
     if not _is_training:
         # the launcher may also send a stop signal; with SIG_IGN Python would report an error here
         for other in SIGNALS:

@@ -47,8 +47,8 @@ class Spike:
     threshold: float
 
     def __str__(self) -> str:
-        limits = f"the median of earlier steps is {self.median:.4g}, the threshold is {self.threshold:.4g}"
-        return f"{self.what} {self.value:.4g}, {limits}"
+        limits = f"median of earlier steps: {self.median:.4g}, threshold: {self.threshold:.4g}"
+        return f"{self.what} {self.value:.4g} ({limits})"
 
 
 def judge(recent: deque[float], value: float, factor: float) -> tuple[float, float] | None:

@@ -184,7 +184,7 @@ def check_output(args: TrainingArguments) -> None:
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
             f'output_dir "{args.output_dir}" contains a checkpoint, an exported model or prepared data. '
-            "Choose another folder. To resume from a checkpoint, pass --resume_from_checkpoint",
+            "Choose another folder. To resume from a checkpoint, pass its path as --resume_from_checkpoint",
             key=key,
         )
     saves = args.save_strategy != "no" and not is_done(args, folder)
@@ -280,7 +280,7 @@ NOT_SUPPORTED = (
     "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
-EXAMPLE = "train_args/accelerate_fp8.yaml is an example for train_config_fp8.json"
+EXAMPLE = "For an example, see train_args/accelerate_fp8.yaml, which belongs to train_config_fp8.json"
 
 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:

@@ -109,7 +109,7 @@ def check_gradients(
         return
     what = f"{accumulation} micro-batches x {world} ranks at ZeRO {engine.zero_optimization_stage()}"
     for comparisons, advice in zip(zip(*all_gather(mine), strict=True), (ADVICE, FUSED_ADVICE), strict=False):
-        how = ", with speed.main_grad and speed.cuda_graphs" if advice == FUSED_ADVICE else ""
+        how = " with speed.main_grad and speed.cuda_graphs" if advice == FUSED_ADVICE else ""
         worst = max(comparisons, key=lambda each: (bool(each.problem), each.error))
         if worst.problem:
             text = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly: {worst.problem}. {advice}"
@@ -316,8 +316,8 @@ def compare(
     problem = ""
     if not (abs(factor - 1) <= allowed and errors[worst] <= allowed):
         problem = (
-            f"the reduced gradient is {factor:.4g} times as large as a plain all-reduce, and the gradient of {worst} "
-            f"has a relative error of {errors[worst]:.2g} (allowed: {allowed:.2g})"
+            f"the reduced gradient is {factor:.4g} times as large as that of a plain all-reduce, and the gradient of "
+            f"{worst} has a relative error of {errors[worst]:.2g} (allowed: {allowed:.2g})"
         )
     elif reported is not None and not math.isclose(
         norm / clipping, float(reported), rel_tol=max(0.01, allowed)

@@ -78,7 +78,7 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
-        return Dropped("text is not a string", where, f"a {type(text).__name__}")
+        return Dropped("text is not a string", where, f"type {type(text).__name__}")
     if not text.strip():
         return Dropped(EMPTY, where)
     try:
@@ -119,7 +119,7 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     try:
         with open(path, "rb") as packed, _decompress(packed, packing) as file:
             if packing and not path.stat().st_size:
-                raise EOFError("the file has no bytes")
+                raise EOFError("the file is empty")
             for item in _read_documents(
                 file, path, kind.removesuffix(packing), text_key, split_on, start, stop
             ):

@@ -282,7 +282,7 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         if (decoded := encoder.decode(own)) not in (text, f" {text}")
     ]
     report: dict[str, Any] = {"texts": len(texts), "texts_changed": len(changed)}
-    remedy = "Tokenizers from train/train_tokenizer.py keep all text except the character U+2581"
+    remedy = "To keep all text except the character U+2581, train a tokenizer with train/train_tokenizer.py"
     for text, decoded in changed[:1]:
         at = len(os.path.commonprefix([text, decoded]))
         part = slice(max(at - 20, 0), at + 20)

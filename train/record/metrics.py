@@ -99,7 +99,7 @@ class MetricsLogger:
     def _open(self, step: int, again: Sequence[str] = ()) -> None:
         path = self.folder.metrics
         if path.exists() and (discarded := discard_after(path, step, again)):
-            logger.info(f"metrics: the lines after step {step} were moved to {discarded.name}")
+            logger.info(f"metrics.jsonl: the lines after step {step} were moved to {discarded.name}")
         # the buffer keeps lines that could not be written, and the next flush writes them
         self._file = path.open("ab", buffering=2**20)
         self._trackers = Trackers(self.folder, self.config, step)
@@ -139,7 +139,7 @@ class MetricsLogger:
             if plots.draw_health(history, self.folder.health_plot):
                 logger.info(f"wrote {self.folder.health_plot}")
         except Exception as error:
-            logger.warning(f"no loss plot: {type(error).__name__}: {error}")
+            logger.warning(f"the plots of the run could not be written: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
         """Continue logging from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
