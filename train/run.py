@@ -79,7 +79,7 @@ def run(args: TrainingArguments) -> int:
     process_group.init_distributed()
     status = 0
     with contextlib.ExitStack() as folder:
-        with Watchdog(args.hang_timeout_s) as watchdog:
+        with Watchdog(args.hang_timeout_s, hang_folder(args)) as watchdog:
             watchdog.set_position("opening the data and comparing the configurations of all ranks")
             args = resolve_arguments(args, dist.get_world_size())
             inputs = open_inputs(args)
@@ -95,6 +95,11 @@ def run(args: TrainingArguments) -> int:
     return status
 
 
+def hang_folder(args: TrainingArguments) -> Path | None:
+    """Return the folder for reports about a hang, or None for a dry run, which writes no files."""
+    return None if args.dry_run else RunFolder(args.output_dir).hang
+
+
 def run_training(args: TrainingArguments, inputs: Inputs) -> None:
     """Train with one Trainer for each precision of the run, then export the model.
 
@@ -104,7 +109,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
     """
     began, is_main = round(time.time(), 1), dist.get_rank() == 0
     configure_logging(args.log_level, dist.get_rank(), has_file=True)
-    with Watchdog(args.hang_timeout_s) as watchdog:
+    with Watchdog(args.hang_timeout_s, hang_folder(args)) as watchdog:
         run, state, phase = start_run(args, inputs, watchdog)
         args, folder = run.args, run.folder
         watchdog.phase("opening the output folder")
@@ -137,7 +142,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
                 with defer_stop():
                     checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
             record.part = "export"
-            with Watchdog(args.hang_timeout_s) as watchdog:
+            with Watchdog(args.hang_timeout_s, folder.hang) as watchdog:
                 watchdog.phase(f"waiting for rank 0 to export {checkpoint}")
                 if is_main:
                     export_last(args, folder, checkpoint)
@@ -145,7 +150,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
                 watchdog.set_position("waiting for all ranks to exit")
                 dist.barrier()
     except Stopped as stopped:
-        with Watchdog(args.hang_timeout_s) as watchdog:
+        with Watchdog(args.hang_timeout_s, folder.hang) as watchdog:
             watchdog.set_position("waiting for all ranks to stop")
             # ignore a full disk, because the checkpoint exists and the exit status reports the stop
             if is_main:
@@ -188,7 +193,7 @@ def start_run(args: TrainingArguments, inputs: Inputs, watchdog: Watchdog) -> tu
 
 def build_next_phase(run: Run, state: RunState, checkpoint: Path | None) -> Phase:
     """Free the memory of the previous phase, and build the phase of the next step from the last checkpoint."""
-    with Watchdog(run.args.hang_timeout_s) as watchdog:
+    with Watchdog(run.args.hang_timeout_s, run.folder.hang) as watchdog:
         watchdog.set_position("freeing model and engine")
         free_memory()
         return build_phase(run, state, checkpoint, watchdog)

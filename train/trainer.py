@@ -46,6 +46,7 @@ from train.phase import Phase, Run
 from train.record.fp8_health import FP8_HEALTH, health_record
 from train.record.history import typical_speed
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
+from train.record.profiles import make_profiler
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Trainer:
         self.flops = flops_per_token(self.model.config, args.max_seq_length)
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         self.speeds: list[float] = []  # tokens/s over all ranks in each logged interval
-        self.watchdog = Watchdog(args.hang_timeout_s)
+        self.watchdog = Watchdog(args.hang_timeout_s, run.folder.hang)
         self.saver = Saver(
             self.engine,
             run.folder.checkpoints,
@@ -135,12 +136,20 @@ class Trainer:
             leave=False,
             disable=None if dist.get_rank() == 0 else True,
         )
-        with self.watchdog, bar, contextlib.closing(self.batches):
+        profiler = make_profiler(self.args.profile_steps, self.state.step, self.run.folder.profile)
+        with (
+            self.watchdog,
+            bar,
+            contextlib.closing(self.batches),
+            profiler or contextlib.nullcontext(),
+        ):
             self._evaluate_first()
             self.engine.train()
             try:
                 while not self._is_over():
                     self._run_step()
+                    if profiler is not None:
+                        profiler.step()
                     bar.update(self.state.step - bar.n)  # negative after a rollback
             except Exception:
                 # The save belongs to an earlier step, and its threads do not need the main thread. So the save is

@@ -1,6 +1,6 @@
 """Run ranks that synchronize once per step like training ranks. One rank has a fault in step 20.
 
-    python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S
+    python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S [FOLDER]
 
 FAULT is a key of FAULTS or "none". The timeout applies only from the fault on. The results therefore do not depend on
 the load of the host.
@@ -46,7 +46,8 @@ def main() -> int:
     rank, vote = dist.get_rank(), signals.StopVote()
     if fault == "hang":  # all answer
         watchdog_module.GATHER_S = 60.0
-    with Watchdog(600.0) as watchdog:
+    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    with Watchdog(600.0, folder) as watchdog:
         for step in range(1, STEPS + 1):
             watchdog.set_position(f"step {step}, micro-batch 1 of 1")
             time.sleep(STEP_S)

@@ -28,7 +28,13 @@ SLOW_JOBS = {("stopped", 1): (3, 2.0)}  # of slow tests
 
 
 @pytest.fixture(scope="module")
-def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder to which the ranks of a hanging job write."""
+    return tmp_path_factory.mktemp("hang") / "hang"
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, folder: Path) -> dict[tuple[str, int], tuple[int, str]]:
     """Run all jobs at the same time, and return the exit status and the output of each job.
 
     The jobs spend most of their time waiting.
@@ -36,7 +42,8 @@ def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str
 
     def run(job: tuple[tuple[str, int], tuple[int, float]]) -> tuple[int, str]:
         (fault, rank), (ranks, timeout_s) = job
-        done = launch(ranks, RANKS, fault, str(timeout_s), FAULTY_RANK=str(rank))
+        files = [str(folder)] if fault == "hang" else []
+        done = launch(ranks, RANKS, fault, str(timeout_s), *files, FAULTY_RANK=str(rank))
         return done.returncode, done.stdout
 
     here = [item for item in request.session.items if item.path == request.path]
@@ -68,6 +75,16 @@ def test_faulty_rank_is_named(jobs: dict, fault: str, rank: int, status: int, sh
         assert lines and all(f"rank {rank} of 3" in line for line in lines), output
     else:
         assert not lines and re.search(rf"rank {rank} .*SIGKILL", output), output
+
+
+@pytest.mark.process
+def test_hang_writes_stack_traces(jobs: dict, folder: Path) -> None:
+    """Each rank writes its own, and the message names the files. The flight recorder needs NCCL."""
+    _, output = jobs["hang", 1]
+    assert f"{folder}/stacks_rank_*.txt" in output
+    stacks = {path.name: path.read_text() for path in folder.iterdir()}
+    assert stacks.keys() == {f"stacks_rank_{rank}.txt" for rank in range(3)}
+    assert [name for name, text in stacks.items() if "never_returns" in text] == ["stacks_rank_1.txt"]
 
 
 @pytest.mark.process

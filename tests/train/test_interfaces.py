@@ -153,7 +153,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 87, "38d1d0dd65f704233e85ca07de6c32feaa342a23c992de155aa24ae17ef44c0f"
+CONFIGURATION_KEYS = 88, "fc8619347d7e804c57e254dd5ea1e5b12937af15f802f0d62dd9c06621508638"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:

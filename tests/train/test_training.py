@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from model.checks.startup import StartupCheckError
 from model.fp8.precision import PrecisionError
 from tests import programs
 from tests.conftest import numbers, refused
+from tests.fixtures import settings_of
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import plot, train, trainer
@@ -170,6 +173,23 @@ def test_two_gpus_with_deepspeed_launcher(trained: Path, settings: dict, tmp_pat
 def test_two_ranks_train_alike(trained: Path, settings: dict, tmp_path: Path) -> None:
     launcher = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
     check_two_ranks(trained, settings, tmp_path, launcher)
+
+
+@pytest.mark.process
+def test_profile_steps(data: Path, small_model: Path, tmp_path: Path) -> None:
+    """The trace has the asked steps, and the table the longest operations first."""
+    (config := tmp_path / "config.json").write_text(
+        json.dumps(settings_of(data, small_model, tmp_path / "run"))
+    )
+    options = ("--profile_steps", "[3, 4]", "--save_strategy", "no")
+    done = two_ranks([sys.executable], config, *options)
+    assert done.returncode == 0, done.stderr
+    trace, table = (tmp_path / "run/profile" / f"steps-3-4{end}" for end in (".json.gz", ".txt"))
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert len({event["name"] for event in events if event["name"].startswith("ProfilerStep")}) == 2
+    rows = [line for line in table.read_text().splitlines() if "%" in line and "Name" not in line]
+    shares = [float(re.findall(r"([\d.]+)%", row)[0]) for row in rows]
+    assert len(rows) == 10 and shares == sorted(shares, reverse=True), table.read_text()
 
 
 def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.CompletedProcess:

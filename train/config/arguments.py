@@ -297,6 +297,16 @@ class TrainingArguments:
         resume="free",
     )
 
+    profile_steps: list[Annotated[int, Field(gt=0)]] | None = option(
+        "First and last step to profile on rank 0. A trace for Perfetto and a table of the ten longest kernels are "
+        "written to the folder profile in output_dir. Profiled steps are slower.",
+        None,
+        min_length=2,
+        max_length=2,
+        example=[20, 22],
+        resume="free",
+    )
+
     output_dir: str | None = option(
         "Output folder of the run. If null, it is output/NAME for a configuration file NAME.json.",
         None,

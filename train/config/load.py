@@ -478,6 +478,11 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             "no checkpoint is saved at some of the steps to keep; set keep_every_steps to a multiple of save_steps",
         ),
         (
+            args.profile_steps is not None and args.profile_steps[0] > args.profile_steps[-1],
+            "profile_steps",
+            "the first step is after the last step; swap them",
+        ),
+        (
             is_rollback and args.save_strategy == "no",
             "on_spike save_strategy",
             "a rollback needs checkpoints; set save_strategy to steps, or set on_spike to warn",

@@ -84,6 +84,8 @@ def init_distributed() -> None:
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
     # FlashAttention-4 warns about its own code
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
+    # number of collectives in NCCL's flight recorder, which the watchdog writes after a hang
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     # default timeouts of torch for all new groups, including those that DeepSpeed creates
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     store = wait_for_ranks()  # shares its port with torch's store

@@ -5,6 +5,8 @@ export (Watchdog.phase). A thread on each rank measures the time since the last 
 rank sends its position to the other ranks through the store of the process group, reports the ranks at fault, and
 exits. The launcher terminates the remaining processes.
 
+Each rank also writes its stack traces, and the last collectives from NCCL's flight recorder, to the run folder.
+
 The ranks at fault are determined in this order:
 
 1. Ranks that do not send their position. Their process is stopped, or their host is down.
@@ -22,14 +24,16 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 HUNG = 1  # like any crash: a restart from the last checkpoint may succeed
 # Timeout of the first step and of the startup phases, which compile kernels, capture graphs and connect NCCL.
 FIRST_STEP_S = 1800.0
-GATHER_S = 3.0  # how long to wait for the positions of the other ranks
+GATHER_S = 3.0  # how long to wait for the positions of the other ranks, and for the files of this rank
 # Endings of file paths. A rank with a stack frame in one of these files is waiting for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
 
@@ -43,12 +47,15 @@ class Watchdog:
     The watchdog thread adds up its own waits instead of reading a clock, so that the timeout does not include time in
     which the process is suspended (scontrol suspend).
 
+    Args:
+        folder: Folder for the stack traces and the flight recorder. If None, no files are written.
+
     Attributes:
         limit_s: The current timeout in seconds, which is longer until the first step is done.
     """
 
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, folder: Path | None = None):
+        self.timeout_s, self.folder = timeout_s, folder
         self.limit_s = max(timeout_s, FIRST_STEP_S)
         self._waited_s = 0.0
         self._position, self._progress = "starting", 0
@@ -109,9 +116,13 @@ class Watchdog:
     def _report(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         found = {rank: self._describe_rank()}
-        # in a thread, because calls to the store block if the process that hosts the store is stopped
+        # In threads, because calls to the store block if the process that hosts the store is stopped, and calls to a
+        # file system block if its server is down.
         gather = threading.Thread(target=_exchange, args=(found, rank, world), daemon=True)
+        write = threading.Thread(target=_write_files, args=(self.folder, rank), daemon=True)
+        write.start()
         gather.start()
+        write.join(GATHER_S)
         gather.join(GATHER_S)
         found = dict(found)
         blamed = find_ranks_at_fault(found, world)
@@ -119,7 +130,8 @@ class Watchdog:
             print(f"rank {rank}: stack traces of all threads:", file=sys.__stderr__, flush=True)
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         if rank == min(set(found) - set(blamed), default=rank):
-            print(hang_message(found, blamed, world, self.limit_s), file=sys.__stderr__, flush=True)
+            text = hang_message(found, blamed, world, self.limit_s, self.folder)
+            print(text, file=sys.__stderr__, flush=True)
         if rank not in blamed or rank == 0:
             # The launcher ends all ranks when the first one ends, so leave the rank at fault time to print its stack.
             # Rank 0 hosts the store, from which other ranks may still read.
@@ -140,6 +152,21 @@ class Watchdog:
             "host": socket.gethostname(),
             "at": f'File "{last.filename}", line {last.lineno}, in {last.name}',
         }
+
+
+def _write_files(folder: Path | None, rank: int) -> None:
+    """Write the stack traces of all threads to `folder`, and, with NCCL, the flight recorder as a pickle file.
+
+    The file names are those that torch's analyzer expects (torchfrtrace FOLDER).
+    """
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"stacks_rank_{rank}.txt").open("w") as file:
+        faulthandler.dump_traceback(file)
+    if dist.get_backend() == "nccl":
+        trace = torch._C._distributed_c10d._dump_nccl_trace()
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 
 
 def _exchange(found: dict[int, dict[str, Any]], rank: int, world: int) -> None:
@@ -177,8 +204,13 @@ def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[in
     return []
 
 
-def hang_message(found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float) -> str:
-    """Return the error message about a hang, which names the ranks at fault and what each of them is doing."""
+def hang_message(
+    found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float, folder: Path | None
+) -> str:
+    """Return the error message about a hang, which names the ranks at fault and what each of them is doing.
+
+    It also names the files that the ranks write to `folder`.
+    """
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
     }
@@ -188,4 +220,9 @@ def hang_message(found: dict[int, dict[str, Any]], blamed: list[int], world: int
         cause = f"; the other ranks wait for rank {', '.join(map(str, blamed))} of {world}"
     lines = [f"error: no progress for {limit_s:g} s (hang_timeout_s){cause}:"]
     lines += [f"  {places.get(rank, f'rank {rank} {gone}')}" for rank in blamed or sorted(places)]
+    if folder is not None:
+        lines.append(
+            f"Stack traces of each rank: {folder}/stacks_rank_*.txt. With NCCL, the last collectives of each rank: "
+            f"{folder}/nccl_trace_rank_* (torchfrtrace {folder})"
+        )
     return "\n".join([*lines, "This job stops. Run the same command to resume from the last checkpoint"])

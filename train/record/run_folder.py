@@ -35,6 +35,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
         self.health_plot = path / "health.png"  # FP8 health, with precision.health_steps
+        self.profile = path / "profile"  # trace and table of kernels, with profile_steps
+        self.hang = path / "hang"  # what each rank writes if a rank hangs (train/monitor/watchdog.py)
         self.tensorboard = path / "tensorboard"
         self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # contains step-NNNNNNNN/
