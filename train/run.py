@@ -15,6 +15,8 @@ import os
 import random
 import shlex
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +93,10 @@ def run(args: TrainingArguments) -> int:
             run_training(args, inputs)
         except Stopped:
             status = STOPPED
-    dist.destroy_process_group()
+        is_main = dist.get_rank() == 0
+        dist.destroy_process_group()  # the other ranks do not wait for the upload
+        if args.push_to_hub and is_main and status == 0 and not args.dry_run:
+            upload(RunFolder(args.output_dir).hf, str(args.hub_model_id))
     return status
 
 
@@ -238,6 +243,24 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
             f"  generate text:      {shlex.join(['python', generate, '--model', run, '--prompt', 'TEXT'])}",
             f"  evaluate the model: {shlex.join(['python', evaluate, run])}",
         )
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Upload an exported model to the Hugging Face Hub, in a process of its own. If this fails, log a warning.
+
+    The process reads the access token from the environment variable HF_TOKEN.
+    """
+    arguments = ["upload", repository, str(folder), "--private"]
+    logger.info(f"push_to_hub: uploading {folder} to {repository}")
+    # -P: without the current folder, whose files may have the names of modules
+    command = [sys.executable, "-P", "-m", "huggingface_hub.cli.hf", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        logger.info(f"push_to_hub: uploaded {folder} to {repository}")
+        return
+    logger.warning(
+        f"push_to_hub: the upload failed:\n{done.stderr.strip()}\nTo repeat it: {shlex.join(['hf', *arguments])}"
+    )
 
 
 def seed_generators(args: TrainingArguments) -> None:

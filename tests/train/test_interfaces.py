@@ -153,7 +153,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 88, "fc8619347d7e804c57e254dd5ea1e5b12937af15f802f0d62dd9c06621508638"
+CONFIGURATION_KEYS = 90, "c69ef450199edd0129a36c506d3a277560e4580f907ab107dac650746db7787f"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:

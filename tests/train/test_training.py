@@ -192,6 +192,49 @@ def test_profile_steps(data: Path, small_model: Path, tmp_path: Path) -> None:
     assert len(rows) == 10 and shares == sorted(shares, reverse=True), table.read_text()
 
 
+# Instead of the client's requests, the arguments of each call go to a file.
+HUB = """
+import json, os, pathlib
+from huggingface_hub import HfApi, RepoUrl
+
+def record(name):
+    def call(self, **options):
+        if os.environ["HF_TOKEN"] == "expired":
+            raise OSError("401 Unauthorized")
+        with open(os.environ["HUB_CALLS"], "a") as file:
+            print(json.dumps([name, {key: str(value) for key, value in options.items()}]), file=file)
+        return RepoUrl("https://huggingface.co/" + options["repo_id"])
+    return call
+
+HfApi.create_repo, HfApi.upload_folder = record("create_repo"), record("upload_folder")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("token", ["", "expired", "valid"])
+def test_push_to_hub(data: Path, small_model: Path, tmp_path: Path, token: str) -> None:
+    """The export is uploaded. Without a token the run is refused; if the upload fails, the run succeeds."""
+    (config := tmp_path / "config.json").write_text(
+        json.dumps(settings_of(data, small_model, tmp_path / "run"))
+    )
+    (tmp_path / "sitecustomize.py").write_text(HUB)
+    calls = tmp_path / "calls.jsonl"
+    environment = clean_environment(PYTHONPATH=str(tmp_path), HUB_CALLS=str(calls), HF_TOKEN=token)
+    options = "--max_steps 2 --push_to_hub true --hub_model_id org/name".split()
+    command = [sys.executable, str(ROOT / "train/train.py"), str(config), *options]
+    done = programs.run(command, capture_output=True, text=True, env=environment)
+    output = done.stdout + done.stderr
+    assert done.returncode == (0 if token else 2), output
+    folder = str(tmp_path / "run/hf")
+    if token != "valid":
+        assert not calls.exists() and ("hf upload org/name" if token else "HF_TOKEN") in output
+        return
+    created, uploaded = (json.loads(line) for line in calls.read_text().splitlines())
+    assert created[0] == "create_repo" and created[1]["private"] == "True"
+    assert uploaded[0] == "upload_folder" and uploaded[1]["folder_path"] == folder
+    assert {call[1]["repo_id"] for call in (created, uploaded)} == {"org/name"}
+
+
 def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [*launcher, str(ROOT / "train/train.py"), str(config), *arguments]
     return programs.run(command, capture_output=True, text=True, env=clean_environment())

@@ -364,6 +364,17 @@ class TrainingArguments:
         "steps",
         resume="free",
     )
+    push_to_hub: bool = option(
+        "Upload the exported model to the Hugging Face Hub at the end of the run. A new repository is private. The "
+        "access token is read from the environment variable HF_TOKEN.",
+        False,
+        resume="free",
+    )
+    hub_model_id: str | None = option(
+        "Hugging Face repository ORG/NAME for push_to_hub.",
+        None,
+        resume="free",
+    )
     save_total_limit: int = option(
         "Number of recent checkpoints to keep. Older checkpoints are deleted. If 0, all checkpoints are kept.",
         3,

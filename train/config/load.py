@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails
 from model import end_with_reader
 from model.config import load_config, read_json_file
 from model.fp8.recipes import BF16_MOMENTS_MAX_BETA2, fp8_multiple
-from model.hf_folder import local_folder
+from model.hf_folder import HUB_ID, local_folder
 from model.keys import RESUME
 from model.variants import VARIANTS, cuda_graphs_problem, supports_mlp, variant_problems
 from train.config.arguments import (
@@ -481,6 +481,16 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             args.profile_steps is not None and args.profile_steps[0] > args.profile_steps[-1],
             "profile_steps",
             "the first step is after the last step; swap them",
+        ),
+        (
+            args.push_to_hub and not HUB_ID.fullmatch(args.hub_model_id or ""),
+            "push_to_hub hub_model_id",
+            "an upload needs a repository; set hub_model_id to ORG/NAME",
+        ),
+        (
+            args.push_to_hub and args.save_strategy == "no",
+            "push_to_hub save_strategy",
+            "a run that saves no checkpoint exports no model; set save_strategy to steps, or remove push_to_hub",
         ),
         (
             is_rollback and args.save_strategy == "no",

@@ -104,6 +104,7 @@ def check(
             attempt(check_no_leak, train, held_out)
     attempt(check_output, args)
     attempt(check_installed, args.report_to)
+    attempt(check_token, args)
     if sizes is not None and is_new_run(args):
         attempt(check_weights, args, sizes)
     if train and args.model.init_from and is_new_run(args):
@@ -203,6 +204,18 @@ def check_output(args: TrainingArguments) -> None:
             key=key,
         )
     Lock(folder.lock).check_unlocked()
+
+
+def check_token(args: TrainingArguments) -> None:
+    """Check that the access token for push_to_hub is set.
+
+    Raises:
+        ConfigurationError: The environment variable HF_TOKEN is missing.
+    """
+    if args.push_to_hub and not os.environ.get("HF_TOKEN"):
+        raise ConfigurationError(
+            "push_to_hub needs an access token. Set the environment variable HF_TOKEN", key="push_to_hub"
+        )
 
 
 def device_problems(

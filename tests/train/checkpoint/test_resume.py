@@ -39,7 +39,7 @@ FREE = set(
     "on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
     "save_total_limit keep_every_steps save_async on_save_failure resume_from_checkpoint allow_changes_on_resume "
-    "report_to run_name wandb_project profile_steps dry_run preflight log_level".split()
+    "report_to run_name wandb_project profile_steps push_to_hub hub_model_id dry_run preflight log_level".split()
 )
 NEVER = {"model.variant", "optim", "embedding_lr_scale"}
 # what a change of the key has to be allowed by, where that is not the key alone
@@ -82,6 +82,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "muon_momentum": ({"optim": "muon"}, 0.9),
     "allow_changes_on_resume": ({}, ["seed"]),
     "profile_steps": ({}, [2, 3]),
+    "push_to_hub": ({"hub_model_id": "org/name"}, True),
     "output_dir": ({}, "./run"),
     "deepspeed": ({}, {"zero_optimization": {"stage": 1, "overlap_comm": True}}),
 }
