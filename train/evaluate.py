@@ -5,6 +5,7 @@
     python train/evaluate.py output/run/checkpoints/step-00001000 data/wiki data/code --precision bf16
     python train/evaluate.py FOLDER story.txt reviews.jsonl --by document --output result.json
     python train/launch.py --nproc 8 train/evaluate.py output/run data/wiki            # 8 GPUs; also torchrun
+    python train/evaluate.py output/run --tasks hellaswag,arc_easy                     # with the lm-eval harness
 
 MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral, Llama or Qwen3, with or without
 FP8 weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
@@ -15,6 +16,10 @@ max_eval_samples (default: 256) as --max_samples. Without a terminal, the progre
 
 A checkpoint is evaluated in its own precision and model variant unless --precision is given. --precision fp8 uses
 current scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if none run.
+
+--tasks runs tasks of the lm-eval harness on the export of the checkpoint, with transformers, on one GPU. Each result is
+added to the run's metrics.jsonl and trackers with the step of the checkpoint. This needs the packages in
+requirements-serving.txt.
 
 Exit status: 0 done; 2 invalid request or failed evaluation; 130 stopped by Ctrl-C.
 """
@@ -29,6 +34,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -122,10 +128,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum number of unreadable documents in text inputs; the evaluation fails if there are more "
         "(default: 0)",
     )
+    add(
+        "--tasks",
+        type=lambda text: text.split(","),
+        metavar="NAME,NAME",
+        help="tasks of the lm-eval harness to run instead of computing the loss on DATA; --max_samples limits the "
+        "documents of each task",
+    )
+    add(
+        "--task_path",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with more tasks for --tasks, as YAML files of the harness",
+    )
     add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.stride and args.by != "document":
         parser.error("--stride requires --by document; pass --by document, or remove --stride")
+    if args.tasks and (args.data or args.precision):
+        parser.error("--tasks accepts neither DATA nor --precision: the tasks use the export of the model")
+    if args.tasks and rank_env.world_size() > 1:
+        parser.error("--tasks runs in one process; start it without a launcher")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA contains the same path more than once. Pass each path once")
     args.model = Path(local_folder(str(args.model)))
@@ -138,6 +161,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import model.fp8.torchao_fp8  # noqa: F401  imported before transformers, to silence torchao's warnings
+
+    if args.tasks:
+        require_packages("--tasks", "lm_eval", requirements="requirements-serving.txt")
+        from train.evaluation.tasks import run_tasks
+
+        write_report(args.output, run_tasks(args))
+        return
     from train.evaluation.evaluation import evaluate, join_ranks
 
     rank, world = join_ranks()
@@ -149,10 +179,16 @@ def main(argv: list[str] | None = None) -> None:
         if line := out_of_memory(error):
             raise ValueError(f"{line}. Pass a smaller --batch_size") from error
         raise
-    if rank == 0 and args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(args.output, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        logger.info(f"wrote {args.output}")
+    if rank == 0:
+        write_report(args.output, report)
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """Write a report to a JSON file, if a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n")
+        logger.info(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def folders(
             "per_device_train_batch_size": 4,
             "learning_rate": 5e-3,
             "warmup_steps": 2,
+            "report_to": "tensorboard",
         }
         with pytest.MonkeyPatch.context() as patch:
             for key, value in only_process_group.items():
@@ -321,23 +322,21 @@ TASK = """
 """
 
 
-def test_lm_eval_scores(tools: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the task held_out and its texts."""
+    folder = tmp_path_factory.mktemp("task")
     source = Path(textwrap.__file__).read_text()
     texts = [source[begin : begin + 300] for begin in range(0, 1500, 300)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "held_out.yaml").write_text(textwrap.dedent(TASK.format(texts=tmp_path / "texts.jsonl")))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "held_out.yaml").write_text(textwrap.dedent(TASK.format(texts=folder / "texts.jsonl")))
+    return folder
 
-    def measured(name: str) -> float:
-        out = tmp_path / name
-        model = f"pretrained={folders[name]},add_bos_token=False,dtype=float32"
-        command = [str(tools / "lm_eval"), "--model", "hf", "--model_args", model, "--tasks", "held_out"]
-        command += ["--include_path", str(tmp_path), "--device", "cpu", "--output_path", str(out)]
-        environment = offline(HF_HOME=str(tmp_path / "cache"))
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        (results,) = out.rglob("results_*.json")
-        return json.loads(results.read_text())["results"]["held_out"]["bits_per_byte,none"]
 
+@pytest.fixture(scope="module")
+def bits(folders: dict[str, Path], task: Path) -> float:
+    """The right result of the task, in bits per byte, of the model hf in float32."""
+    texts = [json.loads(line)["text"] for line in (task / "texts.jsonl").read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(folders["hf"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folders["hf"])
     nats = 0.0
@@ -346,6 +345,46 @@ def test_lm_eval_scores(tools: Path, folders: dict[str, Path], tmp_path: Path) -
         with torch.no_grad():
             likelihoods = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
         nats -= float(likelihoods.gather(1, ids[0, 1:, None]).sum())
-    bits = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+
+
+def test_lm_eval_scores(
+    tools: Path, folders: dict[str, Path], task: Path, bits: float, tmp_path: Path
+) -> None:
+    def measured(name: str) -> float:
+        out = tmp_path / name
+        model = f"pretrained={folders[name]},add_bos_token=False,dtype=float32"
+        command = [str(tools / "lm_eval"), "--model", "hf", "--model_args", model, "--tasks", "held_out"]
+        command += ["--include_path", str(task), "--device", "cpu", "--output_path", str(out)]
+        environment = offline(HF_HOME=str(tmp_path / "cache"))
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        (results,) = out.rglob("results_*.json")
+        return json.loads(results.read_text())["results"]["held_out"]["bits_per_byte,none"]
+
     assert measured("hf") == pytest.approx(bits, rel=1e-4)
     assert measured("rows") == pytest.approx(bits, rel=2e-2)
+
+
+@pytest.mark.parametrize("has_export", [True, False])
+def test_evaluate_runs_tasks(
+    tools: Path, folders: dict[str, Path], task: Path, bits: float, tmp_path: Path, has_export: bool
+) -> None:
+    """The results of the newest checkpoint go to the JSON file, metrics.jsonl and TensorBoard."""
+    run_folder = shutil.copytree(folders["hf"].parent / "delayed", tmp_path / "run")
+    if not has_export:
+        shutil.rmtree(run_folder / "hf")
+    lines = (run_folder / "metrics.jsonl").read_text()
+    command = [str(tools / "python"), str(ROOT / "train/evaluate.py"), str(run_folder), "--tasks", "held_out"]
+    command += ["--task_path", str(task), "--output", str(tmp_path / "result.json")]
+    environment = offline(HF_HOME=str(tmp_path / "cache"))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())["results"]["held_out"]["bits_per_byte,none"]
+    assert result == pytest.approx(bits, rel=5e-3)  # in bf16
+    before, line = (run_folder / "metrics.jsonl").read_text().removesuffix("\n").rsplit("\n", 1)
+    added = json.loads(line)
+    assert before + "\n" == lines
+    assert added.keys() == {"step", "tokens", "time", "tasks/held_out/bits_per_byte"}
+    assert added["step"] == 60 and added["tasks/held_out/bits_per_byte"] == result
+    assert list((run_folder / "tensorboard").glob("events*"))

@@ -20,6 +20,7 @@ from tests.conftest import numbers
 from tests.conftest import refused as raises_error
 from train.checkpoint.files import RunState, read_state
 from train.data.format import read_manifest
+from train.evaluate import main as evaluate
 from train.evaluation import evaluation, models
 from train.evaluation.models import EvaluationError, plan_model
 
@@ -41,6 +42,13 @@ def large_vocabulary(tmp_path: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return folder
+
+
+def test_tasks_need_lm_eval(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as error:
+        evaluate([str(trained), "--tasks", "hellaswag"])
+    assert error.value.code == 2 and "requirements-serving.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
