@@ -7,7 +7,7 @@ documentation, in plan.py and in the preflight check. The table also lists the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Capability = tuple[int, int]
 FP8_CAPABILITY: Capability = (8, 9)  # the first GPUs with FP8 tensor cores
@@ -22,6 +22,7 @@ class Architecture:
         recipes: Transformer Engine recipes that the architecture supports.
         measured: recipes that this project has measured on the architecture.
         disabled: configuration keys that are on by default but disabled on the architecture.
+        unreliable: supported recipes with which training is reported not to converge, and the report.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Architecture:
     recipes: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
+    unreliable: dict[str, str] = field(default_factory=dict)
 
 
 HOPPER_RECIPES = ("delayed", "current", "block")
@@ -46,7 +48,13 @@ ARCHITECTURES: dict[Capability, Architecture] = {
     (10, 3): Architecture(
         "Blackwell Ultra", "B300, GB300", BLACKWELL_RECIPES, disabled=("speed.fused_swiglu (te_layer)",)
     ),
-    (12, 0): Architecture("Blackwell", "RTX 5090, RTX PRO 6000", HOPPER_RECIPES),
+    (12, 0): Architecture(
+        "Blackwell",
+        "RTX 5090, RTX PRO 6000",
+        HOPPER_RECIPES,
+        disabled=("precision.fp8_head_gradients",),
+        unreliable={"block": "https://github.com/NVIDIA/TransformerEngine/issues/2382"},
+    ),
 }
 RECIPES_OF_TABLE = ("delayed", "current", "block", "mxfp8", "nvfp4")
 
@@ -62,6 +70,23 @@ def emulates_block_scaling(capability: Capability) -> bool:
     The emulation uses only the exponents of the scales, so scales must be powers of two.
     """
     return capability >= (10, 0)
+
+
+def uses_head_gradients(capability: Capability) -> bool:
+    """Return whether lm_head computes its gradients in FP8 by default, which needs reliable block scaling."""
+    found = architecture(capability)
+    return "block" in found.recipes and "block" not in found.unreliable
+
+
+def recipe_warning(capability: Capability, recipe: str) -> str:
+    """Return a warning if training with `recipe` is reported not to converge on a GPU, or ""."""
+    report = architecture(capability).unreliable.get(recipe)
+    if report is None:
+        return ""
+    return (
+        f"precision.recipe {recipe}: training is reported not to converge on GPUs of compute capability "
+        f"{capability[0]}.{capability[1]} ({report}). Use the recipe delayed"
+    )
 
 
 def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None) -> str:

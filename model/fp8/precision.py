@@ -20,7 +20,7 @@ from torch import nn
 
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.hardware import fp8_gpu_problem
+from model.fp8.hardware import fp8_gpu_problem, uses_head_gradients
 from model.fp8.recipes import (
     FALLBACK_ORDER,
     RECIPES,
@@ -67,8 +67,10 @@ def resolve_head_gradients(config: PrecisionConfig) -> PrecisionConfig:
     if config.fp8_head_gradients is not None:
         return config
     te = Precision(PrecisionConfig(compute="bf16", backend=config.backend)).te
-    has_block_scaling = te.name == "reference" or not te_backend.recipe_problem("block")
-    return replace(config, fp8_head_gradients=has_block_scaling)
+    is_used = te.name == "reference" or (
+        uses_head_gradients(torch.cuda.get_device_capability()) and not te_backend.recipe_problem("block")
+    )
+    return replace(config, fp8_head_gradients=is_used)
 
 
 class Precision:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
-from model.fp8.hardware import Capability, architecture, fp8_gpu_problem
+from model.fp8.hardware import Capability, fp8_gpu_problem, recipe_warning, uses_head_gradients
 from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
 from train.checkpoint.files import MANIFEST, CheckpointError, RunState, read_state, trained_tokenizer
@@ -91,7 +91,7 @@ def check(
     if resolved and resolved.precision.fp8_head_gradients is None:
         # as in resolve_head_gradients, but without loading Transformer Engine
         gpu = capability if resolved.precision.backend != "reference" else None
-        supported = gpu is None or "block" in architecture(gpu).recipes
+        supported = gpu is None or uses_head_gradients(gpu)
         resolved = replace(resolved, precision=replace(resolved.precision, fp8_head_gradients=supported))
     ds_config = resolved and sizes and attempt(resolve_ds_config, resolved, sizes, world_size, source)
     train = attempt(open_sources, args.data.sources, "train", args.max_seq_length)
@@ -121,6 +121,9 @@ def check(
             setting = Setting.from_run(resolved, ds_config, sizes, world_size)
             memory = min(device.memory for device in devices[:local_ranks])
             warnings.append(attempt(check_memory, resolved, setting, memory))
+    if capability and args.precision.backend != "reference":
+        recipes = {own.recipe for own in phase_precisions(args.precision) if own.compute == "fp8"}
+        warnings += [recipe_warning(capability, recipe) for recipe in recipes]
     if problems:
         raise PreflightError(problems)
     return [warning for warning in warnings if warning]

@@ -15,6 +15,8 @@ from model.fp8.hardware import (
     RECIPES_OF_TABLE,
     emulates_block_scaling,
     fp8_gpu_problem,
+    recipe_warning,
+    uses_head_gradients,
 )
 from model.fp8.precision import Precision, PrecisionError, resolve_head_gradients
 from model.fp8.recipes import RECIPES, PrecisionConfig
@@ -89,11 +91,21 @@ def test_a_recipe_runs_or_is_refused(gpu: Capability, recipe: str) -> None:
 @every_gpu
 def test_head_gradients_follow_the_gpu_unless_they_are_configured(gpu: Capability) -> None:
     config = PrecisionConfig(recipe="delayed")
-    assert resolve_head_gradients(config).fp8_head_gradients == ("block" in CASES[gpu])
+    is_used = gpu in ((9, 0), (10, 0), (10, 3))
+    assert uses_head_gradients(gpu) == is_used
+    assert resolve_head_gradients(config).fp8_head_gradients == is_used
     if "delayed" in CASES[gpu]:
-        assert Precision(config).head_gradients == ("block" in CASES[gpu])
+        assert Precision(config).head_gradients == is_used
     for value in (True, False):
         assert resolve_head_gradients(PrecisionConfig(fp8_head_gradients=value)).fp8_head_gradients == value
+
+
+@every_gpu
+def test_recipe_reported_not_to_converge_warns(capability: Capability) -> None:
+    """Block scaling on compute capability 12; not the default recipe."""
+    warned = {recipe for recipe in RECIPES_OF_TABLE if recipe_warning(capability, recipe)}
+    assert warned == ({"block"} if capability[0] == 12 else set())
+    assert PrecisionConfig().recipe not in warned
 
 
 @every_gpu
@@ -103,7 +115,9 @@ def test_the_log_names_recipes_and_what_is_off(gpu: Capability) -> None:
     assert all((recipe in line) == (recipe in CASES[gpu]) for recipe in RECIPES_OF_TABLE)
     assert ("bf16" in line) == (not CASES[gpu])
     assert ("not tested" in line) == (bool(CASES[gpu]) and gpu[0] != 9)
-    assert ("fp8_head_gradients" in line) == (gpu == (8, 9)) and ("fused_swiglu" in line) == (gpu[0] == 10)
+    assert ("fp8_head_gradients" in line) == (gpu in ((8, 9), (12, 0))) and ("fused_swiglu" in line) == (
+        gpu[0] == 10
+    )
     assert emulates_block_scaling(gpu) == (gpu >= (10, 0))
 
 
