@@ -178,7 +178,8 @@ def test_other_model_sizes_raise(size: str, values: tuple[Any, Any]) -> None:
     old.model_config[size], new.model_config[size] = values
     with refused(CheckpointError, code="cannot_change", key="model.config") as error:
         resumed(new, old)
-    assert f"model configuration.{size}: 1 -> 2" in str(error.value)
+    before, after = map(json.dumps, values)
+    assert f"model configuration.{size}: {before} -> {after}" in str(error.value)
 
 
 def test_other_weight_type_raises() -> None:
