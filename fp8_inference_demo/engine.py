@@ -121,7 +121,8 @@ class Generation:
 
     Each step yields a list with one token per row, or None for a finished row.
 
-    timing: updated during the iteration. full: set of rows that reached the context length.
+    timing: times of the prefill and of decoding, updated during the iteration. full: set of rows that end because they
+    reach the engine's max_length.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DATA",
         nargs="*",
         type=unicode,
-        help=f"folders with prepared data, or input files and folders of these kinds: {ALLOWED} (default: the "
+        help=f"folders with prepared data, or input files, folders or datasets: {ALLOWED} (default: the "
         "training data of the checkpoint)",
     )
     add(

@@ -101,10 +101,10 @@ def main(argv: list[str]) -> int:
 
 
 def report(error: Exception) -> int:
-    """Log an error and return the exit status.
+    """Log an error, and return the exit status: CRASHED if a restart may help, otherwise DO_NOT_RESTART.
 
-    A restarted job has already passed the same checks once, so the cause may be temporary, such as an unavailable file
-    system.
+    In a restarted job, every error returns CRASHED, because the same checks have passed before. The cause may be
+    temporary, such as an unavailable file system.
     """
     logger.error(describe_error(error))
     return CRASHED if is_transient(error) or os.environ.get(RESTARTED) else DO_NOT_RESTART

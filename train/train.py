@@ -65,8 +65,8 @@ def main(argv: list[str]) -> int:
         0: done.
         75 (signals.STOPPED): stopped on request, with a checkpoint or before the first step.
         130 (signals.INTERRUPTED): stopped by Ctrl-C, without a checkpoint.
-        2 (signals.DO_NOT_RESTART): the user has to change something first, for example the configuration, a full or
-            read-only disk, or an error that would recur, such as wrong numerical results.
+        2 (signals.DO_NOT_RESTART): a restart would fail again until the user fixes the cause, for example an invalid
+            configuration, a full or read-only disk, or wrong numerical results.
         1 (CRASHED): any other error, which a restart from the last checkpoint may fix.
     """
     arguments: TrainingArguments | None = None

@@ -178,7 +178,7 @@ def _choose_tiling(M: int, C: int, fp8: bool, late: bool) -> Tiling:
 
 
 def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
-    """Return the fastest block sizes for the gate and up projection of M rows, where one program sums all columns."""
+    """Return the fastest tiling for the gate and up projection of M rows. Each program sums over all columns."""
     if M <= 16:
         return Tiling(64, 128, 8, 4, PROGRAMS)
     if fp8:

@@ -25,9 +25,10 @@ def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE:
     """Sum the gradients per token id over ROWS tokens, which are sorted by id.
 
     Args:
-        parts: output, float32 [programs, 2, H] (hidden size H). Each program writes the sum for an id that continues
-            from the previous program to parts[:, 0] and the sum for an id that continues in the next program to
-            parts[:, 1].
+        out: output, [V, H] (vocabulary size V, hidden size H), for ids whose tokens are all in this program.
+        parts: output, float32 [programs, 2, H]. Program p writes the sum for an id that continues from the previous
+            program to parts[p, 0]. It writes the sum for an id that begins here and continues in the next program to
+            parts[p, 1].
     """
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)

@@ -68,9 +68,10 @@ def _rotate_heads(
     NORMS: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Split one token's packed QKV into heads and rotate q and k, with NORMS after applying RMSNorm to them.
+    """Split one token's packed QKV into heads, and rotate q and k.
 
-    With BACKWARD (without NORMS), rotate the gradients back and pack them.
+    If NORMS is set, RMSNorm is applied to q and k before the rotation. If BACKWARD is set (not supported with NORMS),
+    rotate the gradients back and pack them.
 
     HEADS is N + 2 K (N query heads, K key/value heads) and HALF is half the head dimension, each rounded up to a power
     of two.

@@ -418,7 +418,7 @@ def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[s
             setattr(precision, key, value)
         else:
             problems.append(
-                f"msamp.opt_level sets precision.{key} to {value}, but the configuration sets it to {own}; "
-                "remove one of the two settings"
+                f"msamp.opt_level in the DeepSpeed configuration sets precision.{key} to {value}, but the training "
+                f"configuration sets it to {own}; remove precision.{key} or the msamp section"
             )
     return problems

@@ -174,7 +174,7 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
     warnings = unequal(
         [rank.machine for rank in ranks],
         names,
-        "all ranks wait for the slowest GPU, so use nodes with identical GPUs",
+        "use nodes with identical GPUs and drivers, because all ranks wait for the slowest GPU",
     )
     usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
     warnings += [
