@@ -148,7 +148,10 @@ class DataArguments:
         example={"NAME": "data/held_out"},
     )
     verify: bool = option(
-        "Verify the hashes and token ids of all data shards before the first step.", False, resume="free"
+        "Verify the hashes and token ids of all data shards before the first step. If this takes more than half an "
+        "hour, increase hang_timeout_s.",
+        False,
+        resume="free",
     )
     document_mask: bool = option(
         "Restrict attention to tokens of the same document, and restart position ids at the beginning of "
@@ -220,7 +223,7 @@ class TrainingArguments:
     )
     embedding_lr_scale: float = option(
         "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster "
-        "with a factor of 100 to 300.",
+        "with a factor of 100 to 300. Keep 1 if the model ties its embedding to lm_head.",
         1.0,
         gt=0,
         resume="structural",

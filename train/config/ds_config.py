@@ -87,7 +87,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "fp16.min_loss_scale": (SIZE, FP16),
     "data_types.grad_accum_dtype": (
         _one_of("fp32", "bf16", "fp16"),
-        "tests/train/preflight/test_gradient_report.py",
+        "tests/train/preflight/test_gradients.py",
     ),
     "checkpoint.load_universal": (
         _one_of(False),

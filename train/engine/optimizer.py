@@ -180,7 +180,9 @@ def _orthogonalize(part: MatrixPart, state: dict[str, Any], beta: float) -> None
     Collective if the matrix is split: all ranks must call this function.
     """
     gradient: Any = part.flat.grad
-    momentum = state.setdefault("momentum_buffer", torch.zeros_like(part.flat))
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(part.flat)
+    momentum = state["momentum_buffer"]
     stored = torch.stack([gradient[part.of_flat], momentum[part.of_flat]]) if not part.is_empty else None
     whole = stored
     if part.is_split:

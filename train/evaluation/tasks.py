@@ -109,10 +109,16 @@ def add_to_metrics(run: RunFolder, checkpoint: Path, results: dict[str, dict[str
         if "," in name and is_number(value)
     }
     line = {"step": state.step, "tokens": state.consumed_tokens, **values, "time": round(time.time(), 1)}
-    # the last step, so that TensorBoard hides no later lines
-    trackers = Trackers(run, state.train_config, read_history(run.path).records[-1]["step"])
-    with run.metrics.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-    trackers.log(line)
-    trackers.close()
+    lock = Lock(run.lock)
+    lock.acquire()
+    try:
+        # the last step, so that TensorBoard hides no later lines
+        last = max(record["step"] for record in read_history(run.path).records)
+        with run.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        trackers = Trackers(run, state.train_config, last)
+        trackers.log(line)
+        trackers.close()
+    finally:
+        lock.release()
     logger.info(f"added the results to {run.metrics}")

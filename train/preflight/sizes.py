@@ -149,10 +149,13 @@ def completion(args: TrainingArguments) -> str:
     folder = RunFolder(args.output_dir)
     if not is_done(args, folder) or folder.exported()[1] != identity(committed(folder.checkpoints)[-1]):
         return ""
+    upload = (
+        f". To upload it: hf upload {args.hub_model_id} {folder.hf} --private" if args.push_to_hub else ""
+    )
     return (
-        f"the run in {folder.path} is complete: all {args.max_steps:,} steps are done; the model is in {folder.hf}. "
-        "To train it further, pass a larger --max_steps and --allow_changes_on_resume max_steps. To train a new model, "
-        "pass another --output_dir"
+        f"the run in {folder.path} is complete: all {args.max_steps:,} steps are done; the model is in "
+        f"{folder.hf}{upload}. To train it further, pass a larger --max_steps and --allow_changes_on_resume max_steps. "
+        "To train a new model, pass another --output_dir"
     )
 
 

@@ -148,7 +148,7 @@ def table(histories: list[History]) -> str:
     """Return a text table with the latest values of each run, one row per run. Unknown values are shown as "-"."""
     rows = [("run", "step", "loss", "eval_loss", "tokens", "tokens/s", "state", "FP8")]
     for history in histories:
-        last = history.records[-1]
+        last = max(history.records, key=lambda record: record["step"])
         speed = typical_speed(history.series("tokens_per_second")[1])
         values = (last["step"], history.last("loss"), history.last(EVALUATION), last["tokens"], speed)
         formats = (",", ".4f", ".4f", ",", ",.0f")

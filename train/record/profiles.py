@@ -48,12 +48,12 @@ def _write(path: Path, profiler: profile) -> None:
     is_gpu = torch.cuda.is_available()
     device = DeviceType.CUDA if is_gpu else DeviceType.CPU
     time = "self_device_time_total" if is_gpu else "self_cpu_time_total"
-    kernels = [
-        event
-        for event in profiler.key_averages()
-        if event.device_type == device and not event.is_user_annotation
-    ]
     try:
+        kernels = [
+            event
+            for event in profiler.key_averages()
+            if event.device_type == device and not event.is_user_annotation
+        ]
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(f"{path}.json.gz")
         table = EventList(kernels).table(sort_by=time, row_limit=KERNELS, max_name_column_width=100)
@@ -61,5 +61,5 @@ def _write(path: Path, profiler: profile) -> None:
         logger.info(
             f"profile_steps: wrote {path}.json.gz (open it at https://ui.perfetto.dev) and {path}.txt"
         )
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # a failed profile must not stop the training
         logger.warning(f"profile_steps: the profile could not be written: {error}")
