@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import deepspeed
 import torch
@@ -88,15 +89,24 @@ def init_distributed() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     # default timeouts of torch for all new groups, including those that DeepSpeed creates
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
-    store = wait_for_ranks()  # shares its port with torch's store
-    compile_communication_op()
-    with suppress_prints():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=GROUP_TIMEOUT,
-        )
+    try:
+        store = wait_for_ranks()  # shares its port with torch's store
+        with compile_exclusively(), suppress_prints():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=GROUP_TIMEOUT,
+            )
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise rank_env.LauncherError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another process on this host. Set "
+            "MASTER_PORT to a free port, and use the same value for all ranks",
+            code="port_in_use",
+            key="MASTER_PORT",
+        ) from error
     del store
 
 
@@ -107,26 +117,46 @@ def suppress_prints() -> Iterator[None]:
         yield
 
 
-def compile_communication_op() -> None:
-    """Compile DeepSpeed's CPU communication op, which DeepSpeed otherwise compiles in the first run.
+class BuildLock:
+    """A flock-based lock that PyTorch uses while it builds an extension.
 
-    Only one process at a time compiles the op. If a process is killed during the compilation, PyTorch's lock file
-    remains, and later runs would wait for it forever. It is therefore removed first.
+    The class replaces torch.utils.file_baton.FileBaton. If a process is killed, its FileBaton is never released, and
+    all later runs wait forever.
+    """
+
+    def __init__(self, path: str, **_: object):
+        self.path = f"{path}.flock"
+
+    def try_acquire(self) -> bool:
+        self.file = open(self.path, "w")  # noqa: SIM115, closed by release()
+        return try_lock(self.file)
+
+    def wait(self) -> None:
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        self.release()
+
+    def release(self) -> None:
+        self.file.close()
+
+
+@contextlib.contextmanager
+def compile_exclusively() -> Iterator[None]:
+    """Allow only one process at a time to compile DeepSpeed's CPU communication op during a `with` block.
+
+    DeepSpeed compiles the op only once, in the first run. A message announces the compilation. PyTorch's build lock is
+    replaced with `BuildLock`.
     """
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-        return
-    folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
-    if os.environ["LOCAL_RANK"] == "0" and not any(folder.glob("*.so")):
-        print(
-            "compiling DeepSpeed's extension for CPU communication. This takes about a minute and is done only once",
-            flush=True,
-        )
-    with open(folder / "lock.flock", "w") as file, suppress_prints():
-        if not try_lock(file):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        builder.load()
+    if builder is not None and os.environ["LOCAL_RANK"] == "0":
+        folder = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False))
+        if deepspeed.ops.__compatible_ops__.get(builder.NAME, False) and not any(folder.glob("*.so")):
+            print(
+                "compiling DeepSpeed's extension for CPU communication. This takes about a minute and is done "
+                "only once",
+                flush=True,
+            )
+    with mock.patch.object(cpp_extension, "FileBaton", BuildLock):
+        yield
 
 
 def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore | None:
