@@ -128,7 +128,10 @@ def read_stream(path: Path, kind: str, text_key: str, split_on: str | None, star
     except (EOFError, OSError, zlib.error) as error:
         if not packing:
             raise
-        yield describe_damage(path, f"truncated or corrupt {packing}", f"{read:,} documents were read", error)
+        reason = f"truncated or corrupt {packing}"
+        if "requires too much memory" in str(error):
+            reason = f"{packing} with a window over 128 MiB; decompress the file with `zstd -d --long=31`"
+        yield describe_damage(path, reason, f"{read:,} documents were read", error)
 
 
 def _decompress(file: io.BufferedReader, packing: str) -> Any:

@@ -115,6 +115,11 @@ BAD = {
     "empty.jsonl.gz": (b"", "truncated or corrupt .gz"),
     "cut.jsonl.zst": (CUT_ZST, "truncated or corrupt .zst"),
     "notzst.jsonl.zst": (GOOD, "truncated or corrupt .zst"),
+    # a whole frame with a window of 256 MiB, and in it a block as it is
+    "long.txt.zst": (
+        bytes.fromhex("28b52ffd0090") + (4 << 3 | 1).to_bytes(3, "little") + b"text",
+        ".zst with a window over 128 MiB; decompress the file with `zstd -d --long=31`",
+    ),
     "bad.parquet": (b"PAR1 not really", "unreadable .parquet"),
     "groups.parquet": (damaged_parquet(), "unreadable .parquet"),
 }
