@@ -60,7 +60,7 @@ VARIANTS = ["te_linear", "te_layer"]
 def transformers_model(
     config: MistralConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformersMistral:
-    """With weights large enough that attention and MLP matter beside the residual stream; no norm weight is 1."""
+    """The weights are so large that attention and MLP outputs are not negligible. No norm weight is 1."""
     torch.manual_seed(0)
     config.initializer_range = 0.08
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)

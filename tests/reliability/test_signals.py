@@ -129,7 +129,7 @@ def test_stopped_evaluation_runs_on_resume(
     assert all(m["unigram_loss"] > 0 for m in evaluated)
     expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
     assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
-    # what was saved since then has none to make up for
+    # only a checkpoint that was saved before its evaluation has one due
     assert read_state(committed(folder / "checkpoints")[-1]).evaluation_due == (step == 6)
     assert (folder / "hf/config.json").exists()
 

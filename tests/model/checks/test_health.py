@@ -189,7 +189,7 @@ def test_health_check_schedule() -> None:
 
 
 def steps_with_checks(graphs: bool, variant: str, cache_weights: bool, recipe: str) -> list[Tensor]:
-    """Totals, losses and gradients of two steps of two micro-batches, the first ones of which are checked."""
+    """Return totals, losses and gradients of two steps of two micro-batches. The first of each step is checked."""
     precision = Precision(PrecisionConfig(recipe=recipe))
     config = small_config(head_dim=64, num_hidden_layers=1)
     model = build_model(config, variant, precision, seed=3).train()

@@ -532,7 +532,7 @@ DECAY = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "learning
 
 @pytest.mark.slow
 def test_branch_in_a_new_folder(settings: dict, tmp_path: Path) -> None:
-    """From the middle of a warmup_stable_decay run, by one command; a second start goes on from its own checkpoint."""
+    """One command branches off a warmup_stable_decay run. A restart resumes from the checkpoint of the branch."""
     stable = run(settings, **DECAY, max_steps=12, save_steps=4, eval_steps=0)
     start, branch = stable / "checkpoints/step-00000004", tmp_path / "branch"
     before, lines = curve(stable), (stable / "metrics.jsonl").read_bytes()
@@ -589,7 +589,7 @@ NUMBERS = {
     "precision.amax_history_len": {"precision": {"amax_history_len": 2}},
     "precision.reduce_amax": {
         "precision": {"reduce_amax": False}
-    },  # ranks may differ from then on: scales begin anew
+    },  # ranks may differ afterwards, because scales are reset
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
     "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},

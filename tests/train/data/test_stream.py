@@ -306,7 +306,7 @@ def test_verify_detects_a_bit_flip(folder, name):
 
 
 def test_evaluation_data_may_change(folder, tmp_path):
-    """A run goes on with them."""
+    """A resume accepts other evaluation data, but not other training data."""
     train = [tokens(1000, seed=s) for s in range(3)]
     other = make_folder(tmp_path / "other", {"train": train, "eval": [tokens(500, seed=9)]})
     for split, same in (("train", True), ("eval", False)):
@@ -316,8 +316,8 @@ def test_evaluation_data_may_change(folder, tmp_path):
 
 @pytest.mark.parametrize("where", [0, 70, 500, -1])
 def test_token_id_beyond_the_vocabulary(folder, where):
-    """Also in a file whose hash is the manifest's: what was prepared is wrong, not what was copied. In whichever of
-    the parts that are read at a time, where a sample spans two shards, and in the last token, which is only a label."""
+    """It is found although the hash matches the manifest: in each part that is read at a time, where a sample spans two
+    shards, and in the last token, which is only a label."""
     path = folder / "train_00001.ds"
     ids = np.fromfile(path, "<u2")
     ids[where] = 400

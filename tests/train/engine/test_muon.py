@@ -137,7 +137,7 @@ def test_fp8_run_resumes_bit_exactly(settings: dict, tmp_path: Path, model_type:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "stage"), [("te_linear", 1), ("te_layer", 1), ("te_layer", 2)])
 def test_gpu_run_resumes_bit_exactly(settings: dict, config: str, variant: str, stage: int) -> None:
-    """A step in bf16 beside the plain one; a run in FP8 with CUDA graphs and, at ZeRO 1, main gradients."""
+    """A bf16 step equals plain Muon. An FP8 run with CUDA graphs (and main_grad with ZeRO 1) resumes exactly."""
     assert max(muon_against_plain(config, variant, stage, "bf16").values()) < FLOAT32
     deepspeed = f"ds_config_zero{stage}.json"
     settings |= {"optim": "muon", "speed": {"cuda_graphs": True}, "deepspeed": deepspeed}
