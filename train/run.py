@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def run(args: TrainingArguments) -> int:
         with Watchdog(args.hang_timeout_s, hang_folder(args)) as watchdog:
             watchdog.set_position("opening the data and comparing the configurations of all ranks")
             args = resolve_arguments(args, dist.get_world_size())
-            inputs = open_inputs(args)
+            inputs = process_group.call_on_all_ranks(partial(open_inputs, args))
             check_configured_alike(args, inputs.config)
             watchdog.phase("waiting for run.lock")
             if not args.dry_run:

@@ -35,7 +35,7 @@ from tests.reliability.gather_ranks import gathered_steps
 from tests.reliability.number_ranks import reduced_state, run_with_given_losses, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
-from tests.train.preflight.preflight_ranks import alike, gradients
+from tests.train.preflight.preflight_ranks import alike, gradients, missing_data
 from train.engine.process_group import init_distributed
 from train.monitor import signals
 from train.record import plots
@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         reduced_state,
         gradients,
         alike,
+        missing_data,
         muon_against_plain,
         gathered_steps,
     )

@@ -56,6 +56,26 @@ def call_on_rank_0(make: Callable[[], T]) -> T:
     return made[0]
 
 
+def call_on_all_ranks(make: Callable[[], T]) -> T:
+    """Call `make` on every rank and return its result on that rank.
+
+    Collective: all ranks must call this function.
+
+    If `make` raises a UserError or OSError on some ranks, every rank raises an error, so that no rank waits for the
+    others: its own error, or the first one of another rank. `make` must not raise other errors.
+    """
+    made: Any = None
+    error: UserError | OSError | None = None
+    try:
+        made = make()
+    except (UserError, OSError) as raised:
+        error = raised
+    for first in (error, *all_gather(error)):
+        if first is not None:
+            raise first
+    return made
+
+
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gather a value from every rank of a process group, and return all values in rank order.
 

@@ -16,9 +16,12 @@ from model.config import load_config
 from model.fp8.precision import Precision
 from tests.conftest import log_messages
 from tests.reliability.number_ranks import digests, spoil
+from train import run as training
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
+from train.data.format import DataError
 from train.data.stream import Batch, open_stream
+from train.engine import process_group
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
@@ -162,3 +165,18 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
     finally:
         ranks.this_rank, ranks.nearest_existing_path = right, right_existing
     return {"problems": problems, "warnings": [line for line in said if line.startswith("warning")]}
+
+
+def missing_data(settings: dict, folder: str) -> str | None:
+    """Start a run whose data folder does not exist on the second rank. Return the code of the error."""
+    args, prepared = build_arguments(settings), process_group.init_distributed
+    if dist.get_rank() == 1:
+        args.data.sources = {name: f"{folder}/missing" for name in args.data.sources}
+    process_group.init_distributed = lambda: None  # it is initialized
+    try:
+        training.run(args)
+    except DataError as error:
+        return error.code
+    finally:
+        process_group.init_distributed = prepared
+    return None

@@ -37,7 +37,9 @@ def test_different_rank_is_named(tmp_path: Path, data: Path, small_model: Path) 
     before = sorted(tmp_path.iterdir())
     arguments = {"settings": settings, "folder": str(empty), "gpus": True}
     cases = [(3, "alike", arguments | {"fault": fault}) for fault in ["none", *FAULTS]]
-    none, *others = run_cases(tmp_path / "cases", cases)
+    missing = (3, "missing_data", {"settings": settings, "folder": str(empty)})
+    none, *others, without_data = run_cases(tmp_path / "cases", [*cases, missing])
+    assert without_data == ["folder_missing"] * 3
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "cases"]) and not [*empty.iterdir()]
     assert none[0]["problems"] == none[0]["warnings"] == []
     for (fault, (named, refused)), of_ranks in zip(FAULTS.items(), others, strict=True):
