@@ -60,13 +60,16 @@ VARIANTS = ["te_linear", "te_layer"]
 def transformers_model(
     config: MistralConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformersMistral:
-    """The weights are so large that attention and MLP outputs are not negligible. No norm weight is 1."""
+    """The weights are so large that attention and MLP outputs are not negligible.
+
+    Norm weights are 0.5, 1 or 2, so that multiplying by them rounds nothing in bf16.
+    """
     torch.manual_seed(0)
     config.initializer_range = 0.08
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            parameter.data = 2.0 ** torch.randint(-1, 2, parameter.shape, device=device)
     inv_freq = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype)
     model.model.rotary_emb.inv_freq = inv_freq  # float32, as from_pretrained keeps it

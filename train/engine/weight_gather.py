@@ -168,9 +168,9 @@ class WeightGather:
         ]
         if rows:
             torch._foreach_maximum_(*map(list, zip(*rows, strict=True)))
-        for weight, scale, inverse, part in zip(
-            self.weights, scales, scales.reciprocal(), parts, strict=True
-        ):
+        # cuBLAS reads the scale of an operand only at a multiple of 16 bytes
+        inverses = scales.reciprocal().unsqueeze(1).repeat(1, 4)[:, 0]
+        for weight, scale, inverse, part in zip(self.weights, scales, inverses, parts, strict=True):
             weight.codes = self.precision.te.cast_weight(weight.parameter.ds_tensor, scale)
             weight.scale_inv = inverse
             self._report(weight, part)

@@ -125,8 +125,10 @@ def test_run_resumes_bit_exactly(settings: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", [False, "mlp", True])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [("delayed", False), ("delayed", "mlp"), ("delayed", True), ("current", False), ("current", True)],
+)
 def test_gpu_run_resumes_bit_exactly(settings: dict, recipe: str, recompute: bool | str) -> None:
     settings |= ZERO_3 | {"gradient_checkpointing": recompute}
     check_resume(settings, "te_layer", {"recipe": recipe, "fp8_weight_gather": True})
