@@ -551,8 +551,11 @@ def state_parts_gib(
     float32_gradients: bool | None = None,
     optimizer_bytes: float | None = None,
     optim: str = "adamw",
+    offloads: bool = False,
 ) -> dict[str, float]:
-    """Return the memory per rank for "weights", "gradients" and "optimizer" in GiB (Rajbhandari et al. 2020, table 1).
+    """Return the GPU memory per rank for "weights", "gradients" and "optimizer" in GiB.
+
+    Source: Rajbhandari et al. 2020, table 1.
 
     Activations, communication buckets and FP8 copies of weights are excluded. train/planning/memory.py adds them.
 
@@ -565,6 +568,7 @@ def state_parts_gib(
         optimizer_bytes: bytes of optimizer state per parameter (PrecisionConfig.optimizer_bytes). None uses the values
             above.
         optim: the optimizer. AdamW stores two moments per parameter, Muon one for layer matrices.
+        offloads: whether DeepSpeed keeps the optimizer states, and with ZeRO 3 also the gradients, in host memory.
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8
@@ -572,6 +576,8 @@ def state_parts_gib(
         in_float32 = zero_stage >= 1 if float32_gradients is None else float32_gradients
         weight, gradient, optimizer = 2, 4 if in_float32 else 2, 12
     parameters = num_parameters(config) / GIB
+    if offloads:
+        gradient, optimizer, optimizer_bytes = 0 if zero_stage == 3 else gradient, 0, 0
     of_optimizer = parameters * (optimizer_bytes or optimizer) - (
         4 * layer_matrix_parameters(config) / GIB if optim == "muon" else 0
     )

@@ -34,7 +34,7 @@ from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import fits_fp8_state, load_checkpoint, read_weights
 from train.checkpoint.resume import checkpoint_to_resume, is_partitioned_differently
 from train.config.arguments import TrainingArguments
-from train.config.ds_config import resolve_ds_config
+from train.config.ds_config import offloads_optimizer, resolve_ds_config
 from train.config.schedule import phase_arguments, phase_at, phase_precisions
 from train.data.order import next_position
 from train.data.stream import SampleStream
@@ -159,7 +159,12 @@ def make_task(args: TrainingArguments, config: MistralConfig, world_size: int) -
         and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     )
     state = state_parts_gib(
-        config, stage, world_size, optimizer_bytes=args.precision.optimizer_bytes, optim=args.optim
+        config,
+        stage,
+        world_size,
+        optimizer_bytes=args.precision.optimizer_bytes,
+        optim=args.optim,
+        offloads=offloads_optimizer(ds_config),
     )
     # weights and, with main_grad, float32 gradients
     measured_gib = num_parameters(config) * (2 + 4 * main_grad) / GIB

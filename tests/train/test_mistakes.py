@@ -89,7 +89,7 @@ def missing_package(world: World) -> None:
     world.settings["report_to"] = "wandb"
 
 
-OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
 # mistake, code and key of the error; {} in a key is the folder
 MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "misspelt key": (keys(learnin_rate=1), "configuration", "learnin_rate"),
@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
         "batch_not_divisible",
         "train_batch_size_tokens",
     ),
-    "DeepSpeed key": (keys(deepspeed=OFFLOAD), "configuration", "zero_optimization.offload_optimizer"),
+    "DeepSpeed key": (keys(deepspeed=OFFLOAD), "configuration", "zero_optimization.offload_param"),
     # data
     "no data": (keys(data__sources={"text": "data/pretrian"}), "folder_missing", "data/pretrian"),
     "text": (source("text.txt"), "folder_missing", "{}/text.txt"),

@@ -59,8 +59,9 @@ EQUAL = "must agree with the training arguments"
 REPORTS = "tested with several values on two ranks: only DeepSpeed's reports change"
 GATHERS = "tested with several values on two ranks: only the time at which ZeRO 3 gathers weights changes"
 IGNORED = "selects an optimizer implementation and is ignored"
+OFFLOADS = "tested on two ranks, also switched in a resume: results change only by rounding"
 # A resume may change keys that have one of these remarks.
-FREE = (EQUAL, REPORTS, GATHERS, IGNORED)
+FREE = (EQUAL, REPORTS, GATHERS, IGNORED, OFFLOADS)
 
 # Maps each supported dotted key to its allowed values and a remark. The remark states how the key was checked, or why
 # other values are not allowed.
@@ -74,6 +75,7 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "prescale_gradients": (_one_of(False), "DeepSpeed fails with true at ZeRO 2"),
     "gradient_predivide_factor": (_one_of(1, 1.0), "DeepSpeed fails with other values at ZeRO 2 and 3"),
     "zero_allow_untested_optimizer": (FLAG, "this project tests the optimizers that it uses"),
+    "zero_force_ds_cpu_optimizer": (FLAG, IGNORED),
     "steps_per_print": (SIZE, REPORTS),
     "wall_clock_breakdown": (FLAG, REPORTS),
     "memory_breakdown": (FLAG, REPORTS),
@@ -128,13 +130,11 @@ KEYS: dict[str, tuple[Kind, str]] = {
         _one_of(False),
         "checkpoints written with true cannot be loaded",
     ),
-    "zero_optimization.offload_optimizer": (
-        _one_of(None, {"device": "none"}),
-        "offloading is not supported; to save GPU memory, use precision.optimizer_states or a higher ZeRO stage",
-    ),
+    "zero_optimization.offload_optimizer.device": (_one_of("none", "cpu"), OFFLOADS),
+    "zero_optimization.offload_optimizer.pin_memory": (FLAG, OFFLOADS),
     "zero_optimization.offload_param": (
         _one_of(None, {"device": "none"}),
-        "offloading is not supported; to save GPU memory, use ZeRO 3",
+        "parameters cannot be offloaded; to save GPU memory, use ZeRO 3 or offload_optimizer",
     ),
     "zero_optimization.leaf_module.classes": (NAMES, GATHERS),
     "zero_optimization.leaf_module.names": (NAMES, GATHERS),
@@ -154,9 +154,9 @@ REPLACEMENTS = {
     "activation_checkpointing": "gradient_checkpointing in the training configuration",
     "torch_autocast": "the section precision in the training configuration",
     "bfloat16": "bf16",
-    "zero_optimization.cpu_offload": "precision.optimizer_states, or a higher ZeRO stage",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "ZeRO 3",
-    "zero_optimization.zenflow": "precision.optimizer_states, or a higher ZeRO stage",
+    "zero_optimization.zenflow": "zero_optimization.offload_optimizer",
     "zero_optimization.zero_quantized_gradients": "precision.gradient_communication with bf16 or fp32",
 }
 
@@ -198,6 +198,8 @@ def resolve_ds_config(
     # off by default, because these timers wait for the GPU in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
+    if offloads_optimizer(config):  # torch's AdamW runs on the CPU, so DeepSpeed's need not be compiled
+        config["zero_force_ds_cpu_optimizer"] = False
     problems += [
         f'{key}: "auto" is not supported for this key; set a value or remove the key'
         for key, value in flatten(config).items()
@@ -205,6 +207,11 @@ def resolve_ds_config(
     ]
     raise_problems(source, problems)
     return config
+
+
+def offloads_optimizer(config: dict[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration keeps the optimizer states in host memory."""
+    return (config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
 
 
 def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
@@ -226,6 +233,8 @@ def _remove_unsupported(config: dict[str, Any], section: str = "") -> list[str]:
 
 def _key_problem(path: str, value: Any) -> str:
     """Return why a DeepSpeed key is not supported with this value, or "" if it is supported."""
+    if path == "zero_optimization.offload_optimizer" and value is None:
+        return ""
     if path in SECTIONS:
         return f"the value is {json.dumps(value)}, but it must be an object"
     if path not in KEYS:
@@ -325,6 +334,7 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
     no_graphs = arguments.speed.cuda_graphs and cuda_graphs_problem(model.variant, zero_stage=stage)
     packed = precision.optimizer_states != "fp32"
     states = f"precision.optimizer_states {precision.optimizer_states}"
+    offloads = offloads_optimizer(config)
     rules: list[tuple[object, str]] = [  # (whether the combination is unsupported, the problem)
         (
             stage == 3 and compiles(model.variant, precision, model.compile),
@@ -362,6 +372,22 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
             "fp32 and precision.compute bf16 or fp8, as in ds_config_zero1.json and ds_config_zero2.json. In other "
             "settings, DeepSpeed 0.19.8 orthogonalizes fused matrices as one matrix or clips the update instead of the "
             "gradient",
+        ),
+        (
+            offloads and stage < 2,
+            f"zero_optimization.offload_optimizer: ZeRO {stage} does not support offloading, because DeepSpeed's "
+            "BF16_Optimizer keeps its states on the GPU; use stage 2 or 3, or remove this key",
+        ),
+        (
+            offloads and stage >= 2 and not (dtype == "bf16" and in_float32),
+            "zero_optimization.offload_optimizer: offloading is not supported with precision.compute "
+            f"{precision.compute} and data_types.grad_accum_dtype {json.dumps(accumulate)}; set compute to bf16 or fp8 "
+            "and grad_accum_dtype to fp32, as in ds_config_zero2.json, or remove this key",
+        ),
+        (
+            offloads and muon,
+            'zero_optimization.offload_optimizer: offloading is not supported with optim "muon", which orthogonalizes '
+            "matrices on the GPU; set optim to adamw, or remove this key",
         ),
         (
             packed and muon,

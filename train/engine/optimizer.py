@@ -92,20 +92,25 @@ def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: floa
     return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
 
 
-def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, arguments: TrainingArguments, offloads: bool = False
+) -> torch.optim.Optimizer:
     """Build the AdamW or Muon optimizer.
 
     AdamW is torch's implementation (Loshchilov and Hutter, arXiv:1711.05101), fused if the parameters are on CUDA. Muon
     is DeepSpeed's implementation (Jordan et al., kellerjordan.github.io/posts/muon), which uses AdamW for all
     parameters except the matrices of the decoder layers. DeepSpeed's ZeRO accepts only these classes without
     `zero_allow_untested_optimizer`.
+
+    Args:
+        offloads: Whether AdamW runs on the CPU, where its fused kernel reads and writes the states only once.
     """
     groups = parameter_groups(model, arguments.weight_decay, arguments.optim, arguments.embedding_lr_scale)
     adamw = {
         "lr": arguments.learning_rate,
         "betas": (arguments.adam_beta1, arguments.adam_beta2),
         "eps": arguments.adam_epsilon,
-        "fused": all(parameter.is_cuda for group in groups for parameter in group["params"]),
+        "fused": offloads or all(parameter.is_cuda for group in groups for parameter in group["params"]),
     }
     if arguments.optim == "adamw":
         return torch.optim.AdamW(groups, **adamw)

@@ -30,12 +30,14 @@ from model.fp8.te_patches import quantize_weights_again
 from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, cuda_graphs_problem
 from train.config.arguments import TrainingArguments
+from train.config.ds_config import offloads_optimizer
 from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.process_group import suppress_prints
 from train.engine.weight_gather import WeightGather
 from train.engine.zero import (
     GradientBuffer,
+    drop_skipped_gradients,
     gradient_buffers,
     pack_states,
     release_module,
@@ -61,9 +63,12 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         quantize_weights_again(gemm_modules(model, model.precision).values())
     with suppress_prints():
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, arguments), config=ds_config
+            model=model,
+            optimizer=build_optimizer(model, arguments, offloads_optimizer(ds_config)),
+            config=ds_config,
         )
         undo_initial_step(engine)
+        drop_skipped_gradients(engine)
         scatter_gradients(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)

@@ -330,8 +330,10 @@ def intercept_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor],
     def take_gradients(
         *_: Any,
     ) -> None:  # DeepSpeed may step one group at a time, and sets only its gradients
+        # offloaded tensors keep their gradients
+        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         for master in updated:
-            gradient = master.tensor.grad
+            gradient = master.tensor.grad if id(master.tensor) in stepped else None
             if isinstance(optimizer, PackedAdamW):
                 gradient = optimizer.gradients[master.tensor]
             if gradient is not None:
@@ -374,6 +376,23 @@ def skip_non_finite_steps(engine: Any) -> None:
     # checked_step clips the gradients itself, after it has computed the norm
     engine.clip_fp32_gradients = lambda: None
     optimizer.overflow, optimizer.step_if_finite, optimizer.step = False, optimizer.step, checked_step
+
+
+def drop_skipped_gradients(engine: Any) -> None:
+    """Make ZeRO 2 with offloading drop the accumulated gradients of a skipped step.
+
+    Otherwise, DeepSpeed adds the gradients of the next step to them. They are not finite, so it would skip every step.
+    """
+    optimizer = engine.optimizer
+    if not getattr(optimizer, "cpu_offload", False):
+        return
+    reset = optimizer.reset_cpu_buffers  # DeepSpeed calls it at the end of every step
+
+    def reset_and_drop() -> None:
+        reset()
+        optimizer.averaged_gradients.clear()
+
+    optimizer.reset_cpu_buffers = reset_and_drop
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Predict the GPU memory that a rank needs for training.
+"""Predict the GPU memory that a rank needs for training, and the host memory of a run with optimizer offload.
 
-The prediction is a sum of several parts:
+The prediction of GPU memory is a sum of several parts:
 
 - weights, gradients and optimizer states, which ZeRO divides between ranks,
 - activations that the model saves for the backward pass,
@@ -15,6 +15,7 @@ test_fp8/results/.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,12 @@ BLOCK_SCALES = 1 + 4 / 128
 # three more tensors have 16 bits per element.
 MUON_BYTES = 4 * 4 + 3 * 2
 MAX_MICRO_BATCH = 2**24
+# Assumed host memory of a rank with optimizer offload in addition to offloaded tensors and saves: Python, torch, CUDA.
+PROCESS_GIB = 4.0
+# Bytes per parameter of the tensors that optimizer offload keeps in host memory, by ZeRO stage. DeepSpeed pins float32
+# weights, gradients and 16-bit weights (ZeRO 2), or accumulated gradients and those of the step (ZeRO 3). It does not
+# pin the two moments and, with ZeRO 3, the float32 weights.
+PINNED_BYTES, PAGEABLE_BYTES = {2: (4, 4, 2), 3: (4, 4)}, {2: 8, 3: 12}
 # Number of temporary float32 tensors with STATE_CHUNK elements in a step with packed optimizer states
 # (train/engine/packed_adamw.py).
 STEP_TENSORS = 6
@@ -122,12 +129,15 @@ def head_bytes(s: Setting) -> float:
 
 def _buckets(s: Setting) -> float:
     """Return the size of DeepSpeed's communication buffers during a micro-batch, in bytes."""
+    H, I, _, _, V = layer_widths(s.sizes)  # noqa: E741
     if s.zero_stage == 3:
         # On one rank, DeepSpeed uses the stored weights without copying them.
         gathered = min(s.parameters, MOST_LIVE_PARAMETERS) if s.ranks > 1 else 0
         return s.gathered_bytes * gathered + 2 * s.reduce_bucket
     if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
-        return 2 * s.reduce_bucket * (2 if s.overlap_comm else 1)
+        # offloading has a buffer for the largest parameter, the embedding or te_layer's fused gate and up
+        largest = 2 * H * max(V, 2 * I) if s.offloads else 0
+        return 2 * s.reduce_bucket * (2 if s.overlap_comm else 1) + largest
     return 0
 
 
@@ -146,6 +156,8 @@ def _in_the_step(s: Setting) -> float:
     muon = MUON_BYTES * max(_muon_elements(s), default=0)
     if s.zero_stage == 0:
         return 4 * s.parameters + muon
+    if s.offloads:
+        return 0
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.bf16_optimizer:
@@ -191,9 +203,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
     one_layer = max(fp8_layer if s.fp8_layers else 0, other_layer if s.fp8_layers < layers else 0)
-    state = state_parts_gib(
-        s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.args.optim
-    )
+    state = _state_gib(s, s.zero_stage, s.float32_gradients)
     # number of parameters that have both a 16-bit gradient and the float32 gradient to which it is added
     twice = 0 if not s.bf16_optimizer else H * V if s.main_grad else s.parameters
     state["gradients"] += 2 * twice / GIB
@@ -246,7 +256,7 @@ def _predict_phase_memory(s: Setting) -> Memory:
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
         # unpacked float32 weights are allocated before the capture, all other optimizer states after it
-        early = 0 if s.packs else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
+        early = 0 if s.packs or s.offloads else 4 * s.parameters / (s.ranks if s.zero_stage else 1) / GIB
         late = state["optimizer"] - early + muon_graphs
         shown = max(of_passes - late - 2 * twice / GIB, of_later)
         for parts in later.values():
@@ -277,10 +287,36 @@ def least_memory_gib(s: Setting) -> float:
     The bound includes weights, gradients in the data type of the weights, and optimizer states. ZeRO 0 is treated like
     ZeRO 1, because DeepSpeed partitions the optimizer states of 16-bit weights in both stages.
     """
-    parts = state_parts_gib(
-        s.sizes, max(s.zero_stage, 1), s.ranks, s.compute, False, s.optimizer_bytes, s.args.optim
+    return sum(_state_gib(s, max(s.zero_stage, 1), False).values())
+
+
+def _state_gib(s: Setting, zero_stage: int, float32_gradients: bool) -> dict[str, float]:
+    """Return `state_parts_gib` of a setting."""
+    return state_parts_gib(
+        s.sizes,
+        zero_stage,
+        s.ranks,
+        s.compute,
+        float32_gradients,
+        s.optimizer_bytes,
+        s.args.optim,
+        s.offloads,
     )
-    return sum(parts.values())
+
+
+def offload_host_gib(s: Setting, node_ranks: int) -> float:
+    """Return the host memory that the ranks of a node need with optimizer offload, in GiB.
+
+    torch rounds the size of a pinned tensor up to a power of two. A background save copies the checkpoint.
+    """
+    part = s.parameters / s.ranks
+    pinned = [part * size for size in PINNED_BYTES[s.zero_stage]]
+    if s.pins:
+        pinned = [2.0 ** math.ceil(math.log2(size)) for size in pinned]
+    saved = 0.0
+    if s.args.save_async and s.args.save_strategy != "no":
+        saved = checkpoint_bytes(s.sizes, s.zero_stage, s.compute) / s.ranks
+    return node_ranks * ((PAGEABLE_BYTES[s.zero_stage] * part + sum(pinned) + saved) / GIB + PROCESS_GIB)
 
 
 def weight_bytes(compute: str) -> int:

@@ -19,7 +19,13 @@ from model.terminal import format_table
 from model.variants import GradientCheckpointing, supports_mlp
 from train.config.arguments import TrainingArguments
 from train.files import format_size
-from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, predict_memory
+from train.planning.memory import (
+    Memory,
+    checkpoint_bytes,
+    largest_micro_batch,
+    offload_host_gib,
+    predict_memory,
+)
 from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, PlanError, Setting
 from train.planning.speed import GPUS, Estimate, Gpu, estimate
 from train.record.metrics import hopper_sxm
@@ -106,6 +112,8 @@ class Planned:
             "gradient_checkpointing": s.recompute,
             "optimizer_states": s.optimizer_states,
             "optimizer_moments": s.moments if s.optimizer_states == "bf16_remainder" else None,
+            "offload_optimizer": s.offloads,
+            "host_memory_gib": offload_host_gib(s, s.node_ranks) if s.offloads else None,
             "memory_gib": {**self.memory.parts, "peak": self.memory.peak_gib, "needed": self.needed_gib},
             "peak_is_at": self.memory.moment,
             "fits": self.fits,
@@ -116,17 +124,22 @@ class Planned:
         }
 
 
-def optimizer_options(s: Setting) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return the candidates for precision.optimizer_states, starting with the one that needs the most memory.
+def optimizer_options(s: Setting) -> list[tuple[str, str, bool, tuple[int, ...]]]:
+    """Return the candidates for the storage of optimizer states, starting with the one that needs the most GPU memory.
 
     Returns:
-        Tuples of precision.optimizer_states, the data type of the moments, and the ZeRO stages to consider. Muon
-        supports ZeRO 1 and 2, and packed states need ZeRO 1.
+        Tuples of precision.optimizer_states, the data type of the moments, whether the states are offloaded, and the
+        ZeRO stages to consider. Muon supports ZeRO 1 and 2, packed states need ZeRO 1, and offloading ZeRO 2 or 3.
     """
     if s.args.optim == "muon":
-        return [("fp32", "fp32", (1, 2))]
+        return [("fp32", "fp32", False, (1, 2))]
     moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MAX_BETA2 else "fp32"
-    return [("fp32", "fp32", (1, 2, 3)), ("bf16_remainder", moments, (1,)), ("int8", "int8", (1,))]
+    return [
+        ("fp32", "fp32", False, (1, 2, 3)),
+        ("bf16_remainder", moments, False, (1,)),
+        ("int8", "int8", False, (1,)),
+        ("fp32", "fp32", True, (2, 3)),
+    ]
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
@@ -135,8 +148,9 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
     The candidates are the configured setting, and ZeRO 1 to 3 with each supported value of gradient_checkpointing. The
     number of tokens per step is the nearest to `batch_tokens` with whole samples for each rank, and only micro-batch
     sizes that divide a rank's samples per step are candidates. Optimizer states are float32 unless no float32 setting
-    fits or packed states are CLEARLY_FASTER. Among settings that are NEARLY_AS_FAST, the configured setting is
-    preferred, then the lowest ZeRO stage, then the least recomputation, and then the least memory.
+    fits or packed states are CLEARLY_FASTER. They are offloaded only if no other setting fits. Among settings that are
+    NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then the least recomputation, and
+    then the least memory.
 
     Args:
         s: The configured setting.
@@ -146,8 +160,10 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
         network_gbit_s: Network bandwidth between nodes, in Gbit/s per GPU.
     """
     chosen: Planned | None = None
-    for states, moments, zero_stages in optimizer_options(s):
-        packed = replace(s, ranks=ranks, optimizer_states=states, moments=moments)
+    for states, moments, offloads, zero_stages in optimizer_options(s):
+        if offloads and chosen:
+            break
+        packed = replace(s, ranks=ranks, optimizer_states=states, moments=moments, offloads=offloads)
         fitting = list(_fitting(packed, gpu, zero_stages, batch_tokens, network_gbit_s))
         fastest = max((p.estimate.tokens_per_second for p in fitting), default=0)
         if fastest > (chosen.estimate.tokens_per_second * (1 + CLEARLY_FASTER) if chosen else 0):
@@ -227,6 +243,11 @@ class Plan:
         values = {  # as configured, and in `s`
             "max_steps": (given.max_steps, max(1, round(self.tokens / s.step_tokens))),
             "deepspeed": (f"ds_config_zero{c.zero_stage}.json", f"ds_config_zero{s.zero_stage}.json"),
+            # another file has no section offload_optimizer
+            "deepspeed.zero_optimization.offload_optimizer.device": (
+                "cpu" if c.offloads and s.zero_stage == c.zero_stage else "none",
+                "cpu" if s.offloads else "none",
+            ),
             "gradient_checkpointing": (c.recompute, s.recompute),
             "per_device_train_batch_size": (c.micro_batch, s.micro_batch),
             "gradient_accumulation_steps": (counts, counts and s.accumulation),
@@ -339,11 +360,16 @@ def lines(p: Plan) -> list[str]:
 def _details(whole: Plan, p: Planned) -> list[str]:
     """Format the options, predicted memory, speed and training time of a setting as lines of text."""
     s, e, days, flags = p.setting, p.estimate, p.days(whole.tokens), whole.flags(p.setting)
+    host = []
+    if s.offloads:
+        gib = offload_host_gib(s, s.node_ranks)
+        host = [f"  host memory: {gib:,.0f} GiB per node for its {s.node_ranks} ranks"]
     return [
         *[f"  options: {flags}"] * bool(flags),
         f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.describe()}",
         f"          {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB with CUDA context and fragmentation: "
         f"{'fits' if p.fits else 'DOES NOT FIT'}; largest micro-batch: {largest_micro_batch(s, p.gpu.memory_gib)}",
+        *host,
         f"  speed: {about(e.tokens_per_second)} tokens/s, {about(e.tokens_per_second / s.ranks)} per GPU, within "
         f"{100 * e.within:.0f} % ({e.basis})",
         f"  time: {duration(days)}, {about(days * 24 * s.ranks)} GPU-hours without saves and evaluations; "

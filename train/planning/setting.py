@@ -22,11 +22,13 @@ from model.fp8.recipes import (
 )
 from model.variants import VARIANTS, GradientCheckpointing
 from train.config.arguments import TrainingArguments
+from train.config.ds_config import offloads_optimizer
 from train.config.schedule import phase_precisions, phase_shares
 
 # DeepSpeed's default values for reduce_bucket_size and stage3_max_live_parameters, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
 ZERO_3_BUCKET = 200_000_000  # reduce_bucket_size in ds_config_zero3.json, in elements
+GPUS_OF_A_NODE = 8
 PLANNED = {"fp8", "bf16"}  # values of precision.compute for which memory and speed can be predicted
 
 
@@ -78,6 +80,8 @@ class Setting:
     reduces_in_float32: bool  # ranks reduce gradients in float32 (precision.gradient_communication)
     reduce_bucket: int  # elements
     overlap_comm: bool
+    offloads: bool  # optimizer states are in host memory (zero_optimization.offload_optimizer)
+    pins: bool  # offloaded tensors that are copied from or to the GPU are in pinned memory
     # For each phase of precision.schedule, its fraction of the steps and its `precision_fields`. Empty without a
     # schedule.
     schedule: tuple[tuple[float, dict[str, Any]], ...] = ()
@@ -126,6 +130,8 @@ class Setting:
             reduces_in_float32=ds_config.get("communication_data_type") == "fp32",
             reduce_bucket=int(zero.get("reduce_bucket_size", REDUCE_BUCKET)),
             overlap_comm=bool(zero.get("overlap_comm", zero["stage"] == 3)),
+            offloads=offloads_optimizer(ds_config),
+            pins=(zero.get("offload_optimizer") or {}).get("pin_memory", True),
             schedule=schedule if len(schedule) > 1 else (),
         )
 
@@ -177,6 +183,11 @@ class Setting:
         if not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return optimizer_state_bytes(self.optimizer_states, self.moments)
+
+    @property
+    def node_ranks(self) -> int:
+        """Return the number of ranks on a node with GPUS_OF_A_NODE GPUs."""
+        return min(self.ranks, GPUS_OF_A_NODE)
 
     @property
     def parameters(self) -> int:
@@ -232,6 +243,7 @@ class Setting:
             *["Muon"] * (self.args.optim == "muon"),
             f"ZeRO {self.zero_stage}" + " with 8-bit gather" * self.gathers_fp8,
             *[f"optimizer_states {self.optimizer_states}"] * self.packs,
+            *["optimizer offload"] * self.offloads,
             *["recomputation of SwiGLU"] * (self.recompute == "mlp"),
             *["recomputation"] * (self.recompute is True),
             f"micro-batch {self.micro_batch} x {self.seq_length}",

@@ -15,9 +15,7 @@ import numpy as np
 
 from model.config import attention_pairs
 from train.planning.memory import head_bytes, saved_by_layer
-from train.planning.setting import Setting, layer_widths
-
-GPUS_OF_A_NODE = 8
+from train.planning.setting import GPUS_OF_A_NODE, Setting, layer_widths
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,13 @@ MUON_FLOP_S = 3.5e-15  # seconds per FLOP of Muon's update
 # Step time of each FP8 recipe relative to delayed scaling.
 RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
 MLP_FACTOR = 1.02  # time of the layers with gradient_checkpointing "mlp"
-LINK_SHARE = 0.5  # assumed fraction of a link's bandwidth that a collective reaches
+LINK_SHARE = 0.5  # assumed fraction of a link's bandwidth that a collective or a copy reaches
+# Bandwidths for optimizer offload, according to data sheets, in bytes/s: a GPU's link to the host (PCIe 5.0 x16, per
+# direction), and the host memory of a node (two processors with eight channels of DDR5-4800).
+PCIE_BYTES, HOST_BYTES = 63e9, 614e9
+# Bytes of host memory that AdamW reads and writes per parameter: 28 for the update, 8 for clipping the gradient, and 6
+# for rounding the weight to 16 bits.
+HOST_ADAMW_BYTES = 28 + 8 + 6
 ZERO_3_LAYER_S = 7e-4  # seconds that ZeRO 3 adds to the passes of a layer, measured on two and four GPUs
 
 # Measured step time divided by the uncorrected prediction. SIZES are the numbers of parameters of the measured models,
@@ -108,6 +112,7 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
         ("links between GPUs according to data sheets", 0.04, s.ranks > 1),
         ("the network between nodes was not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
         ("ZeRO 3 was measured on at most 4 GPUs", 0.1, s.zero_stage == 3 and s.ranks > 4),
+        ("optimizer offload was not measured", 0.5, s.offloads),
     ]
     found = [(text, share) for text, share, holds in reasons if holds]
     basis, within = "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
@@ -119,7 +124,7 @@ def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
     corrections = CORRECTION[s.args.model.variant, s.compute]
     correction = float(np.interp(math.log(s.parameters), np.log(SIZES), corrections))
-    return computing * correction + _communication_s(s, gpu, network_gbit_s)
+    return computing * correction + _communication_s(s, gpu, network_gbit_s) + _offload_s(s)
 
 
 def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
@@ -155,11 +160,27 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
 
     With ZeRO, the time is divided by the number of ranks.
     """
+    if s.offloads:
+        return 0
     each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
     seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     if s.args.optim == "muon":
         seconds += newton_schulz_flops(s.sizes) * MUON_FLOP_S
     return seconds / (s.ranks if s.zero_stage else 1)
+
+
+def _offload_s(s: Setting) -> float:
+    """Return the predicted time that optimizer offload adds to a step, in seconds.
+
+    A step copies float32 gradients to the host and 16-bit weights to the GPU. With ZeRO 3, gradients accumulate on the
+    host, so each micro-batch also copies them to the GPU and back. No copy is assumed to overlap with computation.
+    AdamW is limited by the memory of the host, which the ranks of a node share.
+    """
+    if not s.offloads:
+        return 0
+    copied = 4 + 2 + (8 * s.accumulation if s.zero_stage == 3 else 0)
+    part = s.parameters / s.ranks
+    return part * (copied / PCIE_BYTES + HOST_ADAMW_BYTES * s.node_ranks / HOST_BYTES) / LINK_SHARE
 
 
 def newton_schulz_flops(sizes: Any) -> float:

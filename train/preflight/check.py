@@ -27,7 +27,7 @@ from train.files import nearest_existing_path
 from train.monitor.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.machine import Device
-from train.preflight.sizes import check_disk, check_memory, is_done
+from train.preflight.sizes import check_disk, check_host_memory, check_memory, is_done
 from train.record.run_folder import EXPORTED_FROM, RunFolder, export_folder_problem
 from train.record.trackers import check_installed
 
@@ -117,8 +117,9 @@ def check(
     warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
         warnings.append(attempt(check_disk, args, sizes, ds_config["zero_optimization"]["stage"]))
+        setting = Setting.from_run(resolved, ds_config, sizes, world_size)
+        attempt(check_host_memory, setting, local_ranks)
         if devices:
-            setting = Setting.from_run(resolved, ds_config, sizes, world_size)
             memory = min(device.memory for device in devices[:local_ranks])
             warnings.append(attempt(check_memory, resolved, setting, memory))
     if capability and args.precision.backend != "reference":

@@ -1,11 +1,15 @@
-"""List the GPUs of this host and recognize out-of-memory errors, without importing torch."""
+"""List the GPUs and the free memory of this host, and recognize out-of-memory errors, without importing torch."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from model.fp8.hardware import Capability
 
@@ -49,6 +53,17 @@ def cuda_devices() -> list[Device] | None:
         return [Device(memory, (major, minor)) for memory, major, minor in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def free_host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the host memory that new processes can use, in bytes. A container's limit (cgroup v2) is considered."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # no file, or "max": no limit
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = int(statistics["active_file"]) + int(statistics["inactive_file"])  # evicted if needed
+        free = min(free, limit - used + cached)
+    return free
 
 
 def out_of_memory(error: BaseException) -> str:

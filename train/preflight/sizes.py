@@ -1,4 +1,4 @@
-"""Check that the GPU memory and the disk space are sufficient for a run.
+"""Check that the GPU memory, the host memory and the disk space are sufficient for a run.
 
 A run that certainly does not fit is refused. A run that probably does not fit gets a warning.
 """
@@ -17,11 +17,12 @@ from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
     least_memory_gib,
+    offload_host_gib,
     predict_memory,
     weight_bytes,
 )
 from train.planning.setting import Setting
-from train.preflight.machine import out_of_memory
+from train.preflight.machine import free_host_memory, out_of_memory
 from train.record.run_folder import RunFolder
 
 
@@ -58,6 +59,25 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     )
 
 
+def check_host_memory(s: Setting, local_ranks: int) -> None:
+    """Check that the offloaded optimizer states of this node's ranks fit into host memory.
+
+    Raises:
+        ConfigurationError: The host has too little free memory.
+    """
+    if not s.offloads:
+        return
+    needed, free = offload_host_gib(s, local_ranks), free_host_memory() / GIB
+    if needed > free:
+        raise ConfigurationError(
+            f"zero_optimization.offload_optimizer: {s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} need "
+            f"{needed:,.1f} GiB of host memory for the {local_ranks} of {s.ranks} ranks on this node, but only "
+            f"{free:,.1f} GiB are free. Set save_async or pin_memory to false, use more nodes, or remove this key",
+            code="host_memory",
+            key="deepspeed",
+        )
+
+
 def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
     """Return an error message with advice if an exception reports that memory ran out, or None for other exceptions."""
     if not (line := out_of_memory(error)):
@@ -70,7 +90,8 @@ def memory_advice(args: TrainingArguments) -> str:
     recompute = "" if args.gradient_checkpointing is True else "gradient_checkpointing true, "
     return (
         f"To reduce memory, use a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 "
-        "(ZeRO 1), more ranks with a higher ZeRO stage, or a smaller model.config. See docs/hardware.md"
+        "(ZeRO 1), more ranks with a higher ZeRO stage, offload_optimizer (ZeRO 2 or 3), or a smaller model.config. "
+        "See docs/hardware.md"
     )
 
 

@@ -162,6 +162,13 @@ HF = {"model": {"config": "tiny", "variant": "hf"}}
 COMPILED = {"model": {"config": "tiny", "variant": "hf", "compile": True}}
 ZERO_0, ZERO_1 = ({"zero_optimization": {"stage": stage}} for stage in (0, 1))
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+def offloaded(stage, **more):
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **more}}}
+
+
 STAGE = "zero_optimization.stage"
 
 
@@ -192,6 +199,14 @@ STAGE = "zero_optimization.stage"
         ("ds_config_zero2.json", {"precision": PACKED}, "precision.optimizer_states", ""),
         ("ds_config_zero3.json", {"precision": PACKED}, "precision.optimizer_states", ""),
         (None, {"precision": PACKED, **MUON}, "precision.optimizer_states", "muon"),
+        # offloading
+        (offloaded(0), {}, OFFLOAD, "ZeRO 0 2 3"),
+        (offloaded(1) | IN_FP32, {}, OFFLOAD, "ZeRO 1 BF16_Optimizer"),
+        (offloaded(2), {}, OFFLOAD, "grad_accum_dtype fp32"),
+        (offloaded(3) | IN_FP32, {"compute": "fp16"}, OFFLOAD, "fp16"),
+        (offloaded(2) | IN_FP32, {"compute": "fp32"}, OFFLOAD, "compute fp32"),
+        (offloaded(2) | IN_FP32, MUON, OFFLOAD, "muon"),
+        (offloaded(2) | IN_FP32, {"precision": PACKED}, "precision.optimizer_states", "ZeRO 1"),
         # Muon
         ({"zero_optimization": {"stage": 2}}, MUON, STAGE, ""),
         ("ds_config_zero3.json", {"compute": "fp8", **MUON}, STAGE, ""),
@@ -227,6 +242,10 @@ def test_incompatible_keys_raise(deepspeed, changes, key, named):
         ("ds_config_zero3.json", HF),
         ({"zero_optimization": {"stage": 3}}, {"gradient_checkpointing": True, **HF}),
         ({"zero_optimization": {"stage": 2}}, {"gradient_checkpointing": True}),
+        (offloaded(2, pin_memory=False) | IN_FP32, {}),
+        (offloaded(3) | IN_FP32, {"compute": "fp8", "precision": {"fp8_weight_gather": True}}),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, {}),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": None}}, {}),
     ],
 )
 def test_compatible_keys(deepspeed, changes):
@@ -263,7 +282,9 @@ WRONG_VALUES = {
     "zero_optimization.stage3_param_persistence_threshold": [-1, None],
     "zero_optimization.load_from_fp32_weights": [False],
     "zero_optimization.elastic_checkpoint": [True],
-    "zero_optimization.offload_optimizer": [True, {"device": "cpu"}, {"device": "nvme"}],
+    "zero_optimization.offload_optimizer": [True, "cpu"],
+    "zero_optimization.offload_optimizer.device": ["nvme", None],
+    "zero_optimization.offload_optimizer.pin_memory": ["true"],
     "zero_optimization.offload_param": [{"device": "cpu"}],
     "zero_optimization.leaf_module": [None, "A", ["A"]],
     "zero_optimization.leaf_module.classes": [None, [None], 1],
