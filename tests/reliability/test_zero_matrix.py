@@ -127,7 +127,7 @@ def test_refused_combinations(settings: dict[str, Any]) -> None:
         "muon": "3",
         "weight_gather": "012",
         "states_int8": "023",
-        "offload": "00112233",
+        "offload": "001123",
         "quantized": "0123",
     }
 

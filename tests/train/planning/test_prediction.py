@@ -22,6 +22,7 @@ from train.planning.memory import (
     MUON_BYTES,
     WORKSPACES_GIB,
     largest_micro_batch,
+    offload_host_gib,
     predict_memory,
     saved_by_layer,
 )
@@ -41,6 +42,12 @@ def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: objec
     arguments = resolve_arguments(load_arguments([config, "--train_batch_size_tokens=null", *words]), ranks)
     sizes = load_sizes(arguments.model.config)
     return Setting.from_run(arguments, resolve_ds_config(arguments, sizes, ranks), sizes, ranks)
+
+
+OFFLOAD = {
+    "deepspeed": "ds_config_zero2.json",
+    "deepspeed__zero_optimization__offload_optimizer__device": "cpu",
+}
 
 
 class Measured(NamedTuple):
@@ -171,6 +178,27 @@ def test_state_memory_equals_the_docs() -> None:
         assert state - kept == pytest.approx(sum(state_parts_gib(s.sizes, stage, ranks).values()))
 
 
+@pytest.mark.parametrize(
+    ("stage", "moved", "bytes_"), [(2, ["optimizer"], 18), (3, ["gradients", "optimizer"], 20)]
+)
+def test_optimizer_offload(stage: int, moved: list[str], bytes_: int) -> None:
+    """States leave the GPU. The host also has 4 GiB of a rank's process and the copy for a background save."""
+    plain = setting(ranks=8, deepspeed=f"ds_config_zero{stage}.json")
+    offloaded = setting(ranks=8, **OFFLOAD | {"deepspeed": f"ds_config_zero{stage}.json"})
+    before, after = (predict_memory(s).parts for s in (plain, offloaded))
+    assert before["optimizer"] == pytest.approx(12 * plain.parameters / 8 / GIB)
+    assert {name for name in before if name not in after} - {"gradients of the step"} == set(moved)
+    assert before["weights"] == after["weights"] and before["activations"] == after["activations"]
+    exact = replace(offloaded, pins=False, args=replace(offloaded.args, save_async=False))
+    states = 8 * (bytes_ * plain.parameters / 8 / GIB)
+    assert offload_host_gib(exact, 8) == pytest.approx(states + 8 * 4)
+    assert offload_host_gib(exact, 4) == pytest.approx(states / 2 + 4 * 4)
+    saved = (14 if stage == 2 else 12) * plain.parameters / GIB
+    assert offload_host_gib(replace(offloaded, pins=False), 8) == pytest.approx(states + saved + 8 * 4)
+    assert offload_host_gib(offloaded, 8) > states + saved + 8 * 4  # powers of two
+    assert estimate(offloaded, H200).tokens_per_second < estimate(plain, H200).tokens_per_second
+
+
 def test_8_bit_gather() -> None:
     """A rank keeps its part in FP8, gathers fewer bytes, and has the FP8 copies of one layer at a time."""
     keys = {"deepspeed": "ds_config_zero3.json", "max_seq_length": 64, "gradient_accumulation_steps": 8}
@@ -270,13 +298,16 @@ def test_recommendation_fits(keys: dict, ranks: int, gpu: Any) -> None:
     [
         ({}, 8, H200, "fp32"),
         ({"model__config": "mistral_7b"}, 1, H200, "bf16_remainder"),
+        ({"model__config": "mistral_7b"}, 1, H100, "offloaded"),
+        ({"model__config": "mistral_7b"} | OFFLOAD, 4, H200, "fp32"),
         ({"model__config": "mistral_7b", "optim": "muon"}, 1, H200, "fp32"),
     ],
 )
 def test_recommended_optimizer_states(keys: dict, ranks: int, gpu: Any, states: str) -> None:
+    """They are offloaded only where nothing else fits."""
     s = setting(ranks=ranks, gradient_accumulation_steps=8, **keys)
     best = recommend(s, gpu, ranks, s.step_tokens, 400)
-    assert best and best.setting.optimizer_states == states
+    assert best and ("offloaded" if best.setting.offloads else best.setting.optimizer_states) == states
 
 
 @pytest.mark.parametrize(
@@ -298,7 +329,7 @@ def test_parse_tokens(text: str, tokens: int) -> None:
         ["nothing"],
         ["train_config_fp8", "--learnin_rate", "1"],
         ["train_config_fp8", "--gpus", "3", "--train_batch_size_tokens", "1048576"],
-        ["mistral_7b", "--gpus", "1"],
+        ["mistral_7b", "--gpus", "1", "--optim", "muon"],
         ["tiny", "--precision.compute", "fp32"],
         ["tiny", "--model.variant", "hf", "--precision.compute", "bf16"],
     ],

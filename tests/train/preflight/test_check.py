@@ -223,6 +223,33 @@ def test_too_large_micro_batch_warns(world: World) -> None:
         assert len(checked(world, devices=[4 * 2**30])) == count
 
 
+def test_host_memory_for_optimizer_offload(world: World, tmp_path: Path) -> None:
+    """18 bytes per parameter and 4 GiB per rank; the ranks of this node count."""
+    deepspeed = load_deepspeed("ds_config_zero2.json")
+    deepspeed["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    keys(deepspeed=deepspeed, save_async=False)(world)
+    parameters = num_parameters(load_sizes(str(world.model)))
+    for local_ranks, needed in ((2, 18 * parameters + 8 * 2**30), (1, 9 * parameters + 4 * 2**30)):
+        world.patch.setattr(sizes, "free_host_memory", lambda needed=needed: needed + 2**10)
+        assert checked(world, 2, local_ranks) == []
+        world.patch.setattr(sizes, "free_host_memory", lambda needed=needed: needed - 2**10)
+        with problem("deepspeed", code="host_memory"):
+            checked(world, 2, local_ranks)
+    keys(deepspeed=None)(world)
+    assert checked(world, 2, 2) == []
+
+
+def test_host_memory_of_a_container(tmp_path: Path) -> None:
+    """Its limit counts, without the files that it has cached."""
+    assert machine.free_host_memory(tmp_path) > 2**20  # no limit
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 400\nactive_file 100\ninactive_file 150\nshmem 50\n")
+    assert machine.free_host_memory(tmp_path) == 1000 - 700 + 250
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.free_host_memory(tmp_path) > 2**20
+
+
 def test_large_model_on_cpu(world: World) -> None:
     small, large = load_sizes(str(world.model)), load_sizes("hare_1.1b")
     assert num_parameters(large) > check.CPU_PARAMETERS > num_parameters(small)
