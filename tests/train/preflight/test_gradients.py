@@ -177,7 +177,10 @@ def test_allowed_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("stage", "device"), [(1, "none"), *product((2, 3), ("none", "cpu"))])
 def test_shipped_configurations_accumulate_in_float32(settings: dict, stage: int, device: str) -> None:
-    """Also with optimizer offload. The gradient of 64 micro-batches against their float32 sum. With bf16 accumulation the error is 8e-3."""
+    """The gradient of 64 micro-batches against their float32 sum, also with optimizer offload.
+
+    With bf16 accumulation the error is 8e-3.
+    """
     changes = {"train_batch_size_tokens": None, "gradient_accumulation_steps": 64, "max_grad_norm": 0.0}
     deepspeed = load_deepspeed(f"ds_config_zero{stage}.json")
     deepspeed["zero_optimization"]["offload_optimizer"] = {"device": device}
