@@ -363,7 +363,7 @@ def _details(whole: Plan, p: Planned) -> list[str]:
     host = []
     if s.offloads:
         gib = offload_host_gib(s, s.node_ranks)
-        host = [f"  host memory: {gib:,.0f} GiB per node for its {s.node_ranks} ranks"]
+        host = [f"  host memory: {gib:,.0f} GiB per node with {s.node_ranks} GPUs"]
     return [
         *[f"  options: {flags}"] * bool(flags),
         f"  memory: {p.memory.peak_gib:,.1f} GiB per GPU at the peak ({p.memory.moment}): {p.memory.describe()}",
