@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.fp8.recipes import PrecisionConfig
 from model.variants import VARIANTS, compiles, cuda_graphs_problem
 from train.config.arguments import TrainingArguments, raise_problems
 from train.config.schema import flatten, suggest
@@ -139,10 +138,6 @@ KEYS: dict[str, tuple[Kind, str]] = {
     "zero_optimization.leaf_module.classes": (NAMES, GATHERS),
     "zero_optimization.leaf_module.names": (NAMES, GATHERS),
     "zero_optimization.leaf_module.name_suffixes": (NAMES, GATHERS),
-    # only MS-AMP's own DeepSpeed reads these keys, see `apply_msamp`
-    "msamp.enabled": (FLAG, EQUAL),
-    "msamp.opt_level": (_one_of("O1", "O2", "O3"), EQUAL),
-    "msamp.use_te": (FLAG, IGNORED),
 }
 SECTIONS = {"timers", *(key.rpartition(".")[0] for key in KEYS)} - {""}
 # Maps unsupported keys to their replacement.
@@ -180,7 +175,6 @@ def resolve_ds_config(
     """
     assert isinstance(arguments.deepspeed, dict), "call resolve_arguments first"
     config = copy.deepcopy(arguments.deepspeed)
-    config.pop("msamp", None)  # resolve_arguments has applied this section
     problems = _remove_unsupported(config)
     if arguments.optim == "muon" and "optimizer" in config:
         problems.append(
@@ -241,7 +235,7 @@ def _key_problem(path: str, value: Any) -> str:
         use = f" (use {REPLACEMENTS[path]})" if path in REPLACEMENTS else suggest(path, [*KEYS, *SECTIONS])
         return f"this key is not supported{use}; remove this key"
     allowed, remark = KEYS[path]
-    if allowed.accepts(value) or (value == "auto" and not path.startswith("msamp.")):
+    if allowed.accepts(value) or value == "auto":
         return ""
     return f"{json.dumps(value)} is not supported; use {allowed.words}, or remove this key (remark: {remark})"
 
@@ -411,40 +405,3 @@ def _fill_sizes(zero: dict[str, Any], hidden: int) -> None:
     if autos := [key for key in keys if zero.get(key) == "auto"]:
         sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
         zero.update((key, sizes[key]) for key in autos)
-
-
-# ---------------------------------------------------------------- MS-AMP
-
-# MS-AMP (Peng et al., FP8-LM, arXiv:2310.18313) has its own DeepSpeed, which reads a section "msamp". The stock
-# DeepSpeed ignores that section. The table maps MS-AMP's opt_level to the closest keys of the section "precision".
-# In MS-AMP, O1 stores and reduces gradients in FP8. O2 also stores first moments in FP8, and second moments and master
-# weights in float16. O3 also stores weights in FP8.
-MSAMP_LEVELS = {
-    "O1": {"gradient_communication": "bf16"},
-    "O2": {"gradient_communication": "bf16", "optimizer_states": "fp8"},
-    "O3": {"gradient_communication": "bf16", "optimizer_states": "fp8"},
-}
-
-
-def msamp_settings(deepspeed: dict[str, Any]) -> dict[str, str]:
-    """Return the "precision" settings that correspond to the "msamp" (MS-AMP) section of a DeepSpeed configuration."""
-    section = deepspeed.get("msamp", {})
-    return MSAMP_LEVELS[section.get("opt_level", "O1")] if section.get("enabled", False) else {}
-
-
-def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[str]:
-    """Apply the "msamp" section of a DeepSpeed configuration to `precision`. Return the problems, one line each."""
-    given = {"msamp": deepspeed.get("msamp", {})}
-    problems = _remove_unsupported(copy.deepcopy(given))
-    if problems:
-        return problems
-    for key, value in msamp_settings(given).items():
-        own = getattr(precision, key)
-        if own in (getattr(PrecisionConfig(), key), value):
-            setattr(precision, key, value)
-        else:
-            problems.append(
-                f"msamp.opt_level in the DeepSpeed configuration sets precision.{key} to {value}, but the training "
-                f"configuration sets it to {own}; remove precision.{key} or the msamp section"
-            )
-    return problems

@@ -38,7 +38,6 @@ from train.config.arguments import (
     TrainingArguments,
     raise_problems,
 )
-from train.config.ds_config import apply_msamp
 from train.config.schedule import phase_end_problems, phase_precisions, phase_problems
 from train.config.schema import (
     Node,
@@ -576,8 +575,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     """Return a copy of the training arguments with values for all keys that depend on other keys.
 
     Sets gradient_accumulation_steps, train_batch_size_tokens and per_device_eval_batch_size. Replaces `deepspeed` with
-    the object in the DeepSpeed configuration file, and applies the section "msamp" of that object. Arguments that are
-    already resolved do not change.
+    the object in the DeepSpeed configuration file. Arguments that are already resolved do not change.
 
     Args:
         arguments: The training arguments.
@@ -615,9 +613,5 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
     out.train_batch_size_tokens = micro_tokens * out.gradient_accumulation_steps
     out.per_device_eval_batch_size = arguments.per_device_eval_batch_size or micro_batch
     out.deepspeed = load_deepspeed(arguments.deepspeed)
-    problems = apply_msamp(out.deepspeed, out.precision)
-    if not problems and out.precision != arguments.precision:
-        problems = problems_across_keys(out)
-    raise_problems("the DeepSpeed configuration", problems)
     raise_problems("precision.schedule", phase_end_problems(out))
     return out

@@ -9,10 +9,9 @@ import pytest
 from model.config import load_sizes
 from tests import programs
 from tests.conftest import refused
-from train.checkpoint.resume import resume_differences
 from train.config import ds_config
 from train.config.arguments import CONFIG_FOLDER, ConfigurationError, TrainingArguments
-from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS, msamp_settings
+from train.config.ds_config import KEYS, REPLACEMENTS, SECTIONS
 from train.config.load import build_arguments, load_deepspeed, resolve_arguments
 from train.files import REPOSITORY
 from train.launch import free_port
@@ -106,52 +105,6 @@ def test_zero_3_sizes():
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     found = resolved({"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}})["zero_optimization"]
     assert [found[name] for name in sizes] == [128 * 128, int(0.9 * 128 * 128), 10 * 128]
-
-
-# ---------------------------------------------------------------- MS-AMP's section
-
-
-def with_msamp(level, precision=(), **section) -> TrainingArguments:
-    deepspeed = load_deepspeed("ds_config_zero1.json")
-    deepspeed["msamp"] = {"enabled": True, "opt_level": level, **section}
-    return arguments(deepspeed, precision={"compute": "bf16", **dict(precision)})
-
-
-@pytest.mark.parametrize(
-    ("level", "enabled", "own"),
-    [
-        ("O1", True, {"gradient_communication": "bf16"}),
-        ("O2", True, {"gradient_communication": "bf16", "optimizer_states": "fp8"}),
-        ("O3", True, {"gradient_communication": "bf16", "optimizer_states": "fp8"}),
-        ("O2", False, {}),
-    ],
-)
-def test_msamp_section(level, enabled, own):
-    given = with_msamp(level, use_te=True, enabled=enabled)
-    found = resolve_arguments(given, 2)
-    same = resolve_arguments(arguments("ds_config_zero1.json", precision={"compute": "bf16", **own}), 2)
-    assert found.precision == same.precision and msamp_settings(found.deepspeed) == own
-    assert given.precision.optimizer_states == "fp32" and resolve_arguments(found, 2) == found
-    assert ds_config.resolve_ds_config(found, SIZES, 2) == ds_config.resolve_ds_config(same, SIZES, 2)
-    # a run with these keys in place of the section may resume from it
-    assert resume_differences(found.to_dict(), same.to_dict()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"level": "O4"}, "msamp.opt_level"),
-        ({"level": ["O1"]}, "msamp.opt_level"),
-        ({"level": "O1", "enabled": "yes"}, "msamp.enabled"),
-        ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel"),
-        ({"level": "O1", "precision": {"gradient_communication": "fp32"}}, "msamp.opt_level"),
-        ({"level": "O1", "enabled": "auto"}, "msamp.enabled"),
-        ({"level": "O2", "precision": {"compute": "fp32"}}, "precision.optimizer_states"),
-    ],
-)
-def test_invalid_msamp_section_raises(changes, key):
-    with refused(ConfigurationError, key=key):
-        resolve_arguments(with_msamp(**changes), 1)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -425,7 +378,7 @@ def deepspeed_result():
 @pytest.mark.process
 def test_deepspeed_reads_supported_keys(deepspeed_result):
     read = set(deepspeed_result["read"])
-    assert {key for key in (*KEYS, *SECTIONS - {"msamp"}) if "." not in key} <= read
+    assert {key for key in (*KEYS, *SECTIONS) if "." not in key} <= read
     assert {key for key in REPLACEMENTS if "." not in key} <= read
 
 

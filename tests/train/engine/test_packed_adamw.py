@@ -14,7 +14,7 @@ from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.save import Saver
 from train.config.ds_config import resolve_ds_config
-from train.config.load import build_arguments, load_deepspeed, resolve_arguments
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import packed_adamw, zero
 from train.engine.packed_adamw import MOMENTS, PackedAdamW, decode_moment, join_float32, split_float32
@@ -218,9 +218,7 @@ def test_packing_before_the_first_step(settings: dict, tmp_path: Path) -> None:
 
 
 def test_resume_is_bit_exact(settings: dict) -> None:
-    """As a configuration for MS-AMP has it."""
-    deepspeed = load_deepspeed("ds_config_zero1.json") | {"msamp": {"enabled": True, "opt_level": "O2"}}
-    changes = {"precision": FLOAT32, "deepspeed": deepspeed, "save_steps": 3}
+    changes = {"precision": {**FP8, "gradient_communication": "bf16"}, "save_steps": 3}
     folder = run(settings, **changes)
     whole = curve(folder)
     (folder / "checkpoints/step-00000006/manifest.json").unlink()
