@@ -4,7 +4,6 @@
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --num_samples 3
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompts IN.jsonl --output OUT.jsonl
-    python fp8_inference_demo/fp8_inference.py --model FOLDER --interactive
     python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # one prompt per line
 
 FOLDER is one of these: a Hugging Face folder with a model in bf16 or FP8 (train/export.py --format hf-fp8), the
@@ -17,9 +16,6 @@ continuation, and control characters are escaped (\\x1b). A pipe or a file recei
 the additional key "choices". This is a list with the "text", the "finish_reason" and the number of "tokens" for each
 sample. finish_reason is "stop" after EOS or a stop string, and "length" after --max_new_tokens or at the end of the
 context.
-
---interactive continues a conversation. Each line that you type starts a new line of the text. Ctrl-C stops the answer.
-Ctrl-D or an empty line ends the session.
 
 Exit status: 0 if all prompts were answered, 1 if a line of standard input could not be answered, 2 if an option or an
 input is invalid, 130 after Ctrl-C.
@@ -94,16 +90,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         required=True,
     )
-    task = parser.add_argument_group(
-        "task (default: --interactive if standard input is a terminal, otherwise one prompt per line of standard input)"
-    )
+    task = parser.add_argument_group("task (default: one prompt per line of standard input)")
     task = task.add_mutually_exclusive_group()
     add(task, "--prompt", "prompt to continue", type=unicode)
     add(task, "--prompt_file", "UTF-8 text file that contains a single prompt to continue", type=Path)
     add(task, "--prompts", "JSON Lines file with prompts; requires --output", type=Path, metavar="FILE.jsonl")
-    task.add_argument(
-        "--interactive", action="store_true", help="have a conversation with the model in the terminal"
-    )
     add(parser, "--output", "JSON Lines file to which the completions of --prompts are written", type=Path)
 
     text = parser.add_argument_group("text")
@@ -184,9 +175,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=between(2),
     )
     arguments = parser.parse_args(argv)
-    tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts)
-    if all(task is None for task in tasks):
-        arguments.interactive |= sys.stdin.isatty()
     if problem := option_problem(arguments):
         parser.error(problem)
     return arguments
@@ -202,8 +190,6 @@ def option_problem(arguments: argparse.Namespace) -> str:
         return f"--output {arguments.output} {problem}"
     if "" in arguments.stop:
         return "--stop is an empty string; pass at least one character"
-    if arguments.num_samples > 1 and arguments.interactive:
-        return "--num_samples must be 1 with --interactive; use --prompt to generate several samples"
     return ""
 
 
@@ -221,8 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = find_model_folder(Path(local_folder(str(arguments.model))))
     import torch
 
-    from fp8_inference_demo.prompts import answer_lines, complete_file, hold_conversation
-    from fp8_inference_demo.session import Session
+    from fp8_inference_demo.session import Session, answer_lines, complete_file
 
     session = Session(arguments, folder)
     try:
@@ -230,8 +215,6 @@ def run(arguments: argparse.Namespace) -> int:
             complete_file(session, arguments.prompts, arguments.output)
         elif prompt is not None:
             session.answer_one(name, prompt)
-        elif arguments.interactive:
-            hold_conversation(session)
         else:
             return 1 if answer_lines(session) else 0
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,13 @@
-"""Load a model and its tokenizer, complete batches of prompts, and stream answers to standard output."""
+"""Load a model and its tokenizer, complete batches of prompts, and stream answers to standard output.
+
+The prompts come from the command line, from standard input (one per line) or from a file (--prompts).
+"""
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +16,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from fp8_inference_demo import InferenceError
 from fp8_inference_demo.engine import Engine, Generation, Timing
 from fp8_inference_demo.sampling import Sampling, row_seed
-from fp8_inference_demo.text import StopStrings, TextStream, encode, eos_tokens, load_tokenizer
+from fp8_inference_demo.text import StopStrings, TextStream, encode, eos_tokens, load_tokenizer, read_text
 from model.config import load_config, trained_length
 from model.hf_folder import find_weights
 from model.terminal import escape_controls
 
 BATCH_SIZE = 16
+RESULTS_KEY = "choices"  # key that --prompts adds to each object
 CONTEXT_TOKENS = 4096  # default if neither the prompt lengths nor the trained sequence length are known
 
 
@@ -34,8 +42,8 @@ class Request:
 class Completion:
     """State of one completion while it is generated, and its result.
 
-    finish_reason: "stop" after EOS or a stop string. "length" after max_new_tokens, at the end of the context, or if
-        the callback `on_text` stopped the batch. None while tokens are generated.
+    finish_reason: "stop" after EOS or a stop string. "length" after max_new_tokens, or at the end of the context. None
+        while tokens are generated.
     tokens: number of new tokens, including EOS.
     text: updated after each token if `updates_text` is True or stop strings are set, otherwise only at the end.
         Decoding after each token costs CPU time, which can exceed the time that the GPU needs to generate the token.
@@ -150,14 +158,13 @@ class Session:
     def complete(
         self,
         requests: Sequence[Request],
-        on_text: Callable[[Sequence[Completion]], bool] | None = None,
+        on_text: Callable[[Sequence[Completion]], None] | None = None,
     ) -> tuple[list[Completion], Generation]:
         """Complete one batch of requests and add its time to the total.
 
         Return the completions, and the batch's `Generation` with its timing.
 
-        on_text: called with the completions so far after each token, and at the end. If it returns True, generation
-        stops for the whole batch.
+        on_text: called with the completions so far after each token, and at the end.
 
         Raises InferenceError if the logits are not finite, or if a prompt is empty or fills the context.
         """
@@ -181,9 +188,8 @@ class Session:
                 completion.push(token)
                 if completion.finish_reason:
                     run.stop(row)
-            if on_text is not None and on_text(completions):
-                for row in range(len(completions)):
-                    run.stop(row)
+            if on_text is not None:
+                on_text(completions)
         for completion in completions:
             if not completion.finish_reason:
                 completion.finish("length")
@@ -200,27 +206,18 @@ class Session:
         self.answer(0, ids, echo=prompt)
         self.log_operations()
 
-    def answer(
-        self,
-        number: int,
-        ids: list[int],
-        echo: str = "",
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> list[Completion]:
+    def answer(self, number: int, ids: list[int], echo: str) -> None:
         """Stream all samples of a prompt to standard output and print the speed to standard error.
 
-        number: index of the prompt. echo: text to print first on a terminal. interrupted: function that returns whether
-        the user pressed Ctrl-C.
+        number: index of the prompt. echo: text to print first on a terminal.
         """
         if sys.stdout.isatty():
             print(escape_controls(echo), end="" if self.arguments.num_samples == 1 else "\n", flush=True)
         requests = iter(self.requests(number, ids))
-        answers: list[Completion] = []
-        timing, printer = Timing(), Printer(self.arguments.num_samples, interrupted)
+        timing, printer = Timing(), Printer(self.arguments.num_samples)
         while batch := list(islice(requests, self.engine.batch_size)):
-            printer.before = len(answers)
-            completions, run = self.complete(batch, printer.on_text)
-            answers += completions
+            _, run = self.complete(batch, printer.on_text)
+            printer.before += len(batch)
             timing.add(run.timing)
             if run.full:
                 ends, max_tokens = self.engine.max_length, self.config.max_position_embeddings
@@ -231,7 +228,6 @@ class Session:
                 )
                 print(f"note: the context is full at {ends} tokens{how}", file=sys.stderr)
         print(timing.line(), file=sys.stderr)
-        return answers
 
     def log_operations(self) -> None:
         """Print which kernels ran and how much memory the weights and the cache use."""
@@ -245,16 +241,15 @@ class Printer:
     completion starts with a numbered header line.
     """
 
-    def __init__(self, samples: int, interrupted: Callable[[], bool]):
+    def __init__(self, samples: int):
         self.samples = samples
-        self.interrupted = interrupted
         self.before = 0  # number of completions in earlier batches
         self.printed = 0  # number of completions printed in full
         self.shown: int | None = (
             None  # number of printed characters of the current completion; None if it has not started
         )
 
-    def on_text(self, completions: Sequence[Completion]) -> bool:
+    def on_text(self, completions: Sequence[Completion]) -> None:
         for completion in completions[self.printed - self.before :]:
             if self.shown is None:
                 if self.samples > 1:
@@ -269,4 +264,100 @@ class Printer:
                 break
             print(flush=True)
             self.printed, self.shown = self.printed + 1, None
-        return self.interrupted()
+
+
+# ---------------------------------------------------------------- tasks with several prompts
+
+
+def answer_lines(session: Session) -> int:
+    """Answer each non-blank line of standard input as an independent prompt. Return the number of lines that failed.
+
+    Raises UnicodeDecodeError if a line is not UTF-8.
+    """
+    session.load(None, session.arguments.num_samples)
+    failed = 0
+    lines = io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig")
+    for number, line in enumerate(line.rstrip("\n") for line in lines if line.strip()):
+        name = f"prompt {number + 1}"
+        try:
+            ids = session.encode(line, name)
+            session.check_length(ids, name, session.engine.max_length)
+            session.answer(number, ids, echo=line)
+        except ValueError as error:
+            failed += 1
+            print(f"error: {error}", file=sys.stderr)
+    session.log_operations()
+    return failed
+
+
+def parse_prompt(line: str, name: str) -> dict[str, Any]:
+    """Parse one line of a prompt file. Raises InferenceError if the line is not a JSON object with a "prompt"."""
+    try:
+        record = json.loads(line)
+        # refuse NaN, infinity and lone surrogates, which cannot be written to the output
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        message = f'{name} is not valid JSON: {error}. Expected {{"prompt": "..."}}.'
+        raise InferenceError(message, code="not_json", key=name) from error
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        message = f'{name} has no string under the key "prompt". Expected {{"prompt": "..."}}.'
+        raise InferenceError(message, code="no_prompt", key=name)
+    if RESULTS_KEY in record:
+        message = f"{name} has the key {RESULTS_KEY!r}, which is reserved for the output. Rename the key."
+        raise InferenceError(message, code="reserved_field", key=name)
+    return record
+
+
+def complete_file(session: Session, prompts: Path, path: Path) -> None:
+    """Complete the prompts in the file `prompts` and write the result to the new file `path`.
+
+    Each line of the file is a JSON object with the key "prompt". The output has the same objects in the same order,
+    with the additional key "choices": a list with one {"text", "finish_reason", "tokens"} per sample. The whole file is
+    checked before the model is loaded.
+
+    If a batch fails, the file keeps the lines of all earlier batches.
+
+    Raises:
+        InferenceError: a prompt is invalid or `path` exists (raised before the model is loaded), or the model computed
+            logits that are not finite.
+        torch.OutOfMemoryError: the device has too little memory.
+    """
+    if path.exists():
+        message = f"--output {path} already exists. Remove the file, or pass another path."
+        raise InferenceError(message, code="exists", key="--output")
+    rows: list[tuple[dict[str, Any], Request]] = []
+    lines = enumerate(read_text(prompts, f"--prompts {prompts}").split("\n"), 1)
+    for index, (number, line) in enumerate((number, line) for number, line in lines if line.strip()):
+        name = f"--prompts {prompts}: line {number}"
+        record = parse_prompt(line, name)
+        ids = session.encode(record["prompt"], name)
+        session.check_length(ids, name)
+        rows += [(record, request) for request in session.requests(index, ids)]
+    if not rows:
+        message = f'--prompts {prompts} has no prompts. Expected lines like {{"prompt": "..."}}.'
+        raise InferenceError(message, code="no_prompts", key="--prompts")
+    session.load(max(len(request.ids) for _, request in rows), len(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size, samples = session.engine.batch_size, session.arguments.num_samples
+    with (
+        open(path, "w", encoding="utf-8") as file,
+        tqdm(total=len(rows) // samples, unit="prompt") as progress,
+    ):
+        for first in range(0, len(rows), size):
+            batch = rows[first : first + size]
+            completions, _ = session.complete([request for _, request in batch])
+            for (record, _), completion in zip(batch, completions, strict=True):
+                choices = record.setdefault(RESULTS_KEY, [])
+                choices.append(
+                    {
+                        "text": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "tokens": completion.tokens,
+                    }
+                )
+                if len(choices) == samples:  # a batch can end between two samples of one prompt
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    progress.update()
+            file.flush()
+    print(session.timing.line(), file=sys.stderr)
+    session.log_operations()

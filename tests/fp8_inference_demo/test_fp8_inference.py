@@ -119,8 +119,7 @@ def test_damaged_model_raises(folder: Path, tmp_path: Path) -> None:
         ["--prompt", "caf\udce9"],
         ["--prompts", "a.jsonl"],
         ["--prompt", "a", "--output", "b"],
-        ["--prompt", "a", "--interactive"],
-        ["--num_samples", "2", "--interactive"],
+        ["--prompt", "a", "--prompt_file", "b"],
         ["--recipe", "current"],
     ],
 )
