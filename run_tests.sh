@@ -69,7 +69,7 @@ print(sum(f(i).total_memory // (40 * 2**30) for i in range(torch.cuda.device_cou
   fi
   # Set the root explicitly: a path argument elsewhere would move it away from the settings in pyproject.toml.
   exec "$PY" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" -p scripts.pytest_gpu_run \
-    -o "testpaths=$files" -m "$marks" -rs "$@"
+    -o "testpaths=$files" -m "$marks" -rfEs "$@"
 fi
 
 setup_env dev
