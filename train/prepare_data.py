@@ -77,12 +77,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum number of tokens per shard (default: 2^28)",
     )
     add(
-        "--shuffle_seed",
-        type=between(0),
-        help="random seed for shuffling the documents within each shard; each task derives its own seed from this "
-        "value (default: no shuffling)",
-    )
-    add(
         "--overwrite",
         action="store_true",
         help="replace existing data in --output: prepared data, or an unfinished preparation that used other "

@@ -45,25 +45,14 @@ class ShardWriter:
         split: "train" or "eval".
         shard_tokens: maximum number of tokens per shard. A longer document gets a shard of its own.
         prefix: the part of the shard names after the split.
-        shuffle: generator that permutes the documents of each shard, or None to keep their order. With a generator,
-            each shard is kept in memory until it is full.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        shard_tokens: int,
-        prefix: str = "",
-        shuffle: np.random.Generator | None = None,
-    ) -> None:
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.prefix, self.shuffle = prefix, shuffle
+    def __init__(self, folder: Path, split: str, shard_tokens: int, prefix: str = "") -> None:
+        self.folder, self.split, self.shard_tokens, self.prefix = folder, split, shard_tokens, prefix
         self.shards: list[Shard] = []
         self._file: BinaryIO | None = None
         self._tokens = 0
         self._ends: list[int] = []
-        self._held: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray) -> None:
         """Append one document.
@@ -78,25 +67,15 @@ class ShardWriter:
             self._file = open(self.folder / self._name, "wb")  # stays open until `close`
             self._hash = hashlib.sha256()
         self._tokens += len(tokens)
-        if self.shuffle is None:
-            self._append(self._file, tokens)
-        else:
-            self._held.append(tokens)
-
-    def _append(self, file: BinaryIO, tokens: np.ndarray) -> None:
         data = tokens.tobytes()
-        file.write(data)
+        self._file.write(data)
         self._hash.update(data)
-        self._ends.append(file.tell() // tokens.itemsize)
+        self._ends.append(self._tokens)
 
     def close(self) -> None:
         """Write the current shard, if there is one, to the disk."""
         if self._file is None:
             return
-        if self.shuffle is not None:
-            for index in self.shuffle.permutation(len(self._held)):
-                self._append(self._file, self._held[index])
-            self._held = []
         size = self._file.tell()
         index = np.array(self._ends, dtype=INDEX_DTYPE).tobytes()
         with self._file as file, open(self.folder / f"{self._name}.index", "wb") as index_file:
@@ -126,23 +105,14 @@ class SplitWriter:
     Args:
         eval_fraction: fraction of the documents that are assigned to the eval split by a hash of their content.
         shard_tokens, prefix: see ShardWriter.
-        shuffle_seed: seed numbers for the shuffling, unique to this writer, or None for no shuffling.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        eval_fraction: float,
-        shard_tokens: int,
-        prefix: str = "",
-        shuffle_seed: list[int] | None = None,
+        self, folder: Path, vocab_size: int, eval_fraction: float, shard_tokens: int, prefix: str = ""
     ) -> None:
         self.counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
-        self._writers, self._eval_below = {}, eval_fraction * 2**64
-        for number, split in enumerate(SPLITS):
-            shuffle = None if shuffle_seed is None else np.random.default_rng([*shuffle_seed, number])
-            self._writers[split] = ShardWriter(folder, split, shard_tokens, prefix, shuffle)
+        self._writers = {split: ShardWriter(folder, split, shard_tokens, prefix) for split in SPLITS}
+        self._eval_below = eval_fraction * 2**64
 
     def write(
         self, documents: list[np.ndarray], contents: Iterable[Any], splits: Sequence[str | None] | None = None

@@ -104,7 +104,6 @@ class Preparation:
     eval_by: str | None
     split_on: str | None
     shard_tokens: int
-    shuffle_seed: int | None
     tasks: int
     steps: StepOptions
 
@@ -139,7 +138,6 @@ class Preparation:
             eval_by=None if eval_by == "hash" else eval_by,
             split_on=args.split_on,
             shard_tokens=args.shard_tokens,
-            shuffle_seed=args.shuffle_seed,
             tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MAX_TASKS),
             steps=steps,
         )
@@ -181,15 +179,14 @@ class Preparation:
     def write(self, documents: Iterator[Document], task: int, tally: Tally) -> None:
         """Tokenize the documents of one task, and write them to shards.
 
-        The counts of the task are written to TASK.json and TASK.npz in the results folder. With --shuffle_seed, the
-        documents in each shard are shuffled. A task that runs again overwrites its files with the same bytes.
+        The counts of the task are written to TASK.json and TASK.npz in the results folder. A task that
+        runs again overwrites its files with the same bytes.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks already use all cores
         encoder, results = self.encoder(), self.work("results")
         results.mkdir(parents=True, exist_ok=True)
-        seed = None if self.shuffle_seed is None else [self.shuffle_seed, task]
         writer = SplitWriter(self.work("new"), encoder.vocab_size, self.eval_fraction, self.shard_tokens,
-                             f"{task:05d}_", seed)  # fmt: skip
+                             f"{task:05d}_")  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
         while batch := list(islice(documents, BATCH_DOCUMENTS)):
             texts = [document.text for document in batch]
@@ -295,7 +292,7 @@ class Preparation:
         steps = asdict(self.steps)
         if self.steps.decontaminate:
             steps["evaluation_files"] = read_report(self.work(INDEX_FOLDER))
-        for name in ("eval_by", "split_on", "shuffle_seed"):
+        for name in ("eval_by", "split_on"):
             if (value := getattr(self, name)) is not None:
                 steps[name] = value
         steps["tokenizer_check"] = json.loads(self.work(IDENTITY_NAME).read_text("utf-8"))["tokenizer_check"]

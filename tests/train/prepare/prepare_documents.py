@@ -51,7 +51,7 @@ def run_tasks(pipeline: Pipeline, shuffle: random.Random | None = None) -> None:
 def pipelines_of(options: StepOptions, ranks: Ranks, folder: Path) -> list[Pipeline]:
     found = InMemory(
         inputs=(), sources=(), tokenizer=folder, tokenizer_is=("", 0, 0), output=folder, text_key="text",
-        eval_fraction=0.1, eval_by=None, split_on=None, shard_tokens=1, shuffle_seed=None, tasks=len(ranks),
+        eval_fraction=0.1, eval_by=None, split_on=None, shard_tokens=1, tasks=len(ranks),
         steps=options, ranks=ranks,
     )  # fmt: skip
     if options.decontaminate:

@@ -133,7 +133,7 @@ def test_interrupted_replacement_is_finished(tmp_path, prepare, corpus, reported
     [
         (["--text_key", "body"], True), (["--eval_fraction", "0.2"], True), (["--eval_by", "position"], True),
         (["--split_on", "|"], True), (["--shard_tokens", "7"], True),
-        (["--shuffle_seed", "0"], True), (["--tasks", "2"], True), (["--dedup", "exact"], True),
+        (["--tasks", "2"], True), (["--dedup", "exact"], True),
         (["--decontaminate", "a.txt"], True), (["--decontaminate_ngram", "5"], True),
         (["--decontaminate_key", "question"], True),
         (["--quality_language", "de"], True),

@@ -252,18 +252,6 @@ def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokeniz
     assert prepare(tmp_path / "c", corpus, tokenizer=other) == 2
 
 
-def test_shuffle(tmp_path, prepare):
-    """Else files of as many documents would have the same places in all shards."""
-    path, orders = write_jsonl(tmp_path / "a.jsonl", [f"{n:02d}" for n in range(40)]), []
-    for seed in (1, 2):
-        assert prepare(tmp_path / str(seed), path, eval_fraction=1, tasks=2, shuffle_seed=seed) == 0
-        assert read_manifest(tmp_path / str(seed)).steps["shuffle_seed"] == seed
-        places = list(map(int, decoded(tmp_path / str(seed), "eval")))
-        orders += [[n % 20 for n in places if n // 20 == half] for half in (0, 1)]
-    assert all(sorted(order) == list(range(20)) for order in orders)
-    assert len(set(map(tuple, orders))) == 4
-
-
 @pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])
 def test_number_of_tasks(tokenizer_dir, monkeypatch, size, tasks):
     """Whatever the machine is, as the bytes of the output depend on it."""
