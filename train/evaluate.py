@@ -95,12 +95,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "the sequence length recorded in config.json or max_position_embeddings, but at most 2048)",
     )
     add(
-        "--stride",
-        type=between(1),
-        help="number of tokens between the starts of consecutive windows in a long document; a smaller stride gives "
-        "each token more context but is slower (default: max_seq_length)",
-    )
-    add(
         "--max_samples",
         type=between(1),
         help="maximum number of samples, selected at even intervals from the prepared data, with at least one from "
@@ -143,8 +137,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
-    if args.stride and args.by != "document":
-        parser.error("--stride requires --by document; pass --by document, or remove --stride")
     if args.tasks and (args.data or args.precision):
         parser.error("--tasks accepts neither DATA nor --precision: the tasks use the export of the model")
     if args.tasks and rank_env.world_size() > 1:

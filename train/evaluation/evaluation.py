@@ -197,10 +197,6 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     plan.document_mask = plan.document_mask and args.by == "packed"
-    # A long document is split into overlapping rows. The stride is the distance between their starts, in tokens.
-    args.stride = (
-        min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
-    )
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
         raise ValueError(
             f"--max_seq_length {plan.max_seq_length} exceeds {most}, the model's max_position_embeddings; lower "
@@ -235,7 +231,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
     plan.check_data(prepared.values(), args.tokenizer)
     length, size = plan.max_seq_length, plan.batch_size
     multiple = fp8_multiple(plan.precision.recipe)
-    documents = Documents(length, size, args.stride, args.max_samples, plan.document_mask, multiple)
+    documents = Documents(length, size, args.by == "document", args.max_samples, plan.document_mask, multiple)
     for name, folder in folders.items():
         if name not in prepared:
             encoder = TextEncoder(plan.tokenizer_folder(args.tokenizer))
@@ -301,7 +297,6 @@ def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
         "by": args.by,
         "max_seq_length": plan.max_seq_length,
         "batch_size": plan.batch_size,
-        "stride": args.stride,
         "max_samples": args.max_samples,
         "notes": notes,
         "ranks": world,

@@ -119,15 +119,13 @@ class Row(NamedTuple):
         tokens: The tokens x_0 .. x_n of the row.
         source: Index of the data source.
         ended: Number of documents that end in the row.
-        context: Number of leading predicted tokens that are not counted, because another row counts them.
         begins: Positions in the row at which documents begin, except the first document.
     """
 
     tokens: np.ndarray
     source: int
     ended: int
-    context: int = 0
-    begins: np.ndarray = np.empty(0, dtype=np.int64)
+    begins: np.ndarray
 
 
 @dataclass
@@ -137,8 +135,8 @@ class Documents:
     Attributes:
         length: Maximum number of predicted tokens per row.
         size: Maximum number of rows with `length` tokens per batch.
-        stride: None to pack the documents of a source into rows of `length` tokens. With a number, each row has tokens
-            from one document. A longer document has a row every `stride` tokens, and each token is counted once.
+        one_per_row: Whether each row has tokens from only one document. Otherwise, the documents of a source are packed
+            into rows of `length` tokens.
         samples: Maximum number of documents per source, or None for all documents.
         document_mask: Restrict attention to documents, and remove the label of the last token of each document, as in
             training.
@@ -150,7 +148,7 @@ class Documents:
 
     length: int
     size: int
-    stride: int | None
+    one_per_row: bool
     samples: int | None = None
     document_mask: bool = False
     multiple: int = FP8_TRAIN_ROW_MULTIPLE
@@ -242,20 +240,8 @@ class Documents:
 
     def _rows(self) -> Iterator[Row]:
         for source, documents in enumerate(self.documents):
-            if self.stride is None:
-                yield from self._packed_rows(source, documents)
-            else:
-                for tokens in documents:
-                    yield from self._document_rows(source, tokens, self.stride)
-
-    def _document_rows(self, source: int, tokens: np.ndarray, stride: int) -> Iterator[Row]:
-        predicted, last = 0, len(tokens) - 1
-        for start in range(0, last, stride):
-            stop = min(start + self.length, last)
-            yield Row(tokens[start : stop + 1], source, int(stop == last), predicted - start)
-            predicted = stop
-            if stop == last:
-                return
+            for packed in ([document] for document in documents) if self.one_per_row else [documents]:
+                yield from self._packed_rows(source, packed)
 
     def _packed_rows(self, source: int, documents: list[np.ndarray]) -> Iterator[Row]:
         tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
@@ -264,7 +250,7 @@ class Documents:
             # Find the documents whose last token is predicted in this row, at one of the positions start + 1 to stop.
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
             begins = ends[(start < ends) & (ends <= stop)] - start
-            yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
+            yield Row(tokens[start : stop + 1], source, int(behind - first), begins)
 
 
 def make_batches(
@@ -302,10 +288,10 @@ def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:
     """
     input_ids = np.empty((len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, NO_LABEL)
-    for index, (tokens, _, _, context, _) in enumerate(rows):
+    for index, (tokens, *_) in enumerate(rows):
         count = len(tokens) - 1
         input_ids[index, :count], input_ids[index, count:] = tokens[:-1], tokens[-1]
-        labels[index, context:count] = tokens[1 + context :]
+        labels[index, :count] = tokens[1:]
     documents = None
     if document_mask:
         after = [index * length + row.begins for index, row in enumerate(rows)]

@@ -92,21 +92,14 @@ def test_several_sources_with_document_mask(
 
 
 @torch.no_grad()
-def expected_result(
-    run: Path, rows: list[list[int]], stride: int, documents: list[list[int]], size: int
-) -> Any:
-    """Return the result of transformers in windows of 64 tokens. The first window that has a token counts it."""
+def expected_result(run: Path, rows: list[list[int]], documents: list[list[int]], size: int) -> Any:
+    """Return the result of transformers in windows of 64 tokens."""
     model = MistralForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     losses = list[torch.Tensor]()
     for ids in rows:
-        counted = 1
-        for start in range(0, len(ids), stride):
+        for start in range(0, len(ids) - 1, 64):
             window = torch.tensor([ids[start : start + 65]])
-            found = cross_entropy(model(window[:, :-1]).logits[0], window[0, 1:], reduction="none")
-            losses += found[counted - start - 1 :]
-            counted = max(counted, min(start + 65, len(ids)))
-            if counted == len(ids):
-                break
+            losses += cross_entropy(model(window[:, :-1]).logits[0], window[0, 1:], reduction="none")
     total = torch.stack(losses).double()
     is_text = torch.tensor([token not in (1, 2) for ids in rows for token in ids[1:]])
     result = {
@@ -120,9 +113,8 @@ def expected_result(
     return pytest.approx(result, rel=1e-6)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(64, marks=pytest.mark.slow), 20])
 def test_evaluation_by_document(
-    trained: Path, other: Path, evaluated: Callable[..., dict], stride: int, tmp_path: Path
+    trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Text gives the same as prepared data."""
     documents, encoder = imported(other, "eval"), TextEncoder(other / "tokenizer")
@@ -130,17 +122,15 @@ def test_evaluation_by_document(
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     options = ["--by", "document", "--precision", "fp32", "--max_seq_length", 64, "--text_key", "content"]
-    report = evaluated(trained / "hf", other, text, *options, *([] if stride == 64 else ["--stride", stride]))
-    expected = expected_result(trained, documents, stride, documents, len("".join(texts).encode()))
+    report = evaluated(trained / "hf", other, text, *options)
+    expected = expected_result(trained, documents, documents, len("".join(texts).encode()))
     assert list(report["sources"].values()) == [expected] * 2
     assert report["all"]["tokens"] == 2 * report["sources"][str(text)]["tokens"]
-    options += ["--max_samples", 11, "--stride", 100]  # more than a window would skip tokens
-    report = evaluated(trained / "hf", other, text, *options)
+    report = evaluated(trained / "hf", other, text, *options, "--max_samples", 11)
     chosen = [documents[number] for number in spread(11, len(documents))]  # of text the first
     assert [(p["documents"], p["tokens"]) for p in report["sources"].values()] == [
         (11, sum(len(ids) - 1 for ids in some)) for some in (chosen, documents[:11])
     ]
-    assert report["stride"] == 64
 
 
 def test_evaluation_of_packed_text(
@@ -153,7 +143,7 @@ def test_evaluation_of_packed_text(
     report = evaluated(trained, text, "--split_on", "<|next|>", "--precision", "fp32")
     documents = [[1, *ids, 2] for ids in encoder.encode_batch(texts)]
     row = [token for ids in documents for token in ids]
-    expected = expected_result(trained, [row], 64, documents, len("".join(texts).encode()))
+    expected = expected_result(trained, [row], documents, len("".join(texts).encode()))
     assert report["sources"][str(text)] == expected and len(row) % 64 != 1
 
 
@@ -324,13 +314,11 @@ def test_each_token_is_predicted_once(length: int, world: int) -> None:
     begins = {0, *np.cumsum(LENGTHS)[:-1].tolist()}
     every = set(range(sum(LENGTHS)))
     for how, unseen in (
-        ({"stride": None}, {0}),  # one behind the other: what follows a document is predicted, too
-        ({"stride": None, "document_mask": True}, begins),
-        ({"stride": length}, begins),
-        ({"stride": max(1, length // 2)}, begins),
+        ({"one_per_row": False}, {0}),  # one behind the other: what follows a document is predicted, too
+        ({"one_per_row": False, "document_mask": True}, begins),
+        ({"one_per_row": True}, begins),
     ):
         found = documents(length=length, **how)
         assert predicted(found, world) == Counter(every - unseen), how
         ended = sum(sum(rows.documents) for rank in range(world) for rows in found.batches(rank, world))
-        alone = how["stride"] is not None
-        assert ended == len(LENGTHS) - (alone and LENGTHS.count(1)), how
+        assert ended == len(LENGTHS) - (how["one_per_row"] and LENGTHS.count(1)), how

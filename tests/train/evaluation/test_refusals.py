@@ -72,7 +72,6 @@ def test_tasks_need_lm_eval(trained: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7"),
         (["{run}", "{data}", "{data}"], "DATA"),
         (["{run}", "{data}", "{data}/."], "DATA"),
-        (["{run}", "--stride", "8"], "--stride"),
         (["{run}", "--output", "{empty}/x.txt"], "{empty}/x.txt"),
         (["{run}", "--output", "{folder}"], "{folder}"),
         (["{run}", "--output", "{locked}/x.json"], "{locked}"),
@@ -118,7 +117,6 @@ def test_skipped_document_is_named(
     report = evaluated(trained, text, "--max_dropped", 1)
     assert report["all"]["documents"] == 1 and f"{text}:2:" in capsys.readouterr().err
     assert len(report["notes"]) == 1 and str(text) in report["notes"][0]
-    assert report["stride"] is None
 
 
 def test_vocabulary_larger_than_the_model_raises(
