@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from model.serving import quantization_config
 from tests.train.record.test_plots import make_run, start
-from train.record.model_card import MARK, write_card
+from train.export import MARK, write_card
 
 CONFIG: dict[str, Any] = {
     "model": {"config": "/home/me/my.json", "variant": "te_layer", "init_from": None},
