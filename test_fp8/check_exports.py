@@ -33,7 +33,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from model.config import MODEL_TYPES
 from model.variants import VARIANTS
 from test_fp8.common import report
-from test_fp8.common.launch import Program, run, run_vllm_script, vllm_environment
+from test_fp8.common.launch import Program, call_with_vllm, run, vllm_environment
 from test_fp8.common.options import option
 from test_fp8.common.report import Result
 
@@ -90,18 +90,15 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     model = MODEL | {"model_type": options.model_type}
     if options.model_type != "mistral":
         model["sliding_window"] = None
-    script = Path(__file__).resolve().parent / "model/export_scores.py"
     source = inspect.getsource(argparse)
     texts = [source[i * TEXT_CHARACTERS : (i + 1) * TEXT_CHARACTERS] for i in range(TEXTS)]
     with tempfile.TemporaryDirectory() as name:
         exports = export_models(model, options.recipes, Path(name))
-        request: dict[str, Any] = {"reader": "vllm", "folders": list(map(str, exports.values()))}
-        request["arguments"] = [{"texts": texts, "new": NEW_TOKENS} for _ in exports]
-        vllm = run_vllm_script(script, request, environment)
+        calls: list[dict[str, Any]] = [{"folder": str(f), "texts": texts} for f in exports.values()]
+        vllm = call_with_vllm("score_with_vllm", [c | {"new": NEW_TOKENS} for c in calls], environment)
         print("computed the log-probabilities with vLLM", flush=True)
-        request |= {"reader": "transformers"}
-        request["arguments"] = [{"texts": texts, "scored": scored} for scored in vllm["found"]]
-        transformers = run_vllm_script(script, request, environment)
+        calls = [c | {"scored": scored} for c, scored in zip(calls, vllm["found"], strict=True)]
+        transformers = call_with_vllm("score_with_transformers", calls, environment, "transformers")
     results = [
         {"row": recipe, "format": form, **compare(by_vllm, by_transformers)}
         for (recipe, form), by_vllm, by_transformers in zip(
@@ -158,7 +155,7 @@ def export_models(model: dict[str, Any], recipes: Sequence[str], folder: Path) -
 
 
 def compare(vllm: Sequence[Result], transformers: Result) -> Result:
-    """Compare the scores of vLLM with those of transformers (model/export_scores.py).
+    """Compare the scores of vLLM with those of transformers (model/vllm_functions.py).
 
     Returns a report entry: the mean differences to the exact log-probabilities ("vllm" and "rounded"), the largest
     "gap" and the "allowed_gap", the number of "tokens" and "texts", and a list of "problems".

@@ -100,10 +100,18 @@ def vllm_environment() -> dict[str, str] | None:
     return environment if PathFinder.find_spec("vllm", [*path, *sys.path]) else None
 
 
-def run_vllm_script(script: Path, request: Any, environment: Mapping[str, str]) -> Any:
-    """Run `script REQUEST.json ANSWER.json` and return the answer. Raises ValueError if the script fails."""
+def call_with_vllm(
+    function: str, calls: Sequence[Mapping[str, Any]], environment: Mapping[str, str], package: str = "vllm"
+) -> dict[str, Any]:
+    """Call a function of model/vllm_functions.py with the packages of vLLM.
+
+    calls: the arguments of each call. package: the package that the function uses. Returns the "version" of the package
+    and the result of each call ("found"). Raises ValueError if a call fails.
+    """
+    script = ROOT / "test_fp8/model/vllm_functions.py"
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        request = {"function": function, "calls": calls, "package": package}
         asked.write_text(json.dumps(request), encoding="utf-8")
         status = subprocess.run([sys.executable, script, asked, answered], env=environment).returncode
         if status:

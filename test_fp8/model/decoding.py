@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import Weights, pack
 from model.config import GIB, flops_per_token, num_parameters, weight_shapes
 from model.serving import quantization_config
-from test_fp8.common.launch import run_vllm_script, vllm_environment
+from test_fp8.common.launch import call_with_vllm, vllm_environment
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
@@ -146,7 +145,6 @@ def decode_with_vllm(
     Returns one result per precision and batch size, measured with the fastest of VLLM_SETTINGS. Settings that fail are
     skipped.
     """
-    script = Path(__file__).with_name("vllm_decoding.py")
     results = []
     for precision in ("fp8", "bf16"):
         stored = copy.deepcopy(config)
@@ -157,19 +155,20 @@ def decode_with_vllm(
         measured: dict[int, list[Result]] = defaultdict(list)
         with tempfile.TemporaryDirectory() as folder:
             stored.save_pretrained(folder)
-            request = {"model": folder, "prompts": [ids.tolist() for ids in prompts]}
-            request |= {"cache": options.cache, "rounds": options.rounds}
+            call = {"folder": folder, "batches": [ids.tolist() for ids in prompts]}
+            call |= {"cache": options.cache, "rounds": options.rounds}
             for settings in VLLM_SETTINGS:
                 try:
-                    answer = run_vllm_script(script, request, {**environment, **settings})
+                    answer = call_with_vllm("measure_decoding", [call], {**environment, **settings})
                 except ValueError as error:
                     print(
                         f"skipped vLLM; precision: {precision}, settings: {settings}, error: {error}",
                         flush=True,
                     )
                     continue
-                for found in answer:
-                    measured[found["batch"]].append({**found, "settings": settings})
+                for found in answer["found"][0]:
+                    found |= {"version": answer["version"], "settings": settings}
+                    measured[found["batch"]].append(found)
                 print(f"measured vLLM; precision: {precision}, settings: {settings}", flush=True)
         for batch, found in measured.items():
             best = min(found, key=lambda r: r["seconds"])

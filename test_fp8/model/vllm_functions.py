@@ -1,16 +1,21 @@
-"""Score texts with exported models in vLLM or transformers, for check_exports.py.
+"""Functions that need vLLM or its packages, for bench_decode.py and check_exports.py.
 
-    python test_fp8/model/export_scores.py REQUEST.json ANSWER.json
+    python test_fp8/model/vllm_functions.py REQUEST.json ANSWER.json
 
-The request has the "reader" ("vllm" or "transformers"), the "folders" of the exported models and the arguments of that
-reader. This script runs with the packages of vLLM, so it imports nothing of this project.
+The request has the name of a "function" of this file, its arguments in each of several "calls", and the "package" whose
+version the answer reports. This script runs with the packages of vLLM, so it imports nothing of this project.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,69 @@ from typing import Any
 import torch
 
 BLOCK = 128
+PROFILED_STEPS = 64
+
+
+def measure_decoding(
+    folder: str, batches: list[list[list[int]]], cache: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Measure the seconds per decoding step of each batch and, if the engine runs in this process, of its GPU kernels.
+
+    folder: model folder with a config.json; the weights are random. batches: for each batch, the token ids of its
+    prompts, all of the same length. cache: length of the KV cache per sequence, in tokens. rounds: number of timed
+    repetitions.
+    """
+    from vllm import LLM, SamplingParams
+
+    length = len(batches[0][0])
+    largest, new = max(map(len, batches)), cache - length
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=cache,
+        max_num_seqs=largest,
+        max_num_batched_tokens=max(16384, largest * length),
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.5,
+        compilation_config={"cudagraph_capture_sizes": sorted(map(len, batches))},
+    )
+
+    def generate(prompts: list[list[int]], tokens: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers)
+        return seconds
+
+    results = []
+    for prompts in batches:
+        for tokens in (new, new, 1):  # warm up
+            generate(prompts, tokens)
+        whole, first = (
+            statistics.median(generate(prompts, tokens) for _ in range(rounds)) for tokens in (new, 1)
+        )
+        results.append({"batch": len(prompts), "seconds": (whole - first) / (new - 1)})
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and torch.cuda.is_available():
+        for result, prompts in zip(
+            results, batches, strict=True
+        ):  # last, because profiling slows later steps
+            tokens = min(new, PROFILED_STEPS + 1)
+            whole, first = (kernel_seconds(partial(generate, prompts, n)) for n in (tokens, 1))
+            result["kernel_seconds"] = (whole - first) / (tokens - 1)
+    return results
+
+
+def kernel_seconds(run: Callable[[], Any]) -> float:
+    """Return the total duration of the GPU kernels and copies that `run` starts."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    events = (event for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    return sum(event.time_range.elapsed_us() for event in events) / 1e6
 
 
 def score_with_vllm(folder: str, texts: list[str], new: int) -> list[dict[str, Any]]:
@@ -111,12 +179,11 @@ def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 def main(asked: str, answered: str) -> None:
     request = json.loads(Path(asked).read_text(encoding="utf-8"))
-    score: Any = score_with_vllm if request["reader"] == "vllm" else score_with_transformers
     found = []
-    for folder, arguments in zip(request["folders"], request["arguments"], strict=True):
-        found.append(score(folder, **arguments))
+    for arguments in request["calls"]:
+        found.append(globals()[request["function"]](**arguments))
         gc.collect()
-    answer = {"version": version(request["reader"]), "found": found}
+    answer = {"version": version(request["package"]), "found": found}
     Path(answered).write_text(json.dumps(answer), encoding="utf-8")
 
 
