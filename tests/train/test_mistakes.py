@@ -101,6 +101,7 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "DeepSpeed key": (keys(deepspeed=OFFLOAD), "configuration", "zero_optimization.offload_param"),
     # data
     "no data": (keys(data__sources={"text": "data/pretrian"}), "folder_missing", "data/pretrian"),
+    "no evaluation data": (keys(data__eval_sources={"more": "data/more"}), "folder_missing", "data/more"),
     "text": (source("text.txt"), "folder_missing", "{}/text.txt"),
     "folder of text": (source("texts/a.txt"), "folder_missing", "{}/texts/a.txt"),
     "unfinished data": (unfinished_data, "no_manifest", "{}/data"),

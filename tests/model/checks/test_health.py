@@ -15,7 +15,6 @@ from model.checks import health
 from model.checks.health import (
     SUMS,
     HealthCheck,
-    check_due,
     pause_collection,
     statistics,
 )
@@ -179,13 +178,6 @@ def test_modules_without_fp8_are_skipped(keys: dict, fallbacks: dict[str, str], 
         backward(model)
     assert sorted(name.split(".")[-1].removeprefix("layernorm_") for name in check.gemms) == sorted(gemms)
     assert check.totals().isfinite().all()
-
-
-def test_health_check_schedule() -> None:
-    model, precision = model_of("te_layer", compute="bf16", health_steps=5)
-    assert check_due(model, precision, 5) is None
-    model, precision = model_of("te_layer", recipe="current", health_steps=5)
-    assert [step for step in range(1, 13) if check_due(model, precision, step)] == [5, 10]
 
 
 def steps_with_checks(graphs: bool, variant: str, cache_weights: bool, recipe: str) -> list[Tensor]:

@@ -26,7 +26,6 @@ from tests.train.prepare.megatron_datasets import imported
 from tests.train.runs import ROOT, curve, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
-from train.data.format import DataError
 from train.data.order import spread
 from train.data.stream import NO_LABEL
 from train.evaluate import main
@@ -252,20 +251,6 @@ def test_evaluation_length_of_hf_folder(trained: Path, tmp_path: Path) -> None:
         assert (found.max_seq_length, found.batch_size, found.fallbacks) == (length, 8, {})
 
 
-def test_each_source_has_a_sample(
-    trained: Path,
-    data: Path,
-    tmp_path: Path,
-    evaluated: Callable[..., dict],
-) -> None:
-    shutil.copytree(data, tmp_path / "another")
-    options = [trained / "hf", data, tmp_path / "another", "--max_seq_length", 64, "--max_samples"]
-    for samples in (2, 1):
-        report = evaluated(*options, samples)
-        assert [report["sources"][str(folder)]["tokens"] for folder in options[1:3]] == [64, 64]
-        assert report["all"]["tokens"] == 128 and not report["notes"]
-
-
 def test_additional_evaluation_sets(trained: Path, settings: dict, data: Path, other: Path) -> None:
     settings["data"]["eval_sources"] = {"same": str(data), "other": str(other)}
     output_dir = run(settings)
@@ -274,14 +259,6 @@ def test_additional_evaluation_sets(trained: Path, settings: dict, data: Path, o
     assert last["eval_loss/same"] == last["eval_loss"] != last["eval_loss/other"]
     settings["data"]["eval_sources"] = None  # which a resume may change
     assert run(settings, max_steps=6) == output_dir
-
-
-def test_evaluation_set_with_other_tokenizer_raises(settings: dict, shards: Path) -> None:
-    settings["data"]["eval_sources"] = {"held_out": str(shards)}
-    with pytest.raises(DataError) as error:
-        run(settings)
-    assert "'text'" in str(error.value) and "'held_out'" in str(error.value)
-    assert not Path(settings["output_dir"]).exists()
 
 
 # ---------------------------------------------------------------- rows and batches of documents

@@ -68,6 +68,8 @@ def test_linked_folder_is_read_once(tmp_path):
     write_lines(inputs / "a.jsonl", ["here"]), write_lines(elsewhere / "b.jsonl", ["there"])
     (inputs / "link").symlink_to(elsewhere), (elsewhere / "back").symlink_to(inputs)
     (inputs / ".c.jsonl").symlink_to("nowhere")  # hidden, as a lock of Emacs
+    (inputs / "__pycache__").mkdir()
+    write_lines(inputs / "__pycache__/a.jsonl", ["cached"])
     assert texts_of(read_documents([str(inputs)])) == ["here", "there"]
 
 

@@ -162,20 +162,6 @@ def test_invalid_parquet_columns(tmp_path, prepare):
     assert "fine" in decoded(tmp_path / "out")
 
 
-def test_empty_files_are_not_lost_text(tmp_path, prepare):
-    """A folder of Python packages has many, and caches, which are not read."""
-    packages = tmp_path / "packages"
-    for index, text in enumerate(TEXTS):
-        (packages / f"{index}" / "__pycache__").mkdir(parents=True)
-        (packages / f"{index}/__init__.py").touch()
-        (packages / f"{index}/a.py").write_text(text)
-        (packages / f"{index}/__pycache__/a.py").write_text("cached")
-    assert prepare(tmp_path / "out", packages, all_train=True) == 0
-    documents = read_manifest(tmp_path / "out").documents
-    assert documents["dropped"] == {"empty document": len(TEXTS)} and documents["in"] == documents["out"] + 4
-    assert sorted(decoded(tmp_path / "out")) == sorted(TEXTS)
-
-
 def test_damaged_file_whose_name_is_not_utf8(tmp_path, prepare, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -262,25 +248,18 @@ def test_number_of_tasks(tokenizer_dir, monkeypatch, size, tasks):
     assert Preparation.from_arguments(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
 
 
-@pytest.mark.parametrize("flag", ["--input", "--decontaminate", "--text_key"])
-def test_non_utf8_file_name_raises(flag):
-    refuse([flag, os.fsdecode(b"caf\xe9.txt")])
-
-
 @pytest.mark.parametrize(
     "words",
     [
         "--eval_fraction 0", "--eval_fraction 0.6", "--dedup fuzzy", "--quality good", "--languages",
-        "--decontaminate_ngram 0", "--language_model lid.bin", "--executor ray",
+        "--decontaminate_ngram 0", "--language_model lid.bin", "--executor ray", "--input caf\udce9.txt",
+        "--decontaminate caf\udce9.txt", "--text_key caf\udce9.txt",
     ],
+    ids=ascii,
 )  # fmt: skip
 def test_invalid_options_raise(words):
-    refuse(words.split())
-
-
-def refuse(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_arguments(["--input", "a.txt", "--tokenizer", "a", "--output", "out", *words])
+        parse_arguments(["--input", "a.txt", "--tokenizer", "a", "--output", "out", *words.split()])
     assert stop.value.code == 2
 
 
@@ -304,8 +283,5 @@ def test_tallies_add_up():
     _, *lines = total.table().splitlines()
     first_words = ["1", "50", "c", "4", "a:0", "a:1", "b:0:", "unknown", "corrupt:"]
     assert [line.split()[0] for line in lines] == first_words
-
-
-def test_uncounted_document_raises():
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):  # a document is not counted
         Tally(read=5, kept=3, by_step=Counter({"language": 1})).documents()
