@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import random_ids
+from model.build import build_model
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from model.te_reference import gemm, quantize
+from tests.conftest import random_ids, small_config
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
 
@@ -38,3 +44,34 @@ def backward(model: nn.Module, seed: int = 0, **arguments: object) -> Tensor:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of all parameters by name."""
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def model_of(
+    variant: str = "te_layer",
+    precision: dict[str, Any] | None = None,
+    fallbacks: dict[str, str] | None = None,
+    sizes: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Precision]:
+    """Return a small model in training mode, on the reference unless `precision` says otherwise.
+
+    sizes: changes of `small_config`. options: of `build_model`.
+    """
+    resolved = Precision(
+        PrecisionConfig(**{"backend": "reference", **(precision or {})}), fallbacks=fallbacks
+    )
+    return build_model(small_config(**(sizes or {})), variant, resolved, **options).train(), resolved
+
+
+def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
+    """The reference's GEMMs of these layouts ("nt" forward, "nn" and "tn" gradients of input and weight) in bf16, as
+    Transformer Engine computes gradients where backward_override is set."""
+    fp8 = gemm.fp8_matmul
+
+    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
+        if layout not in layouts:
+            return fp8(left, right, dtype, layout=layout, fast=fast)
+        a, b = (quantize.dequantize(*operand, torch.bfloat16) for operand in (left, right))
+        return ((a.t() if layout[0] == "t" else a) @ (b.t() if layout[1] == "t" else b)).to(dtype)
+
+    monkeypatch.setattr(gemm, "fp8_matmul", matmul)

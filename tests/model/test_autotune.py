@@ -23,8 +23,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.variants import SpeedConfig
 from tests.conftest import small_config
-from tests.model.checks.test_gemm_counts import without_fp8
-from tests.model.conftest import backward
+from tests.model.conftest import backward, without_fp8
 
 FP8, FP8_GRAPHS = Choice("fp8", False, "auto"), Choice("fp8", True, "auto")
 BF16, BF16_GRAPHS = Choice("bf16", False, "auto"), Choice("bf16", True, "auto")

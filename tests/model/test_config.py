@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralForCausalLM
 
-from model.build import build_model
 from model.config import (
     ARCHITECTURE,
     CONFIGS,
@@ -28,12 +27,10 @@ from model.config import (
     rope_parameters,
     state_parts_gib,
 )
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import WeightsError, check_init_from
 from model.keys import between
 from tests.conftest import numbers, random_ids, refused, small_config
-from tests.model.conftest import backward, gradients
+from tests.model.conftest import backward, gradients, model_of
 from tests.published import LLAMA3_ROPE, PUBLISHED
 
 
@@ -296,12 +293,17 @@ def test_model_folder_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert load_config("tiny").num_hidden_layers == 2
 
 
+# a precision of each variant without FP8 state
+UNSCALED = dict.fromkeys(("hf", "te_linear", "te_layer"), {"compute": "bf16"}) | {
+    "torchao": {"recipe": "tensorwise"}
+}
+
+
 @pytest.mark.parametrize("variant", ["hf", "torchao"])
 def test_recomputation_changes_no_gradient(variant: str) -> None:
-    keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
-    precision, found, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
+    found, calls = [], []
     for recomputes in (False, True):
-        model = build_model(small_config(), variant, precision, gradient_checkpointing=recomputes).train()
+        model, _ = model_of(variant, UNSCALED[variant], gradient_checkpointing=recomputes)
         calls.append(0)
 
         def count(*_: Any) -> None:
@@ -314,14 +316,12 @@ def test_recomputation_changes_no_gradient(variant: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
+@pytest.mark.parametrize("variant", UNSCALED)
 def test_pad_token_embedding_is_trained(variant: str) -> None:
     """It is a token as any other; transformers would leave it as it began."""
     found = []
     for pad in (3, None):
-        keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
-        precision = Precision(PrecisionConfig(backend="reference", **keys))
-        model = build_model(small_config(pad_token_id=pad), variant, precision, seed=2).train()
+        model, _ = model_of(variant, UNSCALED[variant], sizes={"pad_token_id": pad}, seed=2)
         ids = random_ids(model.config, 2, 65)
         ids[:, 5:9] = 3
         model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()

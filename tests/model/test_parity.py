@@ -12,7 +12,7 @@ from model.build import build_model
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, refused, small_config
-from tests.model.conftest import gradients, relative
+from tests.model.conftest import gradients, model_of, relative
 from tests.published import PUBLISHED, small_model
 
 CASES = {
@@ -132,8 +132,7 @@ def test_transformer_engine_equals_transformers_in_bf16(case: str, variant: str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_without_labels_is_zero(variant: str) -> None:
     """As in the fused kernel of a GPU; torch's mean is NaN, for which all ranks would skip the step."""
-    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
-    model = build_model(small_config(), variant, precision)
+    model, _ = model_of(variant, {"compute": "bf16"})
     ids = random_ids(small_config(), 2, 16)
     loss = model(ids, labels=torch.full_like(ids, -100)).loss
     loss.backward()
@@ -156,18 +155,15 @@ def test_state_dict_has_no_extra_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rotary_frequencies_stay_float32() -> None:
     """DeepSpeed calls model.bfloat16(); rounded frequencies would be another model."""
-    config = small_config()
-    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
-    ids = random_ids(config, 1, 32).to(precision.device)
+    ids = random_ids(small_config(), 1, 32)
     for variant in ("hf", *VARIANTS):
-        model = build_model(config, variant, precision).eval()
+        model = model_of(variant, {"compute": "bf16"})[0].eval()
         before = model(ids).logits
         assert torch.equal(model.bfloat16()(ids).logits, before), variant
 
 
 def test_mismatched_weights_are_named() -> None:
-    config = small_config()
-    model = build_model(config, "te_layer", Precision(PrecisionConfig(compute="fp32", backend="reference")))
+    model, _ = model_of(precision={"compute": "fp32"})
     weights = conversion.to_hf_state_dict(model)
     del weights["model.layers.0.self_attn.k_proj.weight"]
     weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"][:-1]

@@ -26,7 +26,7 @@ from test_fp8.model.bench import Series, add_ratios, measure_case
 from test_fp8.model.cases import PRESETS, Setting
 from test_fp8.model.megatron import to_megatron, transformer_config
 from tests.conftest import random_ids, small_config
-from tests.model.checks.test_gemm_counts import without_fp8
+from tests.model.conftest import without_fp8
 from tests.test_fp8.running import report_of
 from train import phase
 from train.config.arguments import TrainingArguments

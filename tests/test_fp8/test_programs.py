@@ -19,7 +19,7 @@ from test_fp8.linear import Linear, measure_shape
 from test_fp8.model import gradients
 from test_fp8.test_fp8 import BENCHMARK as LINEAR
 from test_fp8.test_fp8 import Shape
-from tests.model.checks.test_gemm_counts import without_fp8
+from tests.model.conftest import without_fp8
 from tests.model.test_head import double_gradient_of_parts, use_torch_cross_entropy
 from tests.test_fp8.running import install_stand_in, report_of
 

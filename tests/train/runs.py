@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from model.te_reference import gemm, quantize
+from tests.model.conftest import without_fp8
 from train import run as training
 from train.config.load import build_arguments, open_inputs, resolve_arguments
 
@@ -63,13 +63,5 @@ PRECISIONS = {
 
 
 def gradients_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's weight gradients in the type of the activations from now on; its forward is as before."""
-    fp8 = gemm.fp8_matmul
-
-    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
-        if layout != "tn":
-            return fp8(left, right, dtype, layout=layout, fast=fast)
-        a, b = (quantize.dequantize(*operand, dtype) for operand in (left, right))
-        return a.t() @ b
-
-    monkeypatch.setattr(gemm, "fp8_matmul", matmul)
+    """The reference's weight gradients in bf16 from now on; its forward is as before."""
+    without_fp8(monkeypatch, "tn")

@@ -5,36 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.build import build_model
 from model.checks.gemm_counts import count_gemms
 from model.checks.startup import StartupCheckError, check_startup
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
-from model.te_reference import gemm, quantize
-from tests.conftest import numbers, refused, small_config
-from tests.model.conftest import backward
+from model.te_reference import gemm
+from tests.conftest import numbers, refused
+from tests.model.conftest import backward, model_of, without_fp8
 
 RECIPES = ["delayed", "current", "block"]
-
-
-def model_of(variant: str = "te_layer", checkpointing: bool = False, **keys: object) -> tuple:
-    precision = Precision(PrecisionConfig(**{"backend": "reference", **keys}))
-    model = build_model(small_config(), variant, precision, gradient_checkpointing=checkpointing).train()
-    return model, precision
-
-
-def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
-    """The reference's GEMMs of these layouts ("nt" forward, "nn" and "tn" gradients of input and weight) in bf16, as
-    Transformer Engine computes gradients where backward_override is set."""
-    fp8 = gemm.fp8_matmul
-
-    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
-        if layout not in layouts:
-            return fp8(left, right, dtype, layout=layout, fast=fast)
-        a, b = (quantize.dequantize(*operand, torch.bfloat16) for operand in (left, right))
-        return ((a.t() if layout[0] == "t" else a) @ (b.t() if layout[1] == "t" else b)).to(dtype)
-
-    monkeypatch.setattr(gemm, "fp8_matmul", matmul)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -46,7 +23,7 @@ def test_missing_fp8_gemms_are_detected(
     monkeypatch: pytest.MonkeyPatch, recipe: str, layouts: tuple[str, ...], named: list[float]
 ) -> None:
     """The modules ran under an autocast and say `fp8`."""
-    model, precision = model_of(recipe=recipe)
+    model, precision = model_of(precision={"recipe": recipe})
     without_fp8(monkeypatch, *layouts)
     with refused(StartupCheckError, code="fp8_gemms") as error:
         check_startup(model, precision)
@@ -70,7 +47,7 @@ def test_single_missing_gemm_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unplanned_fp8_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, precision = model_of(compute="bf16")
+    model, precision = model_of(precision={"compute": "bf16"})
     monkeypatch.setattr(precision, "autocast", model_of()[1].autocast)
     with refused(StartupCheckError, code="fp8_gemms") as error:
         check_startup(model, precision)
@@ -82,7 +59,9 @@ def test_unplanned_fp8_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recomputed_gemms_are_not_counted(variant: str) -> None:
     counts = []
     for checkpointing in (False, True):
-        model, precision = model_of(variant, checkpointing, backend="transformer_engine")
+        model, precision = model_of(
+            variant, gradient_checkpointing=checkpointing, precision={"backend": "transformer_engine"}
+        )
         with count_gemms(model, precision) as gemms:
             backward(model)
             backward(model)

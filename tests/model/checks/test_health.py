@@ -4,6 +4,7 @@ which are computed from the modules' inputs, outputs and gradients.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from model.graphs import use_cuda_graphs
 from model.te_reference import gemm as reference_gemm
 from model.te_reference.quantize import dequantize
 from tests.conftest import random_ids, small_config
-from tests.model.conftest import backward, gradients
+from tests.model.conftest import backward, gradients, model_of
 from tests.model.cuda_graphs import use_tapes
 
 RECIPES = ["delayed", "current", "block"]
@@ -36,13 +37,9 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 UNDERFLOW, SATURATED, RANGE, ERROR, KURTOSIS = range(5)
 
 
-def model_of(
-    variant: str, checkpointing: bool = False, fallbacks: dict[str, str] | None = None, **keys: Any
-) -> tuple[nn.Module, Precision]:
-    precision = Precision(PrecisionConfig(**{"backend": "reference", **keys}), fallbacks=fallbacks)
-    config = small_config(head_dim=64, num_hidden_layers=1, intermediate_size=160)
-    model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing).train()
-    return model, precision
+one_layer = partial(
+    model_of, sizes={"head_dim": 64, "num_hidden_layers": 1, "intermediate_size": 160}, seed=3
+)
 
 
 def share(codes: Tensor, scale_inv: Tensor, source: Tensor) -> list[float]:
@@ -93,7 +90,7 @@ class Multiplied:
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_statistics_equal_float64_reference(monkeypatch: pytest.MonkeyPatch, recipe: str, form: str) -> None:
     """Of the layers' modules, and of lm_head, whose two gradients alone are FP8 products."""
-    model, precision = model_of("te_linear", recipe=recipe, fp8_format=form)
+    model, precision = one_layer("te_linear", {"recipe": recipe, "fp8_format": form})
     backward(model)  # delayed scaling: scales of it are in use below, with amaxes of another batch
     seen, check = Multiplied(model, monkeypatch), HealthCheck(model, precision)
     with check.collecting():
@@ -126,7 +123,7 @@ def test_health_check_changes_no_result(recipe: str) -> None:
     """Losses, gradients and the state of FP8, bit for bit; nor does one remain."""
     results = []
     for looks in (False, True):
-        model, precision = model_of("te_layer", recipe=recipe)
+        model, precision = one_layer(precision={"recipe": recipe})
         found = []
         for seed in range(2):
             check = HealthCheck(model, precision)
@@ -146,7 +143,9 @@ def test_health_check_changes_no_result(recipe: str) -> None:
 def test_recomputed_operands_are_not_counted(variant: str) -> None:
     totals = []
     for checkpointing in (False, True):
-        model, precision = model_of(variant, checkpointing, backend="transformer_engine", recipe="delayed")
+        model, precision = one_layer(
+            variant, {"backend": "transformer_engine"}, gradient_checkpointing=checkpointing
+        )
         backward(model)
         check = HealthCheck(model, precision)
         with check.collecting():
@@ -169,7 +168,7 @@ def test_recomputed_operands_are_not_counted(variant: str) -> None:
     ],
 )
 def test_modules_without_fp8_are_skipped(keys: dict, fallbacks: dict[str, str], gemms: list[str]) -> None:
-    model, precision = model_of("te_layer", fallbacks=fallbacks, recipe="current", **keys)
+    model, precision = one_layer(precision={"recipe": "current", **keys}, fallbacks=fallbacks)
     check = HealthCheck(model, precision)
     with check.collecting(), pause_collection():
         backward(model)

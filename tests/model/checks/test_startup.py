@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from model.build import build_model
 from model.checks.startup import (
     StartupCheckError,
     attention_errors,
-    check_attention,
     check_startup,
     verify_fp8,
 )
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
-from tests.conftest import numbers, refused, small_config
-from tests.model.conftest import backward
+from tests.conftest import numbers, refused
+from tests.model.conftest import backward, model_of
 
-
-def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
-    precision = Precision(PrecisionConfig(backend="reference"))
-    return build_model(small_config(**config), "te_linear", precision), precision
+te_linear = partial(model_of, "te_linear")
 
 
 def test_verify_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks and precision.auto verify by it what they measure."""
-    model, precision = model_of()
+    model, precision = te_linear()
 
     def train(passes: int) -> None:
         with verify_fp8(model, precision, 2):
@@ -60,14 +55,16 @@ def test_verify_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configured_attention_is_verified(
     monkeypatch: pytest.MonkeyPatch, ran: str, asked_for: str, code: str | None
 ) -> None:
-    model, precision = model_of()
+    model, precision = te_linear()
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
     with refused(StartupCheckError, code=code) if code else nullcontext():
         check_startup(model, precision, asked_for)
 
 
 def test_two_cudnn_versions_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, precision = model_of(vocab_size=72)  # no FP8 gradients of lm_head, which a GPU would be asked for
+    model, precision = te_linear(
+        sizes={"vocab_size": 72}
+    )  # no FP8 gradients of lm_head, which a GPU would be asked for
     monkeypatch.setattr(te_backend, "cudnn_versions", lambda: (91400, 91900))
     monkeypatch.setattr(precision.te, "name", "transformer_engine")
     with refused(StartupCheckError, code="two_cudnns", key="CUDNN_HOME") as error:
@@ -109,7 +106,7 @@ def change_attention(
 
 def test_wrong_attention_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward is right."""
-    model, precision = model_of()
+    model, precision = te_linear()
     right = attention_errors(model.config, precision)
     change_attention(monkeypatch, precision, backward=lambda gradient: gradient * 1.05)
     forward, backward = attention_errors(model.config, precision)
@@ -122,7 +119,7 @@ def test_wrong_attention_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("place", ["output", "key", "value"])
 def test_nan_attention_is_detected(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Its output, or the gradient of its keys or values alone."""
-    model, precision = model_of(num_hidden_layers=1)
+    model, precision = te_linear(sizes={"num_hidden_layers": 1})
     where = "forward" if place == "output" else "backward"
     change_attention(monkeypatch, precision, place=place, **{where: lambda x: x * torch.nan})  # type: ignore[arg-type]
     with refused(StartupCheckError, code="wrong_attention"):
@@ -132,20 +129,8 @@ def test_nan_attention_is_detected(monkeypatch: pytest.MonkeyPatch, place: str) 
 @pytest.mark.parametrize("tokens", [256, 300, 520])
 def test_attention_check_uses_the_sequence_length(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""
-    model, precision = model_of(sliding_window=128, num_hidden_layers=1)
+    model, precision = te_linear(sizes={"sliding_window": 128, "num_hidden_layers": 1})
     assert max(attention_errors(model.config, precision, tokens)) < 1e-2
     change_attention(monkeypatch, precision, forward=lambda x: x * 1.05 if x.shape[1] > 500 else x.clone())
     with refused(StartupCheckError, code="wrong_attention") if tokens > 500 else nullcontext():
         check_startup(model, precision, seq_length=tokens)
-
-
-def test_first_step_runs_the_checked_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By how q, k and v lie in memory cuDNN's differ."""
-    model, precision = model_of()
-    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: "fused (cuDNN), sub-backend 1")
-    check_attention(model, precision, "fused (cuDNN), sub-backend 1")
-    check_attention(model, precision, "fused (cuDNN), sub-backend 2")
-    with refused(StartupCheckError, code="attention_changed", key="model.attention_backend"):
-        check_attention(model, precision, "flash 2")

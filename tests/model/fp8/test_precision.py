@@ -21,7 +21,7 @@ from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.fp8.te_patches import quantize_weights_again
 from model.variants import compiles
 from tests.conftest import random_ids, refused, small_config
-from tests.model.conftest import backward
+from tests.model.conftest import backward, model_of
 
 RECIPES = ["delayed", "current", "block"]
 
@@ -39,8 +39,7 @@ def precision_of(backend: str = "reference", **keys: object) -> Precision:
 @pytest.mark.parametrize("variant,modules", [("te_linear", 2 * 7), ("te_layer", 2 * 3)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_planned_module_runs_fp8(backend: str, variant: str, modules: int, recipe: str) -> None:
-    precision = precision_of(backend, recipe=recipe)
-    model = build_model(small_config(), variant, precision)
+    model, precision = model_of(variant, {"backend": backend, "recipe": recipe})
     with count_gemms(model, precision) as gemms:
         backward(model)
     assert not gemms.problem()
@@ -106,8 +105,7 @@ def test_fp8_on_unsupported_gpu_raises() -> None:
 @pytest.mark.parametrize("module", ["lm_head", "model.layers.0.mlp.up_proj"])
 def test_failing_module_exits_autocast(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """As where memory runs out in it: the scales of later passes would never move."""
-    precision = precision_of(amax_history_len=4)
-    model = build_model(small_config(), "te_linear", precision)
+    model, precision = model_of("te_linear", {"amax_history_len": 4})
     with monkeypatch.context() as patch:
         patch.setattr(model.get_submodule(module), "forward", Mock(side_effect=RuntimeError))
         with count_gemms(model, precision), pytest.raises(RuntimeError):
@@ -118,14 +116,13 @@ def test_failing_module_exits_autocast(monkeypatch: pytest.MonkeyPatch, module: 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 def test_bf16_modules_patterns(backend: str, variant: str) -> None:
-    precision = precision_of(backend, bf16_modules=["lm_head", "model.layers.0"])
-    model = build_model(small_config(), variant, precision)
+    model, precision = model_of(variant, {"backend": backend, "bf16_modules": ["lm_head", "model.layers.0"]})
     with count_gemms(model, precision) as gemms:
         backward(model)
     assert gemms.ran and all(name.startswith("model.layers.1.") for name in gemms.ran)
     assert not gemms.problem()
     assert "lm_head" in gemms.report.kept
-    model = build_model(small_config(), variant, head := precision_of(backend, bf16_modules=[]))
+    model, head = model_of(variant, {"backend": backend, "bf16_modules": []})
     with count_gemms(model, head) as gemms:
         backward(model)
     assert "lm_head" in gemms.ran and not gemms.problem()
@@ -147,8 +144,7 @@ def test_unsupported_feature_sizes_raise(variant: str, recipe: str) -> None:
 
 
 def test_fp8_state_round_trip(backend: str) -> None:
-    precision = precision_of(backend, amax_history_len=4)
-    model = build_model(small_config(), "te_layer", precision)
+    model, precision = model_of(precision={"backend": backend, "amax_history_len": 4})
     for seed in range(3):
         backward(model, seed)
     saved = snapshot_fp8_state(model, precision)
@@ -168,8 +164,7 @@ def test_fp8_state_round_trip(backend: str) -> None:
 
 def test_attention_scales_are_not_saved(backend: str) -> None:
     """A checkpoint of Transformer Engine is read by the reference, as an export does."""
-    precision = precision_of(backend, amax_history_len=4)
-    model = build_model(small_config(), "te_layer", precision)
+    model, precision = model_of(precision={"backend": backend, "amax_history_len": 4})
     backward(model)
     attention: Any = model.get_submodule("model.layers.0.self_attention")
     attention.core_attention.fp8_meta = attention.proj.fp8_meta
