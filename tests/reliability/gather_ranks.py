@@ -10,17 +10,15 @@ import deepspeed.comm
 import torch
 import torch.distributed as dist
 
-from model.build import build_model
 from model.checks.health import HealthCheck, statistics
-from model.config import load_config
-from model.fp8.precision import Precision
+from tests.conftest import random_ids
+from tests.reliability.launching import build_micro_step
 from tests.reliability.number_ranks import digests, spoil
-from train.config.ds_config import resolve_ds_config
-from train.config.load import build_arguments, load_deepspeed, resolve_arguments
+from train.config.load import load_deepspeed
 from train.data.stream import Batch
 from train.engine import step as engine_step
 from train.engine.process_group import make_deterministic
-from train.engine.step import MicroStep, SkipDecision, build_engine
+from train.engine.step import SkipDecision
 
 
 def weight_statistics(check: HealthCheck) -> dict[str, list[float]]:
@@ -63,30 +61,24 @@ def gathered_steps(
     deepspeed_config = load_deepspeed("ds_config_zero3.json")
     # else DeepSpeed keeps the matrices of small models on all ranks
     deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
-    raw = {
-        "model": {"config": config, "variant": variant},
-        "data": {"sources": {"none": "none"}},
-        "precision": {**precision, "fp8_weight_gather": is_packed},
-        "max_steps": 100,
-        "max_seq_length": tokens,
-        "per_device_train_batch_size": samples,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_checkpointing": recompute,
-        "learning_rate": 0.01,
-        "speed": {"fused_cross_entropy": False},  # the loss is spoiled
-        "deepspeed": deepspeed_config,
-    }
-    world, rank = dist.get_world_size(), dist.get_rank()
-    args = resolve_arguments(build_arguments(raw), world)
-    model_config, how = load_config(config), Precision(args.precision, fallbacks=fallbacks)
-    model = build_model(
-        model_config, variant, how, seed=1, gradient_checkpointing=recompute, speed=args.speed
-    )
-    with contextlib.ExitStack() as patches:
-        if quantize_once:  # TE keeps the FP8 copies of the first micro-batch
-            patches.enter_context(mock.patch.object(engine_step, "quantize_weights_again"))
-        engine = build_engine(model, args, resolve_ds_config(args, model_config, world))
-    micro_step, skip_decision = MicroStep(engine, how, args), SkipDecision(engine, how)
+    # TE keeps the FP8 copies of the first micro-batch
+    once = mock.patch.object(engine_step, "quantize_weights_again")
+    with once if quantize_once else contextlib.nullcontext():
+        micro_step, _ = build_micro_step(
+            config,
+            fallbacks,
+            variant,
+            precision={**precision, "fp8_weight_gather": is_packed},
+            max_seq_length=tokens,
+            per_device_train_batch_size=samples,
+            gradient_accumulation_steps=accumulation,
+            gradient_checkpointing=recompute,
+            learning_rate=0.01,
+            speed={"fused_cross_entropy": False},  # the loss is spoiled
+            deepspeed=deepspeed_config,
+        )
+    engine, how, rank = micro_step.engine, micro_step.precision, dist.get_rank()
+    skip_decision = SkipDecision(engine, how)
     micro_step.cache_weights |= quantize_once
     sent: dict[str, int] = {}
 
@@ -99,8 +91,7 @@ def gathered_steps(
         return counted
 
     def batch(seed: int) -> Batch:
-        generator = torch.Generator().manual_seed(100 * seed + rank)
-        ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
+        ids = random_ids(engine.module.config, *sizes, 100 * seed + rank).to(engine.device)
         return Batch(ids, ids)
 
     losses, evaluations = [], []

@@ -7,14 +7,24 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from model.build import build_model
+from model.config import load_config
+from model.fp8.precision import Precision
 from tests import programs
 from tests.conftest import small_config
 from tests.train.runs import ROOT
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
+from train.engine.step import MicroStep, build_engine
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -26,6 +36,14 @@ def clean_environment(**more: str) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in described}
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return environment | {"OMP_NUM_THREADS": "1", "PATH": path} | more
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 HASTY = f"""
@@ -60,6 +78,30 @@ def write_small_config(folder: Path, **changes: object) -> str:
     """Write the configuration of a small model (`small_config`) to a folder, and return the path of the file."""
     (folder / "config.json").write_text(json.dumps(small_config(**changes).to_dict()))
     return str(folder / "config.json")
+
+
+def build_micro_step(
+    config: str, fallbacks: dict[str, str] | None = None, variant: str = "te_layer", **keys: Any
+) -> tuple[MicroStep, TrainingArguments]:
+    """Return a micro-step with an engine of its own, on the ranks of this process group.
+
+    keys: of the configuration.
+    """
+    raw = {
+        "model": {"config": config, "variant": variant},
+        "data": {"sources": {"none": "none"}},
+        "max_steps": 100,
+        "max_seq_length": 16,
+        "per_device_train_batch_size": 2,
+    }
+    args = resolve_arguments(build_arguments(raw | keys), dist.get_world_size())
+    model_config, precision = load_config(config), Precision(args.precision, fallbacks=fallbacks)
+    recompute = args.gradient_checkpointing
+    model = build_model(
+        model_config, variant, precision, seed=1, gradient_checkpointing=recompute, speed=args.speed
+    )
+    ds_config = resolve_ds_config(args, model_config, dist.get_world_size())
+    return MicroStep(build_engine(model, args, ds_config), precision, args), args
 
 
 def training_case(

@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from model import decoder, te_reference
-from model.build import build_model
-from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, reduce_amaxes
+from tests.conftest import random_ids
+from tests.reliability.launching import build_micro_step
 from train import run as training
 from train import trainer
-from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, open_inputs, resolve_arguments
 from train.data.stream import Batch
-from train.engine.step import MicroStep, SkipDecision, build_engine
+from train.engine.step import MicroStep, SkipDecision
 from train.monitor import signals
 from train.monitor.replicas import ReplicaError
 from train.trainer import TrainingError
@@ -114,28 +113,19 @@ def skip(
     Returns: for each step, the fault, whether the step was skipped, and which state changed.
     """
     samples, tokens = sizes
-    raw = {
-        "model": {"config": config},
-        "data": {"sources": {"none": "none"}},
-        "precision": precision,
-        "speed": speed or {},
-        "max_steps": 100,
-        "max_seq_length": tokens,
-        "per_device_train_batch_size": samples,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": clipping,
-        "optim": optim,
-        "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types},
-    }
-    world, rank = dist.get_world_size(), dist.get_rank()
-    args = resolve_arguments(build_arguments(raw), world)
-    model_config, how = load_config(config), Precision(args.precision)
-    engine = build_engine(
-        build_model(model_config, "te_layer", how, seed=1, speed=args.speed),
-        args,
-        resolve_ds_config(args, model_config, world),
+    rank, is_last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    micro_step, args = build_micro_step(
+        config,
+        precision=precision,
+        speed=speed or {},
+        max_seq_length=tokens,
+        per_device_train_batch_size=samples,
+        gradient_accumulation_steps=2,
+        max_grad_norm=clipping,
+        optim=optim,
+        deepspeed={"zero_optimization": {"stage": stage}, "data_types": data_types},
     )
-    micro_step = MicroStep(engine, how, args)
+    engine, how = micro_step.engine, micro_step.precision
     skip_decision = SkipDecision(engine, how)
     kinds = ["nan_weight"] if stage < 3 else []  # ZeRO 3 computes with weights that it has gathered before
     if not args.speed.cuda_graphs:
@@ -153,15 +143,15 @@ def skip(
         engine.optimizer.fp32_groups_gradients[0][0].view(-1)[0] = float("nan")
 
     for step, kind in enumerate([None, None, *kinds, None], 1):
-        bad = rank == world - 1 and kind is not None
+        bad = is_last and kind is not None
         spoil(kind if bad and kind not in ("nan_in_buffer", "nan_weight") else None)
         engine.backward = spoiled_backward if bad and kind == "nan_in_buffer" else right_backward
         before = digests(engine, how)
         skip_decision.keep_fp8_state()
         with nan_in_a_weight(engine.module) if bad and kind == "nan_weight" else contextlib.nullcontext():
             for index in range(2):
-                generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
-                ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
+                seed = step * 100 + index * 10 + rank
+                ids = random_ids(engine.module.config, *sizes, seed).to(engine.device)
                 micro_step(Batch(ids, ids), index)
         skipped = skip_decision.is_skipped(step)
         after = digests(engine, how)

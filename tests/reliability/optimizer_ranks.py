@@ -11,16 +11,12 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from model.build import build_model
-from model.config import load_config
 from model.conversion import to_hf
-from model.fp8.precision import Precision
+from tests.conftest import random_ids
+from tests.reliability.launching import build_micro_step
 from train.config.arguments import TrainingArguments
-from train.config.ds_config import resolve_ds_config
-from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import zero
-from train.engine.step import MicroStep, build_engine
 
 Tensors = dict[str, torch.Tensor]  # by Hugging Face's names
 
@@ -108,29 +104,23 @@ def two_steps(
     Returns: for each weight, the larger error of the two steps, and the weights after the second step. The error is the
     Euclidean norm of the difference from PlainMuon, relative to the norm of PlainMuon's update.
     """
-    raw = {
-        "model": {"config": config, "variant": variant},
-        "data": {"sources": {"none": "none"}},
-        "precision": {"compute": compute},
-        "max_steps": 100,
-        "max_seq_length": 16,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.01,
-        "weight_decay": 0.5,
-        "muon_momentum": 0.8,
-        "max_grad_norm": 0.3,
-        "optim": "muon",
-        "deepspeed": {
+    micro_step, args = build_micro_step(
+        config,
+        variant=variant,
+        precision={"compute": compute},
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        weight_decay=0.5,
+        muon_momentum=0.8,
+        max_grad_norm=0.3,
+        optim="muon",
+        deepspeed={
             "zero_optimization": {"stage": stage},
             "data_types": {"grad_accum_dtype": "fp32"} if stage else {},
         },
-    }
-    args = resolve_arguments(build_arguments(raw), dist.get_world_size())
-    model_config, how = load_config(config), Precision(args.precision)
-    model = build_model(model_config, variant, how, seed=1, speed=args.speed)
-    engine = build_engine(model, args, resolve_ds_config(args, model_config, dist.get_world_size()))
-    micro_step, plain = MicroStep(engine, how, args), PlainMuon(_full(engine), args)
+    )
+    engine = micro_step.engine
+    plain = PlainMuon(_full(engine), args)
     gradients, step = Tensors(), engine.optimizer.step
 
     def watched_step(*values: Any) -> None:
@@ -148,8 +138,8 @@ def two_steps(
         for number in range(2):
             before = {name: weight.detach().clone() for name, weight in plain.weights.items()}
             for index in range(2):
-                generator = torch.Generator().manual_seed(number * 10 + index + 100 * dist.get_rank())
-                ids = torch.randint(model_config.vocab_size, (2, 16), generator=generator).to(engine.device)
+                seed = number * 10 + index + 100 * dist.get_rank()
+                ids = random_ids(engine.module.config, 2, 16, seed).to(engine.device)
                 micro_step(Batch(ids, ids), index)
             plain.step(gradients)
             for name, weight in _full(engine).items():

@@ -11,18 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model.build import build_model
-from model.config import load_config
-from model.fp8.precision import Precision
-from tests.conftest import log_messages
+from tests.conftest import log_messages, random_ids
+from tests.reliability.launching import build_micro_step
 from tests.reliability.number_ranks import digests, spoil
 from train import run as training
-from train.config.ds_config import resolve_ds_config
-from train.config.load import build_arguments, resolve_arguments
+from train.config.load import build_arguments
 from train.data.format import DataError
 from train.data.stream import Batch, open_stream
 from train.engine import process_group
-from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
 from train.preflight.gradients import check_gradients
@@ -58,30 +54,21 @@ def gradients(
     optim: str = "adamw",
 ) -> dict[str, Any]:
     """What the check of the gradients says, in a run whose second step is about to begin; and what it changed."""
-    raw = {
-        "model": {"config": config},
-        "data": {"sources": {"none": "none"}},
-        "precision": precision or {},
-        "max_steps": 100,
-        "max_seq_length": TOKENS,
-        "per_device_train_batch_size": SAMPLES,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_grad_norm": clipping,
-        "optim": optim,
-        "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types or {}},
-    }
-    world, rank = dist.get_world_size(), dist.get_rank()
-    args = resolve_arguments(build_arguments(raw), world)
-    model_config, how = load_config(config), Precision(args.precision)
-    engine = build_engine(
-        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, model_config, world)
+    rank = dist.get_rank()
+    micro_step, args = build_micro_step(
+        config,
+        precision=precision or {},
+        max_seq_length=TOKENS,
+        per_device_train_batch_size=SAMPLES,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_grad_norm=clipping,
+        optim=optim,
+        deepspeed={"zero_optimization": {"stage": stage}, "data_types": data_types or {}},
     )
-    micro_step = MicroStep(engine, how, args)
+    engine, how = micro_step.engine, micro_step.precision
 
     def batch(start: int, size: int) -> Batch:
-        ids = torch.randint(
-            model_config.vocab_size, (size, TOKENS), generator=torch.Generator().manual_seed(start)
-        )
+        ids = random_ids(engine.module.config, size, TOKENS, start)
         return Batch(ids, ids)
 
     for index in range(ACCUMULATION):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
@@ -92,18 +93,8 @@ def test_gradient_check_with_other_faults_and_types(tmp_path: Path, config: str)
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
     """What the files of DeepSpeed and of each rank hold."""
-    found = {}
-    for path in sorted(checkpoint.glob("*.pt")):
-        stack = [(path.name, torch.load(path, weights_only=False))]
-        while stack:
-            name, value = stack.pop()
-            if isinstance(value, dict):
-                stack += [(f"{name}.{key}", inner) for key, inner in value.items()]
-            elif isinstance(value, list | tuple):
-                stack += [(f"{name}.{i}", inner) for i, inner in enumerate(value)]
-            else:
-                found[name] = value
-    return found
+    files = {path.name: torch.load(path, weights_only=False) for path in checkpoint.glob("*.pt")}
+    return {keystr(place): value for place, value in tree_flatten_with_path(files)[0]}
 
 
 def check_same(one: Path, other: Path) -> None:
