@@ -284,17 +284,25 @@ def test_job_restarts_from_its_checkpoint(machine: Machine) -> None:
     assert command in " ".join(first) and first[-2:] == NEVER
 
 
-def test_one_restart_without_progress(machine: Machine) -> None:
-    fails = f"{progress(7)}; exit 9"
-    machine.plan(fails, fails, f"{progress(8)}; exit 9", "exit 0")
-    assert machine.run(MAX_RESTARTS="4") == 0 and len(machine.starts()) == 4
-    machine.plan(*["exit 1"] * 4, fails, fails, "exit 0")
-    assert machine.run() == 9 and len(machine.starts()) == 6, "not a third time"
+FAILS = f"{progress(7)}; exit 9"
 
 
-def test_new_checkpoints_refill_the_restarts(machine: Machine) -> None:
-    machine.plan(*[f"{checkpoint(step)}; exit 134" for step in range(1, 6)], "exit 0")
-    assert machine.run(MAX_RESTARTS="1") == 0 and len(machine.starts()) == 6
+@pytest.mark.parametrize(
+    ("plan", "most", "status", "starts"),
+    [
+        ([FAILS, FAILS, f"{progress(8)}; exit 9", "exit 0"], "4", 0, 4),
+        ([FAILS, FAILS, FAILS, "exit 0"], "", 9, 3),  # one restart without progress, and not a second one
+        ([*(f"{checkpoint(step)}; exit 134" for step in range(1, 6)), "exit 0"], "1", 0, 6),
+        *(
+            ([f"{progress(step)}; exit 134" for step in range(1, 9)], most, 134, int(most) + 1)
+            for most in "20"
+        ),
+    ],
+)
+def test_restart_limit(machine: Machine, plan: list[str], most: str, status: int, starts: int) -> None:
+    """A restart without progress is repeated once. New checkpoints refill the restarts."""
+    machine.plan(*plan)
+    assert machine.run(MAX_RESTARTS=most) == status and len(machine.starts()) == starts
 
 
 def test_edited_file_does_not_change_a_job(machine: Machine) -> None:
@@ -331,12 +339,6 @@ def test_check_that_fails_at_a_restart_is_repeated(
     assert machine.run(**here) == 0 and len(machine.starts()) == 2
     (machine.folder / "data").unlink()
     assert machine.run(**here) == 2 and len(machine.starts()) == 2
-
-
-@pytest.mark.parametrize(("most", "starts"), [("2", 3), ("0", 1)])
-def test_restart_limit(machine: Machine, most: str, starts: int) -> None:
-    machine.plan(*[f"{progress(step)}; exit 134" for step in range(1, 9)])
-    assert machine.run(MAX_RESTARTS=most) == 134 and len(machine.starts()) == starts
 
 
 def test_failed_first_start_does_not_resume_an_old_run(machine: Machine) -> None:
