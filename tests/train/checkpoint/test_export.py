@@ -47,21 +47,6 @@ from train.record.run_folder import RunFolder
 STEP_6 = "checkpoints/step-00000006"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """The checkpoints of steps 3 to 8 of a run. Step 8 is not committed, and step 7 is damaged."""
-    root = tmp_path / "run/checkpoints"
-    for step in range(3, 9):
-        (root / checkpoint_name(step)).mkdir(parents=True)
-        (root / checkpoint_name(step) / RUN_STATE).write_text("{}")
-        write_manifest(
-            root / checkpoint_name(step), [describe_file(root / checkpoint_name(step) / RUN_STATE)]
-        )
-    (root / checkpoint_name(8) / MANIFEST).unlink()
-    (root / checkpoint_name(7) / RUN_STATE).write_text("{ ")
-    return root
-
-
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
@@ -75,7 +60,17 @@ def root(tmp_path: Path) -> Path:
         ("", None),
     ],
 )
-def test_select_checkpoint(tmp_path: Path, root: Path, given: str, taken: int | None) -> None:
+def test_select_checkpoint(tmp_path: Path, given: str, taken: int | None) -> None:
+    """Of the checkpoints of steps 3 to 8 of a run. Step 8 is not committed, and step 7 is damaged."""
+    root = tmp_path / "run/checkpoints"
+    for step in range(3, 9):
+        (root / checkpoint_name(step)).mkdir(parents=True)
+        (root / checkpoint_name(step) / RUN_STATE).write_text("{}")
+        write_manifest(
+            root / checkpoint_name(step), [describe_file(root / checkpoint_name(step) / RUN_STATE)]
+        )
+    (root / checkpoint_name(8) / MANIFEST).unlink()
+    (root / checkpoint_name(7) / RUN_STATE).write_text("{ ")
     if taken:
         assert export.select_checkpoint(tmp_path / given) == root / checkpoint_name(taken)
         return
@@ -131,9 +126,16 @@ def test_repeated_export_keeps_other_files(
     assert {name for name in left if (out / name).read_bytes() == f"the former {name}".encode()} == kept
 
 
-@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
 def test_incomplete_export_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
 ) -> None:
     """A full disk needs the room; and the export that was there before stays."""
 
@@ -143,11 +145,13 @@ def test_incomplete_export_is_removed(
         raise error
 
     monkeypatch.setattr(export, "_write_model", write_model)
-    monkeypatch.setattr(export, "read_state", lambda path: None)
+    monkeypatch.setattr(export, "select_checkpoint", lambda given: given)
+    state = RunState(0, 0, 0, 1, 0, {"data": {"sources": {}}}, {})
+    monkeypatch.setattr(export, "read_state", lambda path: state)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/exported_from.json").write_text("before")
-    with pytest.raises(OSError if isinstance(error, SafetensorError) else type(error)):
-        export.export(tmp_path, tmp_path / "out", tmp_path)
+    words = [str(tmp_path), str(tmp_path / "out"), "--tokenizer", str(tmp_path)]
+    assert export.main(words) == status
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out/exported_from.json").read_text() == "before"
 
