@@ -1,6 +1,6 @@
-"""Write prepared data folders with synthetic token ids.
+"""Write folders of tokenizers, and prepared data folders with synthetic token ids.
 
-The token ids are never decoded, so a placeholder file replaces the tokenizer.
+These token ids are never decoded, so a placeholder file replaces the tokenizer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from train.data.format import INDEX_DTYPE, SCHEMA, Manifest, Shard, token_dtype, write_manifest
 from train.files import sha256_file
@@ -64,4 +65,14 @@ def make_folder(
         shards=shards,
     )
     write_manifest(folder, manifest)
+    return folder
+
+
+def write_word_tokenizer(folder: Path, words: Mapping[str, int]) -> Path:
+    """Write a tokenizer with one token per word, whose ids are given; "<s>" and "</s>" begin and end a document."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(words), unk_token=[*words][-1]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # text has no "<s>" then
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return folder

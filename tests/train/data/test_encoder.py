@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests.fixtures import corpus_texts
+from tests.folders import write_word_tokenizer
 from train.data.encoder import TextEncoder
 
 
@@ -55,8 +56,5 @@ def test_text_bytes(tokenizer_dir: Path, tmp_path: Path, kind: str) -> None:
 
 def test_vocabulary_size_with_unused_ids(tmp_path: Path) -> None:
     """A model has a row for each id below vocab_size."""
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 7}, unk_token="a"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    encoder = TextEncoder(tmp_path)
+    encoder = TextEncoder(write_word_tokenizer(tmp_path, {"<s>": 0, "</s>": 1, "a": 7}))
     assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
 from model.checks.gemm_counts import Gemms
 from tests.conftest import numbers
 from tests.conftest import refused as raises_error
+from tests.folders import write_word_tokenizer
 from train.checkpoint.files import RunState, read_state
 from train.data.format import read_manifest
 from train.evaluate import main as evaluate
@@ -29,19 +29,6 @@ from train.evaluation.models import EvaluationError, plan_model
 def own_hf(trained: Path, tmp_path: Path) -> Path:
     """A copy of the export, which may be damaged."""
     return shutil.copytree(trained / "hf", tmp_path / "hf")
-
-
-@pytest.fixture
-def large_vocabulary(tmp_path: Path) -> Path:
-    """A tokenizer of 600 words, more than the model's 512 ids."""
-    folder = tmp_path / "large"
-    folder.mkdir()
-    words = {word: i for i, word in enumerate(["<s>", "</s>", *(f"w{i}" for i in range(598))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    return folder
 
 
 def test_tasks_need_lm_eval(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -121,11 +108,12 @@ def test_skipped_document_is_named(
 
 def test_vocabulary_larger_than_the_model_raises(
     trained: Path,
-    large_vocabulary: Path,
     tmp_path: Path,
     prepare: Callable[..., int],
     refused: Callable[..., str],
 ) -> None:
+    words = ["<s>", "</s>", *(f"w{i}" for i in range(598))]  # more than the model's 512 ids
+    large_vocabulary = write_word_tokenizer(tmp_path / "large", {word: i for i, word in enumerate(words)})
     text = tmp_path / "text.txt"
     text.write_text("".join(f"w{i} w597\n\n" for i in range(60)))
     options = trained, "--tokenizer", large_vocabulary

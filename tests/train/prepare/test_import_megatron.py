@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from tests.conftest import numbers, refused
+from tests.folders import write_word_tokenizer
 from tests.train.prepare.megatron_datasets import (
     BOS,
     EOS,
@@ -20,6 +20,7 @@ from tests.train.prepare.megatron_datasets import (
     framed,
     imported,
     index_bytes,
+    interrupted_move,
     random_documents,
     whole,
     write_dataset,
@@ -157,14 +158,8 @@ def test_output_is_independent_of_block_size(tmp_path, run_import, monkeypatch):
 
 
 def test_large_vocabulary(tmp_path, run_import):
-    folder = tmp_path / "large"
-    folder.mkdir()
-    vocabulary = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 70000)}}
-    model = tokenizers.models.WordLevel(vocabulary, unk_token="w2")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # text has no "<s>" then
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    words = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 70000)}}
+    folder = write_word_tokenizer(tmp_path / "large", words)
     documents = [[69999, 65536, 5, 1], *([65535 + i] * 20 for i in range(10))]
     prefix = write_dataset(tmp_path / "a", [[document] for document in documents])
     assert run_import(tmp_path / "out", prefix, tokenizer=folder, eval_fraction=0.3) == 0
@@ -299,6 +294,28 @@ def test_output_folder_is_protected(tmp_path, run_import, reported):
     (out / WORK_NAME / "job.json").touch()
     assert run_import(out, prefix) == 2 and reported.pop().code == "unfinished_preparation"
     assert run_import(out, prefix, overwrite=True) == 0 and contents(out) == before
+
+
+@pytest.mark.parametrize(("moves", "overwrite"), [(0, False), (4, True)])
+def test_interrupted_move_loses_nothing(tmp_path, run_import, reported, moves, overwrite):
+    """All new files are in one of the two folders, and --overwrite is needed to replace them."""
+    prefix, out, fresh = (
+        write_dataset(tmp_path / "a", random_documents(40)),
+        tmp_path / "out",
+        tmp_path / "fresh",
+    )
+    assert run_import(fresh, prefix, shard_tokens=200) == 0
+    options = {"overwrite": True} if overwrite else {}
+    if overwrite:
+        assert run_import(out, write_dataset(tmp_path / "old", random_documents(30, seed=1))) == 0
+    with interrupted_move(out, moves):
+        assert run_import(out, prefix, shard_tokens=200, **options) == 1
+    assert not (out / "manifest.json").exists()
+    new, complete = contents(out / WORK_NAME / "new"), contents(fresh)
+    assert all((contents(out) | new)[name] == complete[name] for name in complete.keys() - {"manifest.json"})
+    assert run_import(out, prefix, shard_tokens=200) == 2 and reported[-1].code == "unfinished_preparation"
+    assert contents(out / WORK_NAME / "new") == new
+    assert run_import(out, prefix, shard_tokens=200, overwrite=True) == 0 and contents(out) == complete
 
 
 def test_empty_train_split_raises(tmp_path, run_import, reported):
