@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from model.config import load_config
 from test_fp8 import compare_convergence
 from test_fp8.common.cases import Case, parse_cases
 from test_fp8.common.report import plain_labels
 from test_fp8.compare_convergence import BENCHMARK, plain_name, plots
 from test_fp8.convergence_data import extract, read_texts, skip_reason
+from tests.fixtures import settings_of
 from train.config.load import load_arguments
 from train.files import REPOSITORY as ROOT
-from train.prepare_data import main as prepare_data
-from train.train_tokenizer import main as train_tokenizer
 
 
 def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
@@ -98,30 +95,17 @@ def test_plots_name_cases_and_axes() -> None:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model on the sources of a package of the standard library."""
-    folder = tmp_path_factory.mktemp("convergence")
-    source = ["--input", os.path.dirname(json.__file__)]
-    assert train_tokenizer([*source, "--vocab_size", "512", "--output", str(folder / "tokenizer")]) == 0
-    data = ["--tokenizer", str(folder / "tokenizer"), "--output", str(folder / "text"), "--workers", "1"]
-    assert prepare_data([*source, *data, "--eval_fraction", "0.3"]) == 0
-    model = load_config("tiny")
-    model.vocab_size, model.num_hidden_layers, model.intermediate_size = 512, 2, 256
-    (folder / "model.json").write_text(json.dumps(model.to_dict()))
-    settings = {
-        "model": {"config": str(folder / "model.json")},
-        "data": {"sources": {"text": str(folder / "text")}},
+def config(data: Path, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("convergence") / "run.json"
+    settings = settings_of(data, small_model, path.with_name("run")) | {
         "max_steps": 1000,
-        "max_seq_length": 64,
-        "per_device_train_batch_size": 2,
         "train_batch_size_tokens": 256,
-        "learning_rate": 5e-3,
-        "warmup_steps": 2,
         "logging_steps": 2,
         "max_eval_samples": 8,
     }
-    (folder / "run.json").write_text(json.dumps(settings))
-    return folder / "run.json"
+    del settings["gradient_accumulation_steps"]
+    path.write_text(json.dumps(settings))
+    return path
 
 
 def program(config: Path, work_dir: Path, *options: str) -> int:
@@ -142,7 +126,7 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     for plot in ("compare.png", "compare_differences.png"):
         assert output.with_name(plot).stat().st_size > 10_000
     report = json.loads(output.read_text())
-    assert str(config.parent) not in output.read_text() and str(tmp_path) not in output.read_text()
+    assert str(config.parents[1]) not in output.read_text()  # where all temporary folders are
     assert report["training"]["train_batch_size_tokens"] == 256 and report["training"]["max_steps"] == 6
     bf16, delayed, seed7, *changed = report["results"]
     for other in (seed7, *changed):
