@@ -23,7 +23,7 @@ import pytest
 
 from tests import programs
 from tests.reliability.conftest import assert_equal_runs, stop_when
-from tests.reliability.launching import clean_environment, launch
+from tests.reliability.launching import clean_environment, launch, until
 from tests.train.runs import PRECISIONS, ROOT, metrics, run
 from train import launch as launch_module
 from train import phase, trainer
@@ -219,10 +219,7 @@ def test_launcher_forwards_signals(tmp_path: Path, number: int, status: int) -> 
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(timeout=200) == status
-    deadline = time.monotonic() + 10
-    while process_started(int(ready.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not process_started(int(ready.read_text())))
 
 
 # ---------------------------------------------------------------- Ctrl-C

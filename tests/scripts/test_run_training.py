@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.reliability.launching import until
 from tests.scripts.machine import AWAIT, ROOT, executable, plan_of
 
 pytestmark = pytest.mark.process
@@ -56,13 +56,6 @@ def script(machine: dict[str, str], tmp_path: Path) -> Script:
     return Script(machine, tmp_path)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 OPTIONS = ("--output_dir", "run", "--save_strategy", "no")
 
 
@@ -87,9 +80,9 @@ def test_killed_job_leaves_no_process(script: Script) -> None:
     """The launchers of the nodes save and stop, as on a signal."""
     script.plan(f"trap 'got=1' USR1; : > ready; {AWAIT}; : > stopped; exit 75")
     with script.start(str(script.config), *OPTIONS) as process:
-        wait_for(script.folder / "ready")
+        until((script.folder / "ready").exists)
         process.kill()
-        wait_for(script.folder / "stopped")
+        until((script.folder / "stopped").exists)
 
 
 def test_help() -> None:

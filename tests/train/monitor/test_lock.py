@@ -17,7 +17,7 @@ import pytest
 
 from tests import programs
 from tests.conftest import numbers, refused
-from tests.reliability.launching import clean_environment
+from tests.reliability.launching import clean_environment, until
 from tests.train.runs import ROOT
 from train.monitor import lock
 from train.monitor.lock import (
@@ -142,8 +142,7 @@ def test_check_unlocked(path: Path) -> None:
 @pytest.mark.process
 def test_zombie_has_ended() -> None:
     process = subprocess.Popen(["true"])
-    while lock.process_started(process.pid) is not None:
-        time.sleep(0.01)
+    until(lambda: lock.process_started(process.pid) is None)
     process.wait()
     assert lock.process_started(os.getpid()) is not None
 
@@ -151,13 +150,6 @@ def test_zombie_has_ended() -> None:
 def test_heartbeat_interval_is_below_the_lease() -> None:
     """Also where a busy file system is late with ten of its signs."""
     assert 10 * HEARTBEAT_INTERVAL_S < LEASE_S <= 60 and CHECK_INTERVAL_S < HEARTBEAT_INTERVAL_S
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
