@@ -16,6 +16,10 @@ from tests.conftest import random_ids, small_config
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+BEYOND = {E4M3: 464.0, E5M2: 61440.0}  # numbers above it are no rounding of the largest
+
 
 @pytest.fixture(params=[pytest.param("cpu", marks=NO_GPU), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:

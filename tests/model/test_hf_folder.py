@@ -94,14 +94,6 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Folder], None]:
     return lambda folder: folder.tensors.update({name: value})
 
 
-def head_alone(folder: Folder) -> None:
-    folder.tensors[HEAD] = folder.tensors.pop(EMBEDDING)
-
-
-def head_again(folder: Folder) -> None:
-    folder.tensors[HEAD] = folder.tensors[EMBEDDING].clone()
-
-
 def with_value(name: str, value: float) -> Callable[[Folder], None]:
     return lambda folder: folder.tensors[name].view(-1).__setitem__(7, value)
 
@@ -127,8 +119,8 @@ FOLDERS: list[tuple[str, bool, Callable[[Folder], object], str | None]] = [
     ("no prefix", False, without_prefix, None),
     ("no prefix, tied", True, without_prefix, None),
     ("buffer", False, with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16)), None),
-    ("head again, tied", True, head_again, None),
-    ("head alone, tied", True, head_alone, None),
+    ("head again, tied", True, lambda folder: folder.tensors.update({HEAD: folder.tensors[EMBEDDING].clone()}), None),
+    ("head alone, tied", True, lambda folder: folder.tensors.update({HEAD: folder.tensors.pop(EMBEDDING)}), None),
     ("head of its own, tied", True, with_tensor(HEAD, torch.ones(512, 128)), HEAD),
     ("padding id -1", False, lambda folder: folder.config.update(pad_token_id=-1), None),
     ("padding id", False, lambda folder: folder.config.update(pad_token_id=512), "pad_token_id"),

@@ -32,12 +32,11 @@ from model.te_reference.quantize import Quantized
 from test_fp8.check_exports import BENCHMARK as EXPORTS
 from tests.conftest import random_ids
 from tests.test_fp8.running import install_stand_in, report_of
-from tests.train.runs import run
+from tests.train.runs import ROOT, run
 from train.export import export
 
 pytestmark = [pytest.mark.downstream, pytest.mark.interpreter]
 
-ROOT = Path(__file__).resolve().parents[2]
 NO_REGISTRY = re.compile(
     r"from versions: none|ConnectionError|ConnectTimeout|name resolution|Max retries|unreachable", re.I
 )

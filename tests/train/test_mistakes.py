@@ -49,17 +49,9 @@ def source(name: str) -> Mistake:
     return change
 
 
-def unfinished_data(world: World) -> None:
-    (world.own_data() / "manifest.json").unlink()
-
-
 def shortened_data(world: World) -> None:
     shard = world.own_data() / "train_00000_00000.ds"
     shard.write_bytes(shard.read_bytes()[:-2])
-
-
-def other_tokenizer(world: World) -> None:
-    (world.own_data() / "tokenizer/tokenizer.model").write_bytes(b"another")
 
 
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
@@ -72,10 +64,6 @@ def hf_folder(world: World, key: str = "init_from", weights: bytes = NO_TENSORS,
     if weights:
         (folder / "model.safetensors").write_bytes(weights)
     world.settings["model"][key] = str(folder)
-
-
-def data_as_output(world: World) -> None:
-    world.settings["output_dir"] = str(world.own_data())
 
 
 def huge_model(world: World) -> None:
@@ -104,9 +92,17 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "no evaluation data": (keys(data__eval_sources={"more": "data/more"}), "folder_missing", "data/more"),
     "text": (source("text.txt"), "folder_missing", "{}/text.txt"),
     "folder of text": (source("texts/a.txt"), "folder_missing", "{}/texts/a.txt"),
-    "unfinished data": (unfinished_data, "no_manifest", "{}/data"),
+    "unfinished data": (
+        lambda world: (world.own_data() / "manifest.json").unlink(),
+        "no_manifest",
+        "{}/data",
+    ),
     "shortened data": (shortened_data, "wrong_size", "{}/data/train_00000_00000.ds"),
-    "other tokenizer": (other_tokenizer, "tokenizer_replaced", "{}/data/tokenizer/tokenizer.model"),
+    "other tokenizer": (
+        lambda world: (world.own_data() / "tokenizer/tokenizer.model").write_bytes(b"x"),
+        "tokenizer_replaced",
+        "{}/data/tokenizer/tokenizer.model",
+    ),
     "short evaluation split": (
         keys(max_seq_length=2048, per_device_train_batch_size=1),
         "too_few_tokens",
@@ -132,7 +128,11 @@ MISTAKES: dict[str, tuple[Mistake, str, str | None]] = {
     "no weights": (lambda world: hf_folder(world, weights=b""), "no_weights", "model.init_from"),
     # output
     "file as output": (written("run", "my notes"), "configuration", "output_dir"),
-    "data as output": (data_as_output, "configuration", "output_dir"),
+    "data as output": (
+        lambda world: world.settings.update(output_dir=str(world.own_data())),
+        "configuration",
+        "output_dir",
+    ),
     "export as output": (written(f"run/{EXPORTED_FROM}"), "configuration", "output_dir"),
     "other model as export": (written("run/hf/config.json"), "configuration", "output_dir"),
     "little disk": (lambda world: world.disk(1e6), "disk", "output_dir"),

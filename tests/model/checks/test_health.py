@@ -26,14 +26,11 @@ from model.graphs import use_cuda_graphs
 from model.te_reference import gemm as reference_gemm
 from model.te_reference.quantize import dequantize
 from tests.conftest import random_ids, small_config
-from tests.model.conftest import backward, gradients, model_of
+from tests.model.conftest import BEYOND, LARGEST, backward, gradients, model_of
 from tests.model.cuda_graphs import use_tapes
 
 RECIPES = ["delayed", "current", "block"]
 VARIANTS = ["te_layer", "te_linear"]
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BEYOND = {E4M3: 464.0, E5M2: 61440.0}
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 UNDERFLOW, SATURATED, RANGE, ERROR, KURTOSIS = range(5)
 
 

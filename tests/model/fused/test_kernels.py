@@ -24,7 +24,7 @@ from model.te_layer import split_and_rotate
 from model.te_reference.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.quantize import dequantize, quantize_blocks
 from tests.conftest import random_ids, small_config
-from tests.model.conftest import relative
+from tests.model.conftest import BEYOND, E4M3, E5M2, LARGEST, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -70,9 +70,6 @@ def test_embedding_gradient(M: int, V: int, H: int, kind: str, dtype: torch.dtyp
     assert torch.equal(ours, kernel(gradient, ids, V))
 
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-BEYOND = {E4M3: 464.0, E5M2: 61440.0}
 # Several blocks by rows and by columns, at whose edges there is less; a gate that ends within a tile, and at its end.
 SHAPES = [(70, 200), (33, 512)]
 CASES = [
