@@ -82,7 +82,7 @@ def compare(
     """(relative logits error, loss difference, relative gradient errors) of our variant against transformers."""
     config = small_config(**CASES[case])
     precision = Precision(PrecisionConfig(compute=compute, backend=backend))
-    theirs = transformers_model(config, precision.dtype, precision.device)
+    theirs = transformers_model(config, precision.dtype, precision.device).float()
     ours = build_model(config, variant, precision, seed=1)
     conversion.load_hf_state_dict(ours, conversion.to_hf_state_dict(theirs))
     ids = random_ids(config, batch, tokens + 1).to(precision.device)

@@ -76,13 +76,6 @@ def test_run_resumes_bit_exactly(settings: dict, stage: int) -> None:
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gpu_run_resumes_bit_exactly(settings: dict, stage: int, pin_memory: bool) -> None:
-    """A bf16 step equals AdamW on the GPU, whose states are no longer there."""
-    plain = Trained(settings, FLOAT32, deepspeed=f"ds_config_zero{stage}.json").steps(2)
-    offloaded = Trained(settings, FLOAT32, **offload(stage, pin_memory=pin_memory)).steps(2)
-    for master, expected in zip(zero.masters(offloaded.engine), zero.masters(plain.engine), strict=True):
-        states = [master.tensor, *zero.base_optimizer(offloaded.engine).state[master.tensor].values()]
-        assert {tensor.device.type for tensor in states} == {"cpu"}
-        torch.testing.assert_close(master.tensor, expected.tensor.cpu(), rtol=1e-5, atol=1e-6)
     settings |= offload(stage, pin_memory=pin_memory) | {"preflight": True}
     check_resume(settings, "te_layer", PRECISIONS["delayed"])
 

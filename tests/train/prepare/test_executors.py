@@ -35,8 +35,8 @@ def test_killed_workers_resume(tmp_path, prepare, tokenizer_dir):
     """A killed worker is noticed; Ctrl-C ends stopped workers at once, without tracebacks; a killed command takes its
     workers along. One worker alone makes the same bytes."""
     out, log, texts = tmp_path / "out", tmp_path / "log.txt", corpus_texts(1000)
-    # large enough that two workers take a second or two
-    large = write_jsonl(tmp_path / "large.jsonl", [" ".join(texts[i::100]) * 6 for i in range(100)])
+    # large enough that two workers take several seconds
+    large = write_jsonl(tmp_path / "large.jsonl", [" ".join(texts[i::100]) * 20 for i in range(100)])
     options = {"tasks": 8, "shard_tokens": 20_000, "eval_fraction": 0.1}
     given = {"input": large, "tokenizer": tokenizer_dir, "output": out, "workers": 2, **options}
     flags = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
