@@ -27,9 +27,9 @@ TOKENIZER_FILES = (
 )
 
 
-# Advice for error messages when transformers gives different ids than sentencepiece or tokenizers.
+# Advice for error messages if the ids in the transformers library differ from those in sentencepiece or tokenizers.
 AGREE = (
-    "In a copy of the folder, remove the wrong one of tokenizer.model and tokenizer.json, or correct "
+    "Copy the folder, and in the copy remove either tokenizer.model or tokenizer.json, whichever is wrong, or correct "
     "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
 )
 COMPARED_TOKENS = 2**16  # tokens of prepared data that are decoded to compare two tokenizers
@@ -44,7 +44,7 @@ class Markers(NamedTuple):
     Attributes:
         special: {piece: id} of the special pieces. Text must never be encoded to these ids.
         user_defined: pieces that are never split.
-        unk_id: id for unknown text, or -1 if the tokenizer has none.
+        unk_id: id for unknown text, or -1 if the tokenizer has no such id.
     """
 
     special: dict[str, int]
@@ -55,7 +55,7 @@ class Markers(NamedTuple):
 class TextEncoder:
     """A tokenizer loaded from a folder.
 
-    The sentencepiece package is used if the folder has a tokenizer.model, and otherwise the tokenizers package with
+    The sentencepiece package loads tokenizer.model. If the folder has no tokenizer.model, the tokenizers package loads
     tokenizer.json.
 
     Attributes:
@@ -66,10 +66,10 @@ class TextEncoder:
         encode_batch: function that encodes texts to ids, without BOS and EOS.
         decode: function that decodes ids without BOS and EOS to text.
         piece: function that converts an id to its piece, the entry in the vocabulary.
-        markers: function that returns the Markers.
+        markers: function that returns the special and user-defined pieces.
 
     Raises:
-        DataError: if the folder contains no tokenizer, or the tokenizer is not readable or has no BOS or EOS.
+        DataError: if the folder contains no tokenizer, or the tokenizer cannot be read or has no BOS or EOS token.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -87,7 +87,7 @@ class TextEncoder:
                 else "contains no tokenizer.model or tokenizer.json"
             )
             raise DataError(
-                f"--tokenizer {folder} {what}; pass a folder with one of these files, or train a tokenizer with "
+                f"the tokenizer path {folder} {what}; pass a folder with one of these files, or train a tokenizer with "
                 "train/train_tokenizer.py",
                 code="no_tokenizer",
                 key=str(folder),
@@ -103,7 +103,7 @@ class TextEncoder:
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(
                 f"{path} cannot be read: {error}. Copy the file again (for a Git LFS pointer, run `git lfs pull`). "
-                "If the folder contains another tokenizer file, you can delete the unreadable file instead",
+                "If the folder contains both tokenizer.model and tokenizer.json, you can delete the unreadable file",
                 code="tokenizer_unreadable",
                 key=str(path),
             ) from error
@@ -115,8 +115,9 @@ class TextEncoder:
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
-                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1 means none), but BOS and EOS are both "
-                "required. Train a tokenizer with BOS and EOS, or pass a folder with only a tokenizer.json",
+                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: no such token), but both "
+                "tokens are required. Train a tokenizer with BOS and EOS, or pass a folder that has a tokenizer.json "
+                "but no tokenizer.model",
                 code="tokenizer_without_ends",
                 key=str(path),
             )
@@ -180,7 +181,12 @@ class TextEncoder:
         )
 
     def _count_bytes(self, token: int, is_first: int) -> int:
-        """Return the number of UTF-8 bytes of a token at the start of a text (is_first 1) or inside it (0)."""
+        """Return the number of UTF-8 bytes that a token adds to a text.
+
+        Args:
+            token: id of the token.
+            is_first: 1 if the token is the first token of the text, or else 0.
+        """
         if token in (self.bos_id, self.eos_id):
             return 0
         piece, alone = self.piece(token), self.decode([token])
@@ -203,9 +209,9 @@ class TextEncoder:
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
         raise DataError(
-            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, but must be a token in the "
-            f"vocabulary. Add {example} to tokenizer_config.json in a copy of the folder. BOS and EOS may be the same "
-            f"token. The special tokens are: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"{self.folder}: the {key} {named!r} (from tokenizer_config.json or special_tokens_map.json; None if not "
+            f"set) is not in the vocabulary. Add {example} to tokenizer_config.json in a copy of the folder. BOS and "
+            f"EOS may be the same token. Special tokens of the tokenizer: {', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
         )
@@ -215,15 +221,15 @@ class TextEncoder:
 
 
 def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
-    """Load the tokenizer of an exported model with transformers, and compare its special ids with `encoder`.
+    """Load the tokenizer of an exported model with the transformers library, and check its BOS and EOS ids.
 
     Args:
         folder: folder with a config.json and the tokenizer files of `encoder`.
         vocab_size: number of ids in the vocabulary.
 
     Raises:
-        DataError: if transformers cannot load the tokenizer, an id is `vocab_size` or larger, or the BOS or EOS id
-            differs from `encoder`.
+        DataError: if the transformers library cannot load the tokenizer, an id is `vocab_size` or larger, or the BOS or
+            EOS id differs from the id in `encoder`.
     """
     from transformers import AutoTokenizer
 
@@ -231,15 +237,15 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise DataError(
-            f"transformers cannot load the tokenizer in {encoder.folder}: {error}. Repair the tokenizer files or "
-            "pass another tokenizer",
+            f"the transformers library cannot load the tokenizer in {encoder.folder}: {error}. Repair the tokenizer "
+            "files, or pass another tokenizer",
             code="tokenizer_unreadable",
             key=str(encoder.folder),
         ) from error
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
         raise DataError(
-            f"{encoder.folder}: the vocabulary has {vocab_size} ids, but transformers assigns ids outside this range "
-            f"to {len(beyond)} tokens: {', '.join(map(repr, beyond[:8]))}. {AGREE}",
+            f"{encoder.folder}: the vocabulary has the ids 0 to {vocab_size - 1}, but the transformers library assigns "
+            f"larger ids to {len(beyond)} tokens, such as {', '.join(map(repr, beyond[:8]))}. {AGREE}",
             code="tokenizer_ids_differ",
             key=str(encoder.folder),
         )
@@ -247,8 +253,8 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
         own, other = getattr(encoder, f"{key}_id"), getattr(exported, f"{key}_token_id")
         if own != other:
             raise DataError(
-                f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]}, but {other} in transformers. "
-                f"{AGREE}",
+                f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]}, but {other} in the "
+                f"transformers library. {AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
@@ -256,11 +262,11 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:
-    """Check that two tokenizers give the same ids for texts, and that text is never encoded to special ids.
+    """Check that two tokenizers encode texts to the same ids, and that no text is encoded to a special id.
 
     Args:
         encoder: the tokenizer of this project.
-        exported: the same tokenizer loaded with transformers.
+        exported: the same tokenizer, loaded with the transformers library.
         texts: texts to encode, in addition to the special and user-defined pieces.
 
     Raises:
@@ -282,10 +288,11 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
     theirs = exported(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     for text, own, other in zip(texts, ids, theirs, strict=True):
         if own != other:
-            at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
+            shorter = min(len(own), len(other))
+            at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), shorter)
             raise DataError(
-                f"{encoder.folder}: {encoder.files[0]} and transformers give different ids for {text[:80]!r}, starting "
-                f"at token {at}: {own[:20]} and {other[:20]}. {AGREE}",
+                f"{encoder.folder}: {encoder.files[0]} and the transformers library encode {text[:80]!r} to different "
+                f"ids. The ids {own[:20]} and {other[:20]} differ at index {at}. {AGREE}",
                 code="tokenizer_ids_differ",
                 key=str(encoder.folder),
             )
@@ -294,8 +301,8 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
 def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> None:
     """Check that prepared data can be used with a model's tokenizer.
 
-    If the tokenizer files differ, a piece of the data is decoded with both tokenizers, and the texts are compared.
-    If there is no tokenizer in `folder`, a warning is logged.
+    If the tokenizer files differ, the first COMPARED_TOKENS tokens of the data are decoded with both tokenizers, and
+    the texts are compared. If there is no tokenizer in `folder`, a warning is logged.
 
     Args:
         data: folder with prepared data.
@@ -303,7 +310,7 @@ def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> Non
         key: configuration key or option to report in the error.
 
     Raises:
-        DataError: if the ids differ, or the data or a tokenizer cannot be read.
+        DataError: if the texts differ, or the data or a tokenizer cannot be read.
     """
     manifest = read_manifest(data)
     files = [file for name in TOKENIZER_FILES[:2] if (file := Path(folder) / name).is_file()]
@@ -320,8 +327,8 @@ def check_model_tokenizer(data: str | Path, folder: str | Path, key: str) -> Non
     ids = tokens[~np.isin(tokens, (own.bos_id, own.eos_id))].tolist()
     if max(ids, default=0) >= other.vocab_size or own.decode(ids).strip() != other.decode(ids).strip():
         raise DataError(
-            f"{data} was not prepared with the model's tokenizer: the same token ids have another meaning in {folder}. "
-            f"Prepare the data with --tokenizer {folder}",
+            f"{data} was not prepared with the model's tokenizer: the tokenizer in {folder} does not decode the token "
+            f"ids to the same text. Prepare the data with --tokenizer {folder}",
             code="another_tokenizer",
             key=key,
         )
@@ -333,7 +340,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def chat_template_problem(folder: Path) -> str:
-    """Return a warning if the chat template in `folder` does not work, or "" otherwise."""
+    """Return a warning if the tokenizer in `folder` encodes the special tokens of its chat template as text, or ""."""
     if not (has_chat_template(folder) and _tokenizer_config(folder).get("split_special_tokens")):
         return ""
     return (

@@ -35,7 +35,7 @@ COPY_ADVICE = "prepare or copy the data again"
 
 
 class DataError(UserError, ValueError):
-    """Error raised for invalid inputs or prepared data."""
+    """Error raised if inputs, a tokenizer or prepared data are missing, invalid or incompatible."""
 
     code = "data"
 
@@ -72,13 +72,14 @@ class Manifest:
     Attributes:
         tokenizer_sha256: hash of `tokenizer_files[0]`, the file that defines the ids (tokenizer.model or
             tokenizer.json).
-        documents: document counts: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}, and possibly
-            more. "damaged_files" maps each path to the number of lost rows, or to 0 if the number is unknown.
+        documents: document counts: {"in", "out", "dropped": {reason: count}, "removed": {step: count}}. If files are
+            damaged, "damaged_files" maps each path to the number of lost rows, or to 0 if the number is unknown.
+            import_megatron.py adds counts of BOS and EOS tokens.
         text_key: key of the text in the inputs; null if token ids were imported.
         text_bytes: UTF-8 size of the kept documents; null if token ids were imported.
         unigram_loss: cross entropy of the eval tokens under the add-one-smoothed unigram distribution of the train
             tokens, in nats per token; null if a split is empty.
-        steps: options of the optional preparation steps, and other options.
+        steps: options of the preparation, and reports on the tokenizer and the evaluation texts.
     """
 
     __pydantic_config__ = STRICT
@@ -153,10 +154,10 @@ def read_manifest(folder: str | Path, what: str = "data folder") -> Manifest:
         raise DataError(
             f"{what} {folder} "
             + (
-                "has no manifest.json: its data is not prepared, or the preparation is unfinished. Run "
-                f"`python train/prepare_data.py --input {folder} --tokenizer DIR --output NEW` and pass its --output"
+                "has no manifest.json, so the data is not prepared, or the preparation is unfinished. Run "
+                f"`python train/prepare_data.py --input {folder} --tokenizer DIR --output NEW`, and pass the folder NEW"
                 if folder.is_dir()
-                else "does not exist. Pass the --output of a completed train/prepare_data.py run"
+                else "does not exist. Pass the output folder of a completed run of train/prepare_data.py"
             ),
             code="no_manifest" if folder.is_dir() else "folder_missing",
             key=str(folder),
@@ -175,8 +176,8 @@ def read_manifest(folder: str | Path, what: str = "data folder") -> Manifest:
 def is_foreign_manifest(path: Path) -> bool:
     """Return whether the manifest.json file at `path` must not be overwritten.
 
-    This is the case if the file was written by a newer version of this code or does not describe prepared data. For
-    example, checkpoints also contain a manifest.json.
+    A file must not be overwritten if a newer version of this code wrote it, or if it does not describe prepared data.
+    For example, checkpoints also contain a manifest.json.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -268,7 +269,7 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     for name, sha256 in ((path, shard.sha256), (index_path, shard.index_sha256)):
         if sha256_file(name) != sha256:
             raise DataError(
-                f"{name} was changed: its sha256 does not match the manifest; {COPY_ADVICE}",
+                f"{name} was changed or damaged: its sha256 does not match the manifest; {COPY_ADVICE}",
                 code="wrong_sha256",
                 key=str(name),
             )
@@ -287,10 +288,10 @@ def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | N
 
     Args:
         train_counts: how often each token id occurs in the training data, [vocab_size].
-        eval_counts: how often each token id occurs in the data to predict, [vocab_size].
+        eval_counts: how often each token id occurs in the evaluation data, [vocab_size].
 
     Returns:
-        The cross entropy, or None if there are no training tokens or no tokens to predict.
+        The cross entropy on the evaluation data, or None if there are no training or no evaluation tokens.
     """
     if not train_counts.sum() or not eval_counts.sum():
         return None

@@ -85,9 +85,9 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
             problems.append(f"{what}: no source has a weight above 0; set at least one weight above 0")
         is_last, end = index == len(phases) - 1, phase.until_tokens
         if is_last != (end is None) or (end is not None and end <= begin):
+            rule = f"must be set to more than {begin}, the number of tokens before this phase; it is {end}"
             problems.append(
-                f"{what}: until_tokens is {end}, but must be greater than {begin}, the token count at which the phase "
-                "begins. Every phase except the last must set until_tokens; the last phase must omit it"
+                f"{what}: until_tokens {'must not be set in the last phase' if is_last else rule}"
             )
         begin = end or begin
     problems += [
@@ -107,12 +107,12 @@ def _phases(weights: Weights) -> list[MixturePhase]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The samples drawn from the sources of a mixture before a position in the order.
+    """How many samples were drawn from the sources of a mixture before a position in the sample order.
 
     Attributes:
         position: number of samples drawn from all sources, including samples that rollbacks skip.
         samples: number of samples drawn from each source.
-        deficits: number of samples that each source is behind its weight (negative: ahead).
+        deficits: number of samples by which each source is behind its share (negative: ahead).
     """
 
     position: int
@@ -123,8 +123,8 @@ class Drawn:
 class Mixture:
     """The order in which samples are drawn from several sources.
 
-    Each sample comes from the source that is furthest behind its weight. The deficit of a source is the sum of its
-    weights over all samples of the mixture, minus the number of samples drawn from it.
+    Each sample comes from the source with the largest deficit. The deficit of a source is the sum of its weights over
+    all samples of the mixture so far, minus the number of samples drawn from the source.
 
     Args:
         weights: weights that passed `weight_problems`, or the number of windows in each source.
@@ -132,7 +132,7 @@ class Mixture:
         seq_length: tokens per sample.
 
     Attributes:
-        starts: first sample of each phase.
+        starts: position of the first sample in each phase.
         weights: weights in each phase, normalized to a sum of 1, in the order of `names`.
 
     Raises:
@@ -146,7 +146,7 @@ class Mixture:
             if start == stop:
                 raise DataError(
                     f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens "
-                    f"begins before until_tokens {phases[index].until_tokens}; raise until_tokens or remove the phase",
+                    f"begins in this phase; raise until_tokens {phases[index].until_tokens}, or remove the phase",
                     code="stage_without_sample",
                     key=f"data.weights[{index}]",
                 )
@@ -161,11 +161,11 @@ class Mixture:
         """Draw the next samples.
 
         Args:
-            drawn: the samples drawn so far.
+            drawn: the numbers of samples drawn so far.
             count: number of samples to draw.
 
         Returns:
-            The index of the source of each sample, int64 [count], and the samples drawn after them.
+            The index of the source of each sample, int64 [count], and the updated `drawn`.
         """
         order, deficits, end = np.empty(count, dtype=np.int64), list(drawn.deficits), drawn.position + count
         for number in range(count):

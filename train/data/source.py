@@ -57,7 +57,7 @@ class TokenSource:
             remedy = "a larger --eval_fraction" if split == "eval" else "more text"
             raise DataError(
                 f"{self.folder}: the {split} split has {self.num_tokens} tokens, but one sample needs "
-                f"{seq_length + 1}. Prepare the data with {remedy}, or lower the sequence length",
+                f"{seq_length + 1}. Prepare the data with {remedy}, or lower max_seq_length",
                 code="too_few_tokens",
                 key=str(self.folder),
             )
@@ -67,10 +67,10 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Read up to `count` tokens from a shard, starting at token `offset`. Return fewer at the shard's end.
+        """Read `count` tokens from a shard, starting at token `offset`, or fewer if the shard ends before.
 
         Raises:
-            DataError: if the file was truncated while it was open, or a token id is not in the vocabulary.
+            DataError: if the file was truncated after it was opened, or a token id is not in the vocabulary.
         """
         size = self._dtype.itemsize
         expected = min(count, self.shards[index].tokens - offset) * size
@@ -78,7 +78,8 @@ class TokenSource:
         data = os.pread(file.fileno(), expected, offset * size)
         if len(data) != expected:
             raise DataError(
-                f"{file.name} ends before token {offset + count}: it was truncated while it was open; {COPY_ADVICE}",
+                f"{file.name} ends before token {offset + count}, because the file was truncated during the run; "
+                f"{COPY_ADVICE}",
                 code="wrong_size",
                 key=str(file.name),
             )
@@ -137,7 +138,7 @@ class TokenSource:
     def document_ends(self, window: int) -> np.ndarray:
         """Return the positions in a window at which documents end.
 
-        The cost is two binary searches in a memory-mapped index.
+        The function takes two binary searches in the memory-mapped index of each shard in the window.
 
         Returns:
             The position after each document end, from 1 to `seq_length`, increasing, int64.
@@ -203,11 +204,11 @@ def open_held_out(
             "eval_loss/NAME".
 
     Returns:
-        {name of the loss: sources}.
+        {name of the loss: sources on which the loss is computed}.
 
     Raises:
         DataError: if a folder cannot be opened, or an evaluation set was prepared with a different tokenizer than the
-            training data or with a larger eval fraction.
+            training data, or with a larger eval fraction than the training data.
     """
     groups = {"eval_loss": folders} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
     opened = {loss: open_sources(group, "eval", seq_length) for loss, group in groups.items()}

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
         )
 
     def labelled(self) -> torch.Tensor:
-        """Return the fraction of tokens that have a label, as a float32 scalar tensor. Does not synchronize the GPU."""
+        """Return the fraction of tokens that have a label, as a float32 scalar, without synchronizing the GPU."""
         return (self.labels != NO_LABEL).float().mean()
 
 
@@ -93,7 +93,7 @@ class SampleStream:
             the next token belongs to an unrelated document. The number of labels then differs between batches, so
             train/engine/step.py weights the loss with this number.
         max_samples: maximum number of samples in the eval split, or None. The windows are evenly spaced. The number of
-            windows from each source is in proportion to its size, but at least one.
+            windows from a source is in proportion to the size of the source, but at least one.
 
     Attributes:
         vocab_size: vocabulary size of the tokenizer.
@@ -136,8 +136,8 @@ class SampleStream:
 
         Args:
             position: number of samples drawn from all sources, including skipped samples.
-            drawn: the samples drawn from each source, from `drawn_at`. Sources that are not in `drawn` start
-                with their first sample.
+            drawn: the samples drawn from each source, as returned by `drawn_at`. A source that is not in `drawn`
+                starts with its first sample.
         """
         found = [drawn.get(source.name, {}) for source in self.sources]
         samples = tuple(each.get("samples", 0) for each in found)
@@ -177,7 +177,10 @@ class SampleStream:
         return list(zip(order.tolist(), windows.tolist(), strict=True))
 
     def sample_ids(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Return the pairs (source index, window) for samples start..start+count-1. Sources are sorted by name."""
+        """Return a pair (source index, window index) for each of the samples start..start+count-1.
+
+        Sources are sorted by name.
+        """
         if self.split == "eval":
             return self._eval_ids[start : start + count]
         ids: list[tuple[int, int]] = []
@@ -201,8 +204,8 @@ class SampleStream:
         """
         if self.split == "eval" and start + count > self.num_samples:
             raise DataError(
-                f"samples {start} to {start + count} were requested, but the eval split has only {self.num_samples}; "
-                "request fewer samples",
+                f"samples {start} to {start + count - 1} were requested, but the eval split has only "
+                f"{self.num_samples} samples; request fewer samples",
                 code="samples_beyond_end",
             )
         samples = self.sample_ids(start, count)
@@ -240,7 +243,7 @@ class SampleStream:
     def fingerprint(self) -> dict[str, Any]:
         """Return all values that determine the order of samples, as JSON values.
 
-        A resumed run compares the fingerprint with the one in its checkpoint.
+        A resumed run compares this fingerprint with the fingerprint in the checkpoint.
         """
         sources: dict[str, dict[str, Any]] = {
             source.name: {
@@ -309,7 +312,8 @@ def open_stream(
 def compute_unigram_loss(train: SampleStream, held_out: SampleStream) -> float:
     """Compute the loss of a unigram model on the evaluation samples, in nats per token.
 
-    Each source has its own unigram model, which predicts the evaluation samples from that source.
+    A unigram model predicts each token by its frequency. Each source has its own unigram model, which predicts the
+    evaluation samples of this source.
 
     Args:
         train: the training stream whose token frequencies define the unigram models.
@@ -354,11 +358,11 @@ def held_out_batches(
 
 
 class MicroBatches:
-    """Loads the micro-batches of one rank. A thread prefetches the next micro-batch.
+    """Loader for the micro-batches of one rank. A thread prefetches the next micro-batch.
 
     Each micro-step consumes the next batch_size * world_size samples of the stream. Rank r reads block r of batch_size
-    samples. With the same global batch size, each optimizer step therefore has the same samples for any number of
-    ranks.
+    samples. An optimizer step therefore trains on the same samples for any number of ranks, if the global batch size is
+    the same.
     """
 
     def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:

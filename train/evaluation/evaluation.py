@@ -59,7 +59,7 @@ def score(
         precision: The precision of the model.
         batches: The batches to predict.
         sources: The data sources. Batches refer to sources by index.
-        scored: Function called after each batch with the number of predicted tokens.
+        scored: Function that is called after each batch with the number of predicted tokens in the batch.
 
     Returns:
         The sums for each source, float64 [number of sources, 5], with the columns LOSS, TEXT_LOSS, TOKENS, BYTES and
@@ -77,7 +77,8 @@ def score(
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
                 raise EvaluationError(
                     f"{_names(sources, places)}: the token id {largest} is outside the model's vocabulary of "
-                    f"{vocabulary} ids; the data is damaged, or was prepared for a different model",
+                    f"{vocabulary} ids. Pass data that was prepared with the model's tokenizer. If the data may be "
+                    "damaged, copy it again",
                     code="unknown_token",
                     key=_names(sources, places),
                 )
@@ -114,7 +115,7 @@ def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
 
 
 def _row_sums(losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source) -> np.ndarray:
-    """Return the columns of `score` for one row of a batch, float64 [5], with 0 documents.
+    """Return the sums of `score` for one row of a batch, float64 [5]. The number of documents is 0.
 
     Args:
         losses: Loss of each predicted token in nats, [n].
@@ -133,7 +134,7 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     A result has the keys loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes. Bytes
     are counted in the input text if it is known, or else in the tokens. If there are no bytes, `bytes` and
     `bits_per_byte` are None. If --max_samples selects samples of prepared data, `documents` is None. Bits per byte
-    exclude BOS and EOS. Sources without predicted tokens are omitted, for example with a small --max_samples.
+    exclude BOS and EOS. Sources without predicted tokens, which a small --max_samples can cause, are omitted.
 
     Raises:
         EvaluationError: If no source has predicted tokens.
@@ -147,7 +148,7 @@ def compute_results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict
     if not by_source:
         names = ", ".join(source.name for source in sources)
         raise EvaluationError(
-            f"DATA {names} contains no tokens to predict; pass more data or a larger --max_samples",
+            f"DATA {names}: there are no tokens to predict; pass more data or a larger --max_samples",
             code="nothing_to_predict",
             key=names,
         )
@@ -206,8 +207,8 @@ def plan_evaluation(args: argparse.Namespace) -> Plan:
     multiple = fp8_multiple(plan.precision.recipe)
     if plan.precision.compute == "fp8" and args.by == "packed" and rows % multiple:
         raise ValueError(
-            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}, but FP8 needs a "
-            f"multiple of {multiple}; change --batch_size or --max_seq_length"
+            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows} tokens, but FP8 needs "
+            f"a multiple of {multiple} tokens; change --batch_size or --max_seq_length"
         )
     return plan
 
@@ -245,7 +246,7 @@ def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
 
 
 def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
-    """Run the evaluation and return the report, which is complete only on rank 0.
+    """Run the evaluation and return the report. Rank 0 also prints the results.
 
     Collective: all ranks must call this function.
 

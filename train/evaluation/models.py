@@ -88,7 +88,7 @@ class Plan:
         fp8 = self.precision.compute == "fp8"
         how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
         if self.fallbacks:
-            how += f", {len(self.fallbacks)} modules with a fallback recipe (precision.on_trouble)"
+            how += f", {len(self.fallbacks)} modules with a fallback to a safer recipe or bf16 (precision.on_trouble)"
         trained = (
             "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
         )
@@ -122,7 +122,7 @@ class Plan:
                 exported model.
 
         Raises:
-            DataError: If there is no tokenizer, or it is not the one used in training.
+            DataError: If there is no tokenizer, or the tokenizer found was not used in training.
         """
         if given is not None:
             return given
@@ -172,9 +172,9 @@ def plan_model(path: Path, compute: Any) -> Plan:
     """Choose the precision and the model variant for evaluating a checkpoint or Hugging Face folder.
 
     By default, a checkpoint is evaluated in its training precision, and a Hugging Face folder in the dtype of its
-    weights with the transformers model. A model that was not trained in FP8 is evaluated in FP8 with current scaling,
-    which needs no amax history. If its variant does not use Transformer Engine, the variant te_layer (Transformer
-    Engine's fused transformer layer) is used instead.
+    weights with the transformers model. If FP8 is requested for a model that was not trained in FP8, the recipe is
+    current scaling, which needs no amax history. If the variant of this model does not use Transformer Engine, te_layer
+    (Transformer Engine's fused transformer layer) is used instead.
 
     Args:
         path: The checkpoint or Hugging Face folder.

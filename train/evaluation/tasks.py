@@ -31,10 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class Model(HFLM):
-    """Model of transformers that does not start texts with two BOS tokens in perplexity tasks."""
+    """Model of the transformers library for the harness, with one BOS token instead of two in perplexity tasks."""
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log likelihood of each text, before which the harness itself adds BOS."""
+        """Return the log-likelihood of each text, with one BOS token at its beginning.
+
+        The harness adds this BOS token, so the tokenizer must not add another one.
+        """
         with mock.patch.object(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
@@ -60,8 +63,8 @@ def run_tasks(args: argparse.Namespace) -> dict[str, Any]:
     manager = TaskManager(include_path=args.task_path and str(args.task_path))
     if unknown := sorted(set(args.tasks) - set(manager.all_tasks)):
         raise EvaluationError(
-            f"--tasks {','.join(unknown)}: unknown task. `lm_eval ls tasks` lists the tasks of the harness; pass "
-            "--task_path FOLDER for your own",
+            f"--tasks {','.join(unknown)}: unknown task. To list the tasks of the harness, run `lm_eval ls tasks`. To "
+            "use your own tasks, pass --task_path FOLDER",
             code="unknown_task",
             key=unknown[0],
         )
@@ -83,7 +86,11 @@ def run_tasks(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def exported(checkpoint: Path, run: RunFolder) -> Iterator[Path]:
-    """Provide the export of a checkpoint during a `with` block: hf/ of the run, or else a temporary folder."""
+    """Yield the folder of the exported model for a checkpoint.
+
+    This is hf/ of the run if it contains the export of this checkpoint. Otherwise, the checkpoint is exported to a
+    temporary folder, which is deleted after the `with` block.
+    """
     if run.exported()[1] == identity(checkpoint):
         yield run.hf
         return
@@ -94,12 +101,12 @@ def exported(checkpoint: Path, run: RunFolder) -> Iterator[Path]:
 
 
 def add_to_metrics(run: RunFolder, checkpoint: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Add a line with the step of the checkpoint and the results to metrics.jsonl and the trackers.
+    """Add a line with the step of the checkpoint and the task results to metrics.jsonl and the trackers.
 
-    The keys are tasks/TASK/METRIC.
+    The results have keys of the form tasks/TASK/METRIC.
 
     Args:
-        results: For each task, the values by "METRIC,FILTER", and other facts.
+        results: For each task, a dictionary with the results under "METRIC,FILTER". Its other keys are ignored.
     """
     state = read_state(checkpoint)
     values = {

@@ -82,7 +82,7 @@ class Packed:
         folders: {name: folder with prepared data}.
         length: Number of tokens per sample.
         size: Number of samples per batch.
-        samples: Maximum total number of samples, evenly spread over the sources, or None for all samples.
+        samples: Maximum total number of samples, divided between the sources by size, or None for all samples.
         document_mask: Restrict attention to tokens of the same document, as in training.
 
     Raises:
@@ -138,8 +138,8 @@ class Documents:
         one_per_row: Whether each row has tokens from only one document. Otherwise, the documents of a source are packed
             into rows of `length` tokens.
         samples: Maximum number of documents per source, or None for all documents.
-        document_mask: Restrict attention to documents, and remove the label of the last token of each document, as in
-            training.
+        document_mask: Restrict attention to tokens of the same document, and remove the label of the last token of each
+            document, as in training.
         multiple: Rows are padded to a multiple of this number of tokens.
         sources: The data sources added so far.
         documents: For each source, the tokens of each document, with BOS and EOS.
@@ -196,15 +196,14 @@ class Documents:
             encoded = encoder.encode_batch(some)
             documents += [np.array([encoder.bos_id, *ids, encoder.eos_id], np.int32) for ids in encoded]
         for item in dropped[:MAX_EXAMPLES]:
-            logger.warning(f"dropped an unreadable document: {item}")
+            logger.warning(f"unreadable text was dropped: {item}")
         count = sum(item.count for item in dropped)
         if count > max_dropped or not documents:
-            remedy = (
-                "Repair the documents, pass the key that contains the text as --text_key, or pass --max_dropped "
-                f"{count}"
-            )
+            # --max_dropped does not help if no document is left
+            remedy = f", or pass --max_dropped {count}" * bool(documents)
             raise EvaluationError(
-                f"DATA {name}: {count:,} of {count + len(documents):,} documents cannot be read. {remedy}",
+                f"DATA {name}: {len(documents):,} documents can be read, but {count:,} cannot. Repair the documents, "
+                f"or pass the key that contains the text as --text_key{remedy}",
                 code="unreadable_documents" if documents else "no_text",
                 key=name,
             )
@@ -215,7 +214,7 @@ class Documents:
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:
-        """Add a source with up to `samples` of its documents, evenly spaced.
+        """Add a source with all its documents, or with `samples` evenly spaced documents if it has more.
 
         Raises:
             DataError: If the source has no documents.

@@ -67,11 +67,14 @@ class Memory:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """Format the memory for each purpose as text. Negligible amounts are omitted."""
+        """Format the memory for each purpose as text, in GiB. Amounts below 0.05 GiB are omitted."""
         return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
 
     def needed_gib(self, ranks: int) -> float:
-        """Return the GPU memory that the run needs, including memory that is not used by tensors, in GiB."""
+        """Return the GPU memory that each rank needs, in GiB.
+
+        In addition to tensors, this includes fragmentation, the CUDA context and, with several ranks, NCCL.
+        """
         return self.peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + (NCCL_GIB if ranks > 1 else 0)
 
 
@@ -109,7 +112,7 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
 
 
 def head_bytes(s: Setting) -> float:
-    """Return the size of the tensors of lm_head and loss at the start of the backward pass, in bytes per token.
+    """Return the size of the tensors of lm_head and the loss at the start of the backward pass, in bytes per token.
 
     The logits take most of this memory.
     """
@@ -142,7 +145,10 @@ def _buckets(s: Setting) -> float:
 
 
 def _muon_elements(s: Setting) -> list[int]:
-    """Return the number of elements in each kind of parameter that Muon updates, or [] without Muon."""
+    """Return the number of elements in a layer's weight matrices that Muon updates, or [] without Muon.
+
+    Matrices of the same shape are listed once.
+    """
     if s.args.optim != "muon":
         return []
     H, I, q, kv, _ = layer_widths(s.sizes)  # noqa: E741
@@ -178,7 +184,7 @@ def predict_memory(s: Setting) -> Memory:
     """Predict the peak GPU memory of a run, in the phase of precision.schedule that needs the most memory.
 
     Raises:
-        PlanError: Memory cannot be predicted for this model variant or precision.
+        PlanError: Memory cannot be predicted for the model variant or the precision of the run.
     """
     if not s.is_planned:
         raise PlanError(
@@ -291,7 +297,11 @@ def least_memory_gib(s: Setting) -> float:
 
 
 def _state_gib(s: Setting, zero_stage: int, float32_gradients: bool) -> dict[str, float]:
-    """Return `state_parts_gib` of a setting."""
+    """Return the memory per rank for "weights", "gradients" and "optimizer" in GiB (see `state_parts_gib`).
+
+    Args:
+        zero_stage, float32_gradients: used instead of the values in `s`.
+    """
     return state_parts_gib(
         s.sizes,
         zero_stage,
@@ -307,7 +317,8 @@ def _state_gib(s: Setting, zero_stage: int, float32_gradients: bool) -> dict[str
 def offload_host_gib(s: Setting, node_ranks: int) -> float:
     """Return the host memory that the ranks of a node need with optimizer offload, in GiB.
 
-    torch rounds the size of a pinned tensor up to a power of two. A background save copies the checkpoint.
+    torch rounds the size of each pinned tensor up to a power of two. With save_async, a copy of the checkpoint is
+    included.
     """
     part = s.parameters / s.ranks
     pinned = [part * size for size in PINNED_BYTES[s.zero_stage]]

@@ -88,12 +88,12 @@ class Planned:
 
     @property
     def needed_gib(self) -> float:
-        """Return the GPU memory that the run needs, in GiB."""
+        """Return the GPU memory that each rank needs, in GiB."""
         return self.memory.needed_gib(self.setting.ranks)
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits into GPU memory."""
+        """Return whether the run fits into the memory of the GPU model."""
         return self.needed_gib <= self.gpu.memory_gib
 
     def days(self, tokens: int) -> float:
@@ -129,7 +129,7 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, bool, tuple[int, ...]]
 
     Returns:
         Tuples of precision.optimizer_states, the data type of the moments, whether the states are offloaded, and the
-        ZeRO stages to consider. Muon supports ZeRO 1 and 2, packed states need ZeRO 1, and offloading ZeRO 2 or 3.
+        ZeRO stages to consider. Muon supports ZeRO 1 and 2. Packed states need ZeRO 1. Offloading needs ZeRO 2 or 3.
     """
     if s.args.optim == "muon":
         return [("fp32", "fp32", False, (1, 2))]
@@ -145,12 +145,12 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, bool, tuple[int, ...]]
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
     """Return the fastest setting that fits into GPU memory, or None if no setting fits.
 
-    The candidates are the configured setting, and ZeRO 1 to 3 with each supported value of gradient_checkpointing. The
-    number of tokens per step is the nearest to `batch_tokens` with whole samples for each rank, and only micro-batch
-    sizes that divide a rank's samples per step are candidates. Optimizer states are float32 unless no float32 setting
-    fits or packed states are CLEARLY_FASTER. They are offloaded only if no other setting fits. Among settings that are
-    NEARLY_AS_FAST, the configured setting is preferred, then the lowest ZeRO stage, then the least recomputation, and
-    then the least memory.
+    The candidates are the configured setting, and ZeRO 1 to 3 with each supported value of gradient_checkpointing. Each
+    step has about `batch_tokens` tokens, rounded to whole samples for each rank, and the micro-batch size divides the
+    number of samples that a rank processes per step. Optimizer states are float32 unless no float32 setting fits or
+    packed states are faster by the fraction CLEARLY_FASTER. They are offloaded only if no other setting fits. If the
+    speeds of settings differ by at most the fraction NEARLY_AS_FAST, the configured setting is preferred, then the
+    lowest ZeRO stage, then the least recomputation, and then the least memory.
 
     Args:
         s: The configured setting.
@@ -237,7 +237,7 @@ class Plan:
     checkpoint_bytes: int
 
     def flags(self, s: Setting) -> str:
-        """Return the options that change the configuration to the setting `s`."""
+        """Return the command-line options that change the user's configuration to the setting `s`."""
         given, c = self.given, self.configured.setting
         counts = given.gradient_accumulation_steps
         values = {  # as configured, and in `s`
@@ -347,9 +347,10 @@ def lines(p: Plan) -> list[str]:
             else [f"recommended: {p.recommended.setting.describe()}", *_details(p, p.recommended)]
         ),
         "",
-        "Recommended settings by number of GPUs, with the options to pass in addition to yours. If a number is not "
-        "listed, the",
-        "model does not fit on that many GPUs. Each GPU needs a sample, so on many GPUs a step can have more tokens.",
+        "Recommended settings by number of GPUs, with the options to add to your command. Numbers of GPUs on which the "
+        "model",
+        "does not fit are not listed. Each GPU needs at least one sample per step, so with many GPUs, a step can have "
+        "more tokens.",
         "",
     ]
     rows = [_row(p, found) for found in p.by_gpus.values() if found]
@@ -393,13 +394,13 @@ def _row(whole: Plan, p: Planned) -> dict[str, str]:
 
 
 def describe_prediction(s: Setting, device_name: str) -> tuple[str, dict[str, Any]]:
-    """Predict GPU memory and speed of a run, which logs them at startup.
+    """Predict GPU memory and speed of a run, for the startup log and run.json.
 
     Args:
         device_name: Name of the GPU as returned by torch.cuda.get_device_name().
 
     Returns:
-        The log line and the JSON object for run.json. They contain the speed only if the GPU is in `GPUS`.
+        The log line and the JSON object for run.json. Both contain the speed only if `GPUS` contains the GPU.
     """
     memory, name = predict_memory(s), hopper_sxm(device_name)
     line = f"plan: {memory.measured_as_gib:,.2f} GiB per GPU at the peak ({memory.describe()})"

@@ -45,7 +45,7 @@ def layer_widths(sizes: Any) -> tuple[int, int, int, int, int]:
 
 
 class PlanError(UserError):
-    """An error raised if memory and speed cannot be predicted for the requested run."""
+    """An error raised if no plan can be made for the requested run, for example because the model does not fit."""
 
     code = "plan"
 
@@ -137,7 +137,10 @@ class Setting:
 
     @property
     def phases(self) -> list[tuple[float, Setting]]:
-        """Return a pair for each phase of precision.schedule: its fraction of the steps, and its setting."""
+        """Return a pair for each phase of precision.schedule: its fraction of the steps, and its setting.
+
+        Without a schedule, the whole run is one phase.
+        """
         return [(share, replace(self, schedule=(), **own)) for share, own in self.schedule] or [(1.0, self)]
 
     @property
@@ -165,7 +168,7 @@ class Setting:
 
     @property
     def micro_batch_unit(self) -> int:
-        """Return the number of samples that must divide the micro-batch size evenly.
+        """Return the number of samples of which the micro-batch size must be a multiple.
 
         The number of rows in an FP8 GEMM (batch size x sequence length) must be divisible by 16, or by 32 with mxfp8.
         """
@@ -216,7 +219,7 @@ class Setting:
 
     @property
     def fp8_parameters(self) -> int:
-        """Return the number of weights in the matrices of modules that compute their forward GEMM in FP8."""
+        """Return the number of weights that are operands of an FP8 GEMM in the forward pass."""
         head = self.sizes.hidden_size * self.sizes.vocab_size
         return self.layer_matrices * self.fp8_layers + head * self.fp8_head
 
@@ -227,7 +230,7 @@ class Setting:
 
     @property
     def gathered_bytes(self) -> float:
-        """Return the number of bytes per model parameter that ZeRO 3 gathers in a pass."""
+        """Return the number of bytes per model parameter that ZeRO 3 gathers in a forward or backward pass."""
         return 2 - self.fp8_parameters / self.parameters * self.gathers_fp8
 
     def describe(self) -> str:

@@ -87,7 +87,8 @@ class Estimate:
 
     Attributes:
         basis: Description of the measurements and data sheets behind the prediction.
-        within: Relative uncertainty of the prediction.
+        step_s: Time of a training step in seconds.
+        within: Relative uncertainty of the prediction, such as 0.06 for 6 %.
     """
 
     step_s: float
@@ -113,7 +114,7 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
         ("the network between nodes was not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
         ("ZeRO 3 was measured on at most 4 GPUs", 0.1, s.zero_stage == 3 and s.ranks > 4),
         ("optimizer offload was measured with one model", 0.2, s.offloads),
-        ("Qwen3 ran 17 % faster than predicted", 0.12, s.sizes.model_type == "qwen3"),
+        ("a Qwen3 model ran 17 % faster than predicted on an H200", 0.12, s.sizes.model_type == "qwen3"),
     ]
     found = [(text, share) for text, share, holds in reasons if holds]
     basis, within = "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)

@@ -135,15 +135,15 @@ def check_resume(
 ) -> None:
     """Check that the run may resume from its checkpoint with the resolved arguments.
 
-    Model and data, except the tokenizer, are compared later, when the run loads the checkpoint. Damaged checkpoints are
-    ignored, because the run skips them.
+    The tokenizer is also compared. The model and the data are compared later, when the run loads the checkpoint. A
+    damaged checkpoint is ignored, because the run skips it.
 
     Args:
         source: A source of the training data, or None if the data could not be opened.
 
     Raises:
         CheckpointError, ConfigurationError: See `checkpoint_to_resume` and `allowed_changes`.
-        DataError: The data was prepared with another tokenizer than the run's earlier data.
+        DataError: The data was prepared with a tokenizer that differs from the tokenizer of the checkpoint.
     """
     path = checkpoint_to_resume(args)
     if path is None:
@@ -188,8 +188,9 @@ def check_output(args: TrainingArguments) -> None:
     folder, key = RunFolder(args.output_dir), "output_dir"
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}" contains a checkpoint, an exported model or prepared data. '
-            "Choose another folder. To resume from a checkpoint, pass its path as --resume_from_checkpoint",
+            f'output_dir "{args.output_dir}" is a checkpoint, an exported model or prepared data, not the folder of a '
+            "run. Choose another output_dir. To resume from a checkpoint, pass the checkpoint as "
+            "--resume_from_checkpoint",
             key=key,
         )
     saves = args.save_strategy != "no" and not is_done(args, folder)
@@ -278,8 +279,8 @@ def device_problems(
         (
             "model.attention_backend",
             te and attention != "auto" and (not devices or backend == "reference"),
-            f'model.attention_backend "{attention}" needs Transformer Engine on a GPU. The CPU reference '
-            "implementation of this run only supports torch's attention. Set model.attention_backend to auto",
+            f'model.attention_backend "{attention}" needs Transformer Engine on a GPU, but this run uses the reference '
+            "implementation, which supports only torch's attention. Set model.attention_backend to auto",
         ),
     ]
     return [ConfigurationError(text, key=key) for key, found, text in problems if found]
@@ -303,7 +304,7 @@ EXAMPLE = "For an example, see train_args/accelerate_fp8.yaml, which belongs to 
 def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.environ) -> list[Exception]:
     """Return an error for each setting that differs between accelerate and the training arguments.
 
-    accelerate's settings of an FP8 recipe are not compared.
+    The settings of accelerate for FP8 recipes are not compared.
 
     Args:
         args: The training arguments.
@@ -320,7 +321,7 @@ def contradictions(args: TrainingArguments, environment: Mapping[str, str] = os.
         # accelerate may write the number 1 as 1.0.
         if given.removesuffix(".0") not in ("", "auto", "none", str(value).lower().removesuffix(".0")):
             text = (
-                f"accelerate's ACCELERATE_{name} is {given}, but {key} asks for {value}. Make the two settings equal. "
+                f"accelerate's ACCELERATE_{name} is {given}, but {key} requires {value}. Make the two settings equal. "
                 f"{EXAMPLE}"
             )
             found.append(ConfigurationError(text, key=key))

@@ -77,8 +77,8 @@ def check_gradients(
     Collective: all ranks must call this function.
 
     Raises:
-        PreflightError: The optimizer would receive wrong gradients. In this case, all ranks raise the error. If a rank
-            runs out of GPU memory, only this rank raises it.
+        PreflightError: On all ranks, if the optimizer would receive wrong gradients; on a single rank, if this rank
+            runs out of GPU memory.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
@@ -151,8 +151,9 @@ def compare_gradients(
         max_grad_norm: The gradient norm at which the run clips, or 0 for no clipping.
 
     Returns:
-        One comparison with a plain forward and backward pass. If the run uses fused gradient accumulation or CUDA
-        graphs, there is a second comparison with these. The list is empty on all ranks if the gradients are not finite.
+        One comparison of a forward and backward pass without fused gradient accumulation and CUDA graphs. If the run
+        uses these, there is a second comparison with them. On all ranks, the list is empty if the gradients are not
+        finite.
     """
     plain, allowed = empty_sample(engine), allowed_error(engine, len(batches))
     fp8 = snapshot_fp8_state(engine.module, precision)
@@ -190,7 +191,10 @@ def sample_stride(engine: Any) -> int:
 
 
 def empty_sample(engine: Any) -> Gradients:
-    """Return a tensor of zeros for the sampled gradient elements of each parameter, keyed by parameter name."""
+    """Return a tensor of zeros for each parameter, with one element per sampled gradient element.
+
+    The keys are the parameter names.
+    """
     stride, shapes = (
         sample_stride(engine),
         {zero.parameter_name(engine, p): zero.full_shape(p) for p in trained_parameters(engine)},
@@ -316,11 +320,11 @@ def compare(
     problem = ""
     if not (abs(factor - 1) <= allowed and errors[worst] <= allowed):
         problem = (
-            f"the reduced gradient is {factor:.4g} times as large as that of a plain all-reduce, and the gradient of "
+            f"the reduced gradient is {factor:.4g} times as large as after a plain all-reduce, and the gradient of "
             f"{worst} has a relative error of {errors[worst]:.2g} (allowed: {allowed:.2g})"
         )
     elif reported is not None and not math.isclose(
         norm / clipping, float(reported), rel_tol=max(0.01, allowed)
     ):
-        problem = f"the gradient norm is {norm / clipping:.5g}, but DeepSpeed computes {float(reported):.5g}"
+        problem = f"the gradient norm is {norm / clipping:.5g}, but DeepSpeed reports {float(reported):.5g}"
     return Comparison(problem, errors[worst], allowed)

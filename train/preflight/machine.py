@@ -56,7 +56,10 @@ def cuda_devices() -> list[Device] | None:
 
 
 def free_host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that new processes can use, in bytes. A container's limit (cgroup v2) is considered."""
+    """Return the host memory that new processes can use, in bytes.
+
+    In a container, the result does not exceed the container's memory limit (cgroup v2).
+    """
     free = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):  # no file, or "max": no limit
         limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -67,7 +70,7 @@ def free_host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return the first line of an error message if GPU or host memory ran out, or "" for other errors."""
+    """Return the first line of the error message if `error` means that GPU or host memory ran out, or else ""."""
     text = str(error)  # torch has an exception type for GPU memory, but none for host memory
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
         line = text.splitlines()[0] if text else "no memory left"

@@ -27,6 +27,7 @@ from model.fp8.machine import describe
 from train import rank_env
 from train.config.arguments import TrainingArguments
 from train.config.schema import flatten
+from train.data.format import count
 from train.data.stream import SampleStream
 from train.engine.process_group import all_gather
 from train.files import nearest_existing_path
@@ -72,7 +73,7 @@ def check_configured_alike(args: TrainingArguments, config: MistralConfig) -> No
     that only rank 0 uses, are not compared.
 
     Raises:
-        PreflightError: On all ranks, if the arguments differ.
+        PreflightError: On all ranks, if the arguments or the model configurations differ.
     """
     values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
@@ -81,7 +82,7 @@ def check_configured_alike(args: TrainingArguments, config: MistralConfig) -> No
     every = all_gather((socket.gethostname(), mine))
     names = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
     if found := unequal([facts for _, facts in every], names):
-        title = "the ranks were started with different configurations; use the same command and file for all:"
+        title = "the ranks have different configurations; use the same command and configuration file for all ranks:"
         raise PreflightError([ValueError("\n  ".join([title, *found]))])
 
 
@@ -118,8 +119,8 @@ def this_rank(train: SampleStream, sees_file: bool) -> Rank:
     on_gpu = torch.cuda.is_available()
     equal = {name: str(version) for name, version in versions.items()} | {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
-        "the sources in model/ and train/": sources_sha256("model", "train")[:12],
-        "data.sources": hashlib.sha256(data.encode()).hexdigest()[:12],
+        "the hash of model/ and train/": sources_sha256("model", "train")[:12],
+        "the hash of data.sources": hashlib.sha256(data.encode()).hexdigest()[:12],
         "output_dir": "shared" if sees_file else "not shared (a file that rank 0 wrote there is not visible)",
     }
     return Rank(
@@ -178,9 +179,9 @@ def compare_ranks(ranks: list[Rank]) -> tuple[list[str], list[str]]:
     )
     usual = statistics.median([rank.gemm_tflops for rank in ranks if rank.gemm_tflops] or [0])
     warnings += [
-        f"{name}: the GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, but the median is {usual:,.0f}. All "
-        "ranks wait for this GPU. Check the clocks, temperature and other processes of this GPU with nvidia-smi "
-        "-q -d PERFORMANCE, or exclude the node"
+        f"{name}: the GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, but the median over all ranks is "
+        f"{usual:,.0f} TFLOP/s. All ranks wait for this GPU. Check with nvidia-smi whether its clocks are reduced "
+        "(-q -d PERFORMANCE) or other processes use it, or exclude the node"
         for name, rank in zip(names, ranks, strict=True)
         if rank.gemm_tflops and rank.gemm_tflops * SLOW < usual
     ]
@@ -201,7 +202,8 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> 
         for rank, fact in zip(where, facts, strict=True):
             ranks_by_value.setdefault(fact.get(name, "none"), []).append(rank)
         most = max(ranks_by_value, key=lambda value: len(ranks_by_value[value]))
-        usual = f"but {len(ranks_by_value.pop(most))} other ranks have {most}" + f"; {advice}" * bool(advice)
+        usual = f"but it is {most} on {count(len(ranks_by_value.pop(most)), 'other rank')}"
+        usual += f"; {advice}" * bool(advice)
         found += [f"{', '.join(odd)}: {name} is {value}, {usual}" for value, odd in ranks_by_value.items()]
     return found
 

@@ -72,7 +72,8 @@ def check_host_memory(s: Setting, local_ranks: int) -> None:
         raise ConfigurationError(
             f"zero_optimization.offload_optimizer: {s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} need "
             f"{needed:,.1f} GiB of host memory for the {local_ranks} of {s.ranks} ranks on this node, but only "
-            f"{free:,.1f} GiB are free. Set save_async or pin_memory to false, use more nodes, or remove this key",
+            f"{free:,.1f} GiB are free. Set save_async or pin_memory to false, use more nodes, or remove "
+            "offload_optimizer",
             code="host_memory",
             key="deepspeed",
         )
@@ -86,7 +87,7 @@ def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
 
 
 def memory_advice(args: TrainingArguments) -> str:
-    """Return a sentence that recommends settings which need less GPU memory."""
+    """Return advice on settings that need less GPU memory, as text for an error message."""
     recompute = "" if args.gradient_checkpointing is True else "gradient_checkpointing true, "
     return (
         f"To reduce memory, use a smaller per_device_train_batch_size, {recompute}precision.optimizer_states int8 "
@@ -102,8 +103,8 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     checkpoint than the run keeps.
 
     Returns:
-        The size of a checkpoint in bytes, the size of everything that the run adds to its folder in bytes, and a
-        description of both.
+        The size of a checkpoint in bytes; the size of all checkpoints and the exported model that the run adds to its
+        folder, in bytes; and a description of both sizes.
     """
     compute, is_new = args.precision.compute, args.resume_from_checkpoint == "never"
     # "never" moves existing checkpoints aside and keeps them.
@@ -143,14 +144,14 @@ def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     facts = f"output_dir {args.output_dir}: {format_size(free)} are free; {text}"
     if free < checkpoint:
         raise ConfigurationError(
-            f"{facts}: the disk has too little free space for the first checkpoint. Free some space, keep fewer "
+            f"{facts}. The disk has too little free space for the first checkpoint. Free some space, keep fewer "
             "checkpoints (save_total_limit), choose another output_dir, or set save_strategy to no",
             code="disk",
             key="output_dir",
         )
     warning = (
-        f"warning: {facts}. The disk has too little space for the last checkpoint, because the run needs "
-        f"{format_size(total)} in total. Free some space, or keep fewer checkpoints (save_total_limit)"
+        f"warning: {facts}. The run needs {format_size(total)} in total, so the disk will be full before the run ends. "
+        "Free some space, or keep fewer checkpoints (save_total_limit)"
     )
     return warning if free < total else ""
 
@@ -166,22 +167,27 @@ def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
 
 
 def completion(args: TrainingArguments) -> str:
-    """Return a message if the run is complete, including its export, or ""."""
+    """Return a message if all steps of the run are done and its final model is exported, or ""."""
     folder = RunFolder(args.output_dir)
     if not is_done(args, folder) or folder.exported()[1] != identity(committed(folder.checkpoints)[-1]):
         return ""
     upload = (
-        f". To upload it: hf upload {args.hub_model_id} {folder.hf} --private" if args.push_to_hub else ""
+        f". To upload the model: hf upload {args.hub_model_id} {folder.hf} --private"
+        if args.push_to_hub
+        else ""
     )
     return (
         f"the run in {folder.path} is complete: all {args.max_steps:,} steps are done; the model is in "
-        f"{folder.hf}{upload}. To train it further, pass a larger --max_steps and --allow_changes_on_resume max_steps. "
-        "To train a new model, pass another --output_dir"
+        f"{folder.hf}{upload}. To train the model further, pass a larger --max_steps and "
+        "--allow_changes_on_resume max_steps. To train a new model, pass another --output_dir"
     )
 
 
 def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
-    """Return whether the run already has the checkpoint of its last step, so there are no steps left to train."""
+    """Return whether the run already has the checkpoint of its last step, so no steps are left to train.
+
+    The result is False if resume_from_checkpoint is not "auto".
+    """
     there = committed(folder.checkpoints)
     return (
         args.resume_from_checkpoint == "auto"

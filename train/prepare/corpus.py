@@ -44,7 +44,7 @@ WORK_NAME = "prepare_data.unfinished"  # folder in --output with the unfinished 
 SAVED_DATASET = "state.json"  # file that the save_to_disk method of the datasets package writes
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all except .parquet also as .gz or .zst; "
-    ".json files are skipped in folders and must be passed themselves), "
+    ".json files in folders are skipped, so pass their paths as inputs), "
     f"a folder that save_to_disk of the datasets package wrote for one split, {HUB}NAME[:CONFIG[:SPLIT]], or {STDLIB}"
 )
 # Tests and tools are skipped because they are repetitive and contain deliberately broken files. _sysconfigdata is
@@ -77,7 +77,7 @@ def add_loss_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def separator(text: str) -> str:
-    """Check and return the value of --split_on. Used as an argparse type."""
+    """Check and return the value of --split_on. This function is the argparse type of the option."""
     if not unicode(text) or "\n" in text or "\\n" in text:
         raise argparse.ArgumentTypeError(
             f"{text!r} is empty or contains a line break. Pass a text such as '<|endoftext|>', or {BLANK_LINE} to "
@@ -91,7 +91,7 @@ def eval_fraction(text: str) -> float:
     if 1e-6 <= (value := float(text)) <= 0.5 or value == 1:
         return value
     raise argparse.ArgumentTypeError(
-        f"{text} must be between 1e-06 and 0.5, or 1 to use all text for evaluation"
+        f"{text} is not allowed. Pass a fraction from 0.000001 to 0.5, or 1 to use all text for evaluation"
     )
 
 
@@ -125,8 +125,8 @@ class Source:
 def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Source]:
     """Return all input files in reading order. The files in a folder are sorted by path.
 
-    In a folder, files with an unknown format are skipped and logged, and hidden files are skipped without a message. An
-    input that is itself a file must have a known format.
+    In a folder, files with an unknown format are skipped with a warning, and hidden files are skipped silently. An
+    input that is a file must have a known format.
 
     Args:
         inputs: files, folders and datasets, as accepted by --input.
@@ -156,7 +156,8 @@ def list_sources(inputs: Iterable[str], split_on: str | None = None) -> list[Sou
         kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes)
         if not found:
             raise DataError(
-                f"input {name} contains no readable file{f', only {kinds}' * bool(kinds)}. Allowed inputs: {ALLOWED}",
+                f"input {name}: no file has a known format{f' (skipped: {kinds})' * bool(kinds)}. Allowed inputs: "
+                f"{ALLOWED}",
                 code="nothing_to_read",
                 key=name,
             )
@@ -206,7 +207,7 @@ def _input_files(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
         return read, skipped
     if not path.is_file():
         raise DataError(
-            f"input {name} does not exist; pass a file, a folder, {HUB}NAME or {STDLIB}",
+            f"input {name} does not exist; pass the path of a file or folder, {HUB}NAME or {STDLIB}",
             code="file_missing",
             key=name,
         )

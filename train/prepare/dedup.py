@@ -78,7 +78,7 @@ def write_signatures(documents: Iterable[Document], kind: str, seed: int, folder
     """Write the duplicate signatures of a task's documents.
 
     The file of a task contains a table, uint64 [1 + number of hashes per document, number of documents]. The first row
-    has the indices of the documents in the task.
+    contains the indices of the documents within the task, and the other rows contain the hashes.
 
     Args:
         kind: "exact" or "minhash".
@@ -99,7 +99,7 @@ def write_signatures(documents: Iterable[Document], kind: str, seed: int, folder
 
 
 def search_duplicates(folder: Path, tasks: int) -> None:
-    """Find the documents of all tasks that duplicate an earlier document, and write their indices to a file per task.
+    """Find all documents that duplicate an earlier document, and write one file with document indices per task.
 
     Args:
         folder: the folder with the signatures of all tasks.
@@ -116,7 +116,7 @@ def search_duplicates(folder: Path, tasks: int) -> None:
 def remove_duplicates(
     documents: Iterable[Document], kind: str, folder: Path, task: int, tally: Tally
 ) -> Iterator[Document]:
-    """Yield the documents of a task without those that `search_duplicates` found, and count the removed documents."""
+    """Yield the documents of a task except the duplicates from `search_duplicates`, and count the removed documents."""
     duplicates = set(np.load(folder / "duplicates" / f"{task:05d}.npy").tolist())
     for number, document in enumerate(documents):
         if number in duplicates:
@@ -149,9 +149,9 @@ def find_later(tables: list[np.ndarray]) -> np.ndarray:
 def link_to_first(edges: np.ndarray) -> np.ndarray:
     """Find the connected components of a graph, and link each node to the lowest node of its component.
 
-    Each node has a label, at first its own number. Each round takes the minimum of the labels along every edge, and
-    then replaces each label with the label of the node that it points to. The number of rounds is about log(longest
-    path) (Zhang, Azad and Buluc 2020, "FastSV").
+    Each node has a label, which is initially the index of the node. Each round takes the minimum of the labels along
+    every edge, and then replaces each label with the label of the node with that index. The number of rounds is about
+    log(longest path) (Zhang, Azad and Buluc 2020, "FastSV").
 
     Args:
         edges: pairs of connected nodes, [number of edges, 2].

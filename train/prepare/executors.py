@@ -29,7 +29,7 @@ PROGRESS: dict[str, Any] = {"unit": "task", "mininterval": 5.0}  # options of al
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A part of a data preparation. Its tasks run in parallel, after the previous pipeline has finished.
+    """A part of a data preparation. The tasks of a pipeline run in parallel, after the previous pipeline is complete.
 
     Attributes:
         run: function that runs a task, given its index. It is pickled for other processes.
@@ -100,7 +100,7 @@ def _run_task(pipeline: Pipeline, folder: Path, rank: int) -> None:
 def _in_pool(pipeline: Pipeline, folder: Path, ranks: list[int], workers: int) -> Iterator[None]:
     """Run the tasks in a process pool and yield after each completed task.
 
-    Ctrl-C kills the workers immediately. Their incomplete tasks start again when the command is run again.
+    Ctrl-C kills the workers immediately. If the command is run again, the incomplete tasks run from their beginning.
     """
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe because tokenizers starts threads
     pool = ProcessPoolExecutor(workers, spawn, _exit_with_parent)
@@ -120,7 +120,10 @@ def _in_pool(pipeline: Pipeline, folder: Path, ranks: list[int], workers: int) -
 
 
 def _exit_with_parent() -> None:
-    """Start a thread that ends this worker when its parent process ends. Otherwise it would keep writing files."""
+    """Start a thread that ends this worker when its parent process ends.
+
+    Without this thread, the worker would keep writing files.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -134,7 +137,7 @@ def _exit_with_parent() -> None:
 def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> None:
     """Run the incomplete tasks of all pipelines with srun, one pipeline after another.
 
-    In a job, srun uses the nodes of the job. Otherwise it waits for nodes.
+    Inside a Slurm job, srun uses the nodes of the job. Outside a job, srun waits until Slurm allocates nodes.
 
     Args:
         folder: the folder that contains a folder for each pipeline.
@@ -157,8 +160,8 @@ def run_slurm(pipelines: list[Pipeline], folder: Path, workers: int | None) -> N
             srun.wait()
         if srun.returncode:
             raise PreparationError(
-                f"srun ended with status {srun.returncode} in pipeline {pipeline.name}; its messages are above. To "
-                "resume, run the same command again",
+                f"srun ended with status {srun.returncode} in pipeline {pipeline.name}; see the messages of srun "
+                "above. To resume, run the same command again",
                 code="tasks_failed",
                 key=pipeline.name,
             )

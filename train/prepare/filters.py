@@ -56,7 +56,7 @@ QUALITY_FILTERS = {
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of the optional preparation steps, with everything that affects their result.
+    """Options of the optional preparation steps, including the hashes of the files that affect the result.
 
     Attributes:
         languages: fastText codes of the languages to keep; empty to disable the language filter.
@@ -190,8 +190,8 @@ def language_model(languages: list[str], given: str | None) -> str:
         ) from error
     except Exception as error:  # fsspec raises many types
         raise DataError(
-            f"--language_model {given or url} cannot be loaded: {error}. Download {url} on a host with internet "
-            "access, and pass its path as --language_model",
+            f"the language model {given or url} cannot be loaded: {error}. Download {url} on a host with internet "
+            "access, and pass the path of the downloaded file as --language_model",
             code="language_model_unusable",
             key="--language_model",
         ) from error
@@ -293,7 +293,7 @@ HASHES, OWNERS, REPORT = "ngrams.npy", "owners.npy", "evaluation_files.json"
 
 
 def evaluation_texts(file: str, key: str) -> list[str]:
-    """Return the texts in an evaluation file: the value of `key` in each record, or each non-blank line of plain text.
+    """Return the texts in an evaluation file: the value of `key` in each record, or the non-blank lines of plain text.
 
     Raises:
         DataError: if a part of the file cannot be read.
@@ -317,9 +317,9 @@ def evaluation_texts(file: str, key: str) -> list[str]:
 def build_index(options: StepOptions, folder: Path) -> None:
     """Write the n-gram index of all evaluation texts to `folder`.
 
-    The index contains the sorted n-gram hashes and, for each hash, the number of the file that contains the n-gram. A
-    report lists for each file the number of texts, of texts too short for an n-gram (which are ignored), and of
-    distinct n-grams. The output is reproducible byte for byte.
+    The index contains the sorted n-gram hashes and, for each hash, the position in options.decontaminate of the first
+    file that contains the n-gram. A report lists for each file the numbers of texts, of texts that are ignored because
+    they are too short for an n-gram, and of distinct n-grams. The output is reproducible byte for byte.
 
     Raises:
         DataError: if a file cannot be read, or all of its texts are too short.
@@ -359,7 +359,7 @@ def read_report(folder: Path) -> list[dict[str, Any]]:
 class EvaluationFilter:
     """Filter that removes documents sharing an n-gram with an evaluation text.
 
-    The reason reported for a removed document is the file of the evaluation text. With 10^7 indexed n-grams and 10^12
+    The reason reported for a removed document is the path of the evaluation file. With 10^7 indexed n-grams and 10^12
     words of documents, about 0.5 accidental matches are expected (10^19 / 2^64).
     """
 

@@ -161,14 +161,15 @@ class OutputFolder:
     def open(self, resumable: bool = False) -> Iterator[None]:
         """Lock the output folder and create the work folder for the duration of a `with` block.
 
-        After the block, the work folder is deleted, unless it contains job.json. The same command can then resume.
+        After the block, the work folder is deleted, unless it contains job.json. In that case, the same command can
+        resume the preparation.
 
         Args:
             resumable: whether to resume unfinished work.
 
         Raises:
-            DataError: if the folder contains prepared data and `overwrite` is not set, it contains files of unknown
-                origin, another process is writing to it, or it cannot be written.
+            DataError: if the folder contains prepared data and `overwrite` is not set, contains files of unknown
+                origin, is not writable, or another process is writing to it.
         """
         folder = self.folder
         if problem := folder_problem(folder):
@@ -212,16 +213,16 @@ class OutputFolder:
         manifest, remedy = self.folder / MANIFEST_NAME, "choose another --output, or pass --overwrite"
         if is_foreign_manifest(manifest):
             raise DataError(
-                f"{manifest} was written by another program or by a newer version of this program; choose another "
-                "--output",
+                f"{manifest} does not describe prepared data, or was written by a newer version of this program; "
+                "choose another --output",
                 code="foreign_manifest",
                 key=str(manifest),
             )
         if self._is_begun():
             if not (resumable or self.overwrite):
                 raise DataError(
-                    f"{self.folder} contains the output of an unfinished run of prepare_data.py or "
-                    f"import_megatron.py, which would be deleted; {remedy}",
+                    f"{self.folder} contains unfinished work of prepare_data.py or import_megatron.py, which this "
+                    f"command would delete; {remedy}",
                     code="unfinished_preparation",
                     key=str(self.folder),
                 )
@@ -243,7 +244,7 @@ class OutputFolder:
     def _foreign_files(self) -> list[Path]:
         """Return the shard and tokenizer files in an output folder without a manifest.
 
-        The files of the tokenizer that is used for this preparation are not included.
+        If the tokenizer of this preparation is in the output folder, the tokenizer files are not included.
         """
         tokenizer = self.folder / TOKENIZER_FOLDER
         if tokenizer.resolve() == self.encoder.folder.resolve():
@@ -298,8 +299,8 @@ class OutputFolder:
     def _exchange(self, manifest: Manifest) -> None:
         """Replace the old shards and tokenizer files in the output folder with the new ones.
 
-        If the exchange is interrupted, the folder has no manifest, and the work folder keeps the remaining files. A
-        resumed preparation moves them. An import has to start again with `overwrite`.
+        If the exchange is interrupted, the output folder has no manifest, and the remaining files stay in the work
+        folder. A resumed preparation moves these files. An interrupted import must be repeated with `overwrite`.
         """
         if not self._is_begun():
             write_durably(self.work / IDENTITY_NAME, "{}\n")  # keeps the work folder

@@ -19,7 +19,7 @@ from datatrove.data import Document
 
 from model.hf_folder import local_folder
 from train.data.encoder import TextEncoder
-from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Shard, token_dtype
+from train.data.format import SPLITS, TOKENIZER_FOLDER, DataError, Manifest, Shard, count, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import WORK_NAME, Source, list_sources, read_share
 from train.prepare.dedup import remove_duplicates, search_duplicates, write_signatures
@@ -153,7 +153,7 @@ class Preparation:
         return json.loads(json.dumps(values))
 
     def encoder(self) -> TextEncoder:
-        """Load the tokenizer from the work folder. `begin` copies it there, because the original may change."""
+        """Load the copy of the tokenizer in the work folder, which `begin` makes because the original may change."""
         return load_encoder(str(self.work(TOKENIZER_FOLDER)))
 
     def read(self, task: int, tally: Tally) -> Iterator[Document]:
@@ -179,8 +179,8 @@ class Preparation:
     def write(self, documents: Iterator[Document], task: int, tally: Tally) -> None:
         """Tokenize the documents of one task, and write them to shards.
 
-        The counts of the task are written to TASK.json and TASK.npz in the results folder. A task that
-        runs again overwrites its files with the same bytes.
+        The counts of the task are written to TASK.json and TASK.npz in the results folder. If a task runs again, it
+        overwrites its files with identical files.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks already use all cores
         encoder, results = self.encoder(), self.work("results")
@@ -206,12 +206,12 @@ class Preparation:
         return filter_documents(self.read(task, tally), self.steps, self.work(INDEX_FOLDER), tally)
 
     def write_signatures(self, task: int) -> None:
-        """Run a task of the first pipeline of a deduplication."""
+        """Run a task of the first deduplication pipeline, which writes the duplicate signatures of the documents."""
         documents = self.filtered(task, Tally())  # counted in the last pipeline, which filters again
         write_signatures(documents, str(self.steps.dedup), self.steps.seed, self.work(DEDUP_FOLDER), task)
 
     def search_duplicates(self, task: int) -> None:
-        """Run the only task of the second pipeline of a deduplication."""
+        """Run the only task of the second deduplication pipeline, which finds the duplicates of all tasks."""
         search_duplicates(self.work(DEDUP_FOLDER), self.tasks)
 
     def tokenize(self, task: int) -> None:
@@ -281,8 +281,8 @@ class Preparation:
             if not path.exists() or Source.from_path(path, source.kind) != source
         ]:
             raise DataError(
-                f"{len(changed)} input files changed during the preparation; the first one is {changed[0]}. Run the "
-                "command again with --overwrite when all input files are complete",
+                f"{count(len(changed), 'input file')} changed or disappeared during the preparation, such as "
+                f"{changed[0]}. Run the command again with --overwrite when all input files are complete",
                 code="input_changed",
                 key=str(changed[0]),
             )

@@ -33,7 +33,7 @@ SHORTER = "divide the document (for .txt, pass --split_on), or convert the file 
 
 @dataclass(frozen=True)
 class Text:
-    """A document that was read: its text, and the file or file:line where it begins."""
+    """A document that was read: the text, and the place where it begins, such as FILE or FILE:LINE."""
 
     text: str
     where: str
@@ -74,7 +74,7 @@ Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
-    """Return the document `text`, or a `Dropped` if it is not a string, is blank, is not valid UTF-8 or is too long."""
+    """Return a `Text` with `text`, or a `Dropped` if `text` is not a string, blank, not valid UTF-8 or too long."""
     if text is None:
         return Dropped("null text", where)
     if not isinstance(text, str):
@@ -91,7 +91,7 @@ def check_text(text: Any, where: str) -> Text | Dropped:
 
 
 def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
-    """Describe a corrupt file as a `Damaged`.
+    """Return the `Damaged` for a file of which a part could not be read.
 
     Args:
         detail: description of the part of the file that was read.

@@ -25,7 +25,7 @@ class Tally:
         dropped: number of documents that could not be read, for each reason.
         by_step: number of documents removed by each optional step.
         examples: up to EXAMPLES_PER_REASON examples for each drop reason and each damaged file.
-        damaged: number of rows lost in each damaged file, or 0 if the number is unknown. The keys are paths.
+        damaged: number of rows lost in each damaged file, by path, or 0 if the number is unknown.
     """
 
     read: int = 0
@@ -88,10 +88,10 @@ class Tally:
     def check(self, max_dropped: int, max_damaged_files: int, again: str = "") -> None:
         """Log the dropped documents and damaged files, and check that their numbers are within the limits.
 
-        Empty documents do not count, because no text is lost.
+        Empty documents do not count as dropped, because no text is lost.
 
         Args:
-            again: option to pass when the command is run again, for the error message.
+            again: text that follows "run the command again" in the error message, such as " with --overwrite".
 
         Raises:
             DataError: if a limit is exceeded (`key` is --max_dropped or --max_damaged_files), or no document is left.
@@ -108,7 +108,7 @@ class Tally:
         )
         raise DataError(
             f"{dropped} documents were dropped (--max_dropped is {max_dropped}) and {damaged} files are damaged "
-            f"(--max_damaged_files is {max_damaged_files}){', so no document is left' * is_empty}. "
+            f"(--max_damaged_files is {max_damaged_files}). {'No document could be read. ' * is_empty}"
             f"{remedy} and run the command again{again}"
             f"{f', or pass {limits} to continue without this text' * (not is_empty)}",
             code="nothing_left" if is_empty else "too_much_lost",

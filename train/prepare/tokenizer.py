@@ -99,7 +99,7 @@ def sample_texts(
 def training_sentences(texts: Iterable[str]) -> Iterator[str]:
     """Split texts into sentences that sentencepiece does not skip.
 
-    The sentences have a bounded length, keep their line ends and contain no reserved characters.
+    The sentences have at most MAX_SENTENCE_BYTES bytes, keep their line ends and contain no reserved characters.
     """
     limit = MAX_SENTENCE_BYTES // 4  # in characters; a character has at most four bytes
     for text in texts:
@@ -171,11 +171,11 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
 
 
 def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
-    """Write a tokenizer.json and a tokenizer_config.json with which transformers gives the same ids as `model`.
+    """Write tokenizer.json and tokenizer_config.json, so that the transformers library gives the same ids as `model`.
 
     As in sentencepiece, any two adjacent pieces that form another piece can merge, and pieces with a higher score are
     formed first. Only normal pieces are formed: sentencepiece never builds a special piece or a byte piece from its
-    letters. The converter in transformers does, which turns a literal "</s>" in text into the end of the document.
+    letters. The converter in the transformers library does, so it would encode a literal "</s>" in text as EOS.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
@@ -234,9 +234,9 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
 def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
     """Copy the tokenizer files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
 
-    Without a tokenizer.json, transformers would convert tokenizer.model without its leading space. Entries in
-    tokenizer_config.json that do not affect ids are kept. Special tokens in text are encoded as text, unless a chat
-    template needs them.
+    Without a tokenizer.json, the transformers library would convert tokenizer.model, and the converted tokenizer would
+    not add a space before each text. Entries in tokenizer_config.json that do not affect ids are kept. Special tokens
+    in text are encoded as text, unless the tokenizer has a chat template.
     """
     folder.mkdir(exist_ok=True)
     for name in encoder.files:
@@ -252,14 +252,14 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
 
 
 def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Check that `encoder` and transformers give the same ids, and log a warning if decoding changes a text.
+    """Check that `encoder` and the transformers library give the same ids, and warn if decoding changes a text.
 
-    The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces. transformers loads the tokenizer
-    from the same files as in an exported model.
+    The check covers `texts`, HARD_STRINGS, and the special and user-defined pieces. The transformers library loads the
+    tokenizer from the same files as in an exported model.
 
     Returns:
-        A report on `texts` for the manifest: the number of texts, of texts that decode to a different text (with the
-        first difference), of tokens, and of unknown tokens.
+        A report on `texts` for the manifest: the numbers of texts, changed texts, tokens and unknown tokens, and the
+        first change. A text is changed if its ids are decoded to a different text.
 
     Raises:
         DataError: if the ids differ, or a text is encoded to a special id.
@@ -274,7 +274,7 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
         (folder / "config.json").write_text(json.dumps(config))
         compare_ids(encoder, load_exported(folder, encoder, encoder.vocab_size), [*texts, *HARD_STRINGS])
         if problem := chat_template_problem(folder):
-            logger.warning(problem)
+            logger.warning(problem.removeprefix("warning: "))
     ids = encoder.encode_batch(list(texts))
     changed = [
         (text, decoded)
@@ -307,11 +307,10 @@ def sample_sources(
 ) -> list[str]:
     """Return a sample of short texts from positions spread over all input files.
 
-    The sample has at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters each. They are read from SAMPLE_PLACES
-    positions in total.
+    The sample has at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters each, from SAMPLE_PLACES positions.
 
     Raises:
-        DataError: if there is no text, and more than `max_dropped` documents do not have the key `text_key`.
+        DataError: if the sample contains no text, and more than `max_dropped` documents have no key `text_key`.
     """
     texts, tally = list[str](), Tally()
     chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
@@ -340,7 +339,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
     Raises:
         DataError: if the inputs are invalid, the corpus does not fit the vocabulary size, the output folder already
-            contains a tokenizer, or transformers gives different ids. No tokenizer is written in these cases.
+            contains a tokenizer, or the transformers library gives different ids. In these cases, no tokenizer is
+            written.
     """
     output = Path(args.output)
     if problem := folder_problem(output):
@@ -348,7 +348,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     if any((output / name).exists() for name in TOKENIZER_FILES) and not args.overwrite:
         raise DataError(
             f"{output} already contains a tokenizer; choose another --output, or pass --overwrite to replace it. "
-            "Data prepared with the old tokenizer must then be prepared again",
+            "After a replacement, prepare all data of the old tokenizer again",
             code="already_there",
             key=str(output),
         )
@@ -371,7 +371,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
             path.replace(output / path.name)
     print(
-        f"wrote {output} with a vocabulary of {args.vocab_size:,} tokens; transformers and sentencepiece "
-        f"give the same ids for {report['texts']} sampled texts",
+        f"wrote a tokenizer with a vocabulary of {args.vocab_size:,} tokens to {output}; the transformers library and "
+        f"sentencepiece give the same ids for {report['texts']} sampled texts",
         flush=True,
     )

@@ -2,7 +2,7 @@
 
     "fp8_health": {"model.layers.*.mlp.down_proj": {"input": {"underflow": [1e-05, ...], ...}, "weight": ..., ...}, ...}
 
-Each list has one value per layer. In the module name, `*` replaces the layer number. A value is null if it is not
+Each list has one value per layer. In the module name, `*` replaces the layer index. A value is null if it is not
 finite, or if the layer has no value, for example because the layer is in precision.bf16_modules. model/checks/health.py
 defines the statistics.
 """
@@ -36,7 +36,7 @@ LIMITS = {
 def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
     """Reduce the statistics of an FP8 health check over all ranks, and return them in the format of metrics.jsonl.
 
-    Collective: all ranks must call this function. The call waits for the GPU.
+    Collective: all ranks must call this function. The function synchronizes the GPU.
 
     Args:
         check: The FP8 health check of this rank.
@@ -64,9 +64,10 @@ def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
 
 
 def split(name: str) -> tuple[str, int]:
-    """Split a module name into a pattern and a layer number.
+    """Split a module name into a pattern and a layer index.
 
-    "model.layers.7.mlp.fc1" becomes ("model.layers.*.mlp.fc1", 7). A name without a layer number gets the number 0.
+    For example, "model.layers.7.mlp.fc1" becomes ("model.layers.*.mlp.fc1", 7). If the name contains no layer index,
+    the index is 0.
     """
     match = re.search(r"\.(\d+)\.", name)
     return (

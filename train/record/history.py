@@ -34,7 +34,7 @@ class History:
     Attributes:
         path: The folder of the run.
         records: The lines of metrics.jsonl, oldest first.
-        starts: The entries of run.json, one for each start and resume. Entries whose steps were discarded are omitted.
+        starts: The entries of run.json, one for each launch and resume. Entries whose steps were discarded are omitted.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class History:
         return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)
 
     def marks(self) -> list[tuple[int, str]]:
-        """Return the stops, resumes and rollbacks of the run, for plots.
+        """Return the positions of stops, resumes and rollbacks of the run, for plots.
 
         Returns:
             A list of (tokens, "stopped" | "resumed" | "rolled back"), sorted by tokens.
@@ -63,10 +63,10 @@ class History:
         return sorted(marks)
 
     def fp8(self) -> str:
-        """Describe which modules ran in FP8, for each start of the run and each phase of precision.schedule.
+        """Describe which modules ran in FP8, for each launch of the run and each phase of precision.schedule.
 
-        Consecutive equal descriptions are merged. If modules fell back to a safer recipe (precision.on_trouble), a
-        phase is described as it was after the last fallback.
+        Equal descriptions in succession are listed once. If modules fell back to a safer recipe (precision.on_trouble),
+        the description of a phase shows the modules after its last fallback.
         """
         found: list[str] = []
         for start in self.starts:
@@ -78,14 +78,14 @@ class History:
         return "; then ".join(found)
 
     def ended(self) -> dict[str, Any]:
-        """Return how the run ended after its last start, with the keys "how" and, after an error, "why"."""
+        """Return how the last launch of the run ended, with the keys "how" and, after an error, "why"."""
         return (self.starts and self.starts[-1]["ended"]) or {"how": "running or killed"}
 
 
 def typical_speed(speeds: list[float]) -> float | None:
-    """Return the median of the training speeds, or None if there are none.
+    """Return the median of the training speeds, or None if `speeds` is empty.
 
-    The first of several speeds is ignored, because it includes compilation and memory allocation.
+    If there are several speeds, the first is ignored, because it includes compilation and memory allocation.
     """
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
@@ -102,14 +102,14 @@ def read_history(path: Path) -> History:
     records = [record for record in map(parse_record, lines) if record is not None]
     if not records:
         raise HistoryError(
-            f"{folder.metrics} does not contain valid lines yet. Wait until the run has logged its first step",
+            f"{folder.metrics} contains no valid lines yet. Wait until the run has logged its first step",
             key=str(path),
         )
     return History(path, records, remove_abandoned(read_starts(folder)))
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl. Return None if it is incomplete or invalid."""
+    """Parse a line of metrics.jsonl. Return None if the line is incomplete or invalid."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -120,7 +120,8 @@ def parse_record(line: str) -> dict[str, Any] | None:
 def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of run.json that belong to the current run.
 
-    Starts of an earlier run in the same folder are omitted, as are starts whose steps a later start repeated.
+    Entries of an earlier run in the same folder are omitted. An entry is also omitted if a later resume repeated its
+    steps.
     """
     kept: list[dict[str, Any]] = []
     for start in starts:

@@ -67,14 +67,15 @@ class MetricsLogger:
     """Logger that writes the metrics of a run to metrics.jsonl, the log and the trackers, on rank 0 only.
 
     A resume moves the lines of later steps from metrics.jsonl to metrics.jsonl.discarded-<time>. A new run moves all
-    lines. Lines that cannot be written, for example because the disk is full, are kept and written later.
+    lines. Lines that cannot be written, for example because the disk is full, are kept in memory and written later.
 
     Args:
         folder: The folder of the run.
         config: The configuration as returned by TrainingArguments.to_dict().
         is_main: Whether this is rank 0.
         start_step: Number of completed steps.
-        evaluates_again: Whether the evaluation at start_step is repeated. Its earlier line is then moved, too.
+        evaluates_again: Whether the evaluation at start_step is repeated. If so, the line of the earlier evaluation is
+            also moved.
 
     Raises:
         OSError: metrics.jsonl cannot be read or rewritten.
@@ -99,7 +100,10 @@ class MetricsLogger:
     def _open(self, step: int, again: Sequence[str] = ()) -> None:
         path = self.folder.metrics
         if path.exists() and (discarded := discard_after(path, step, again)):
-            logger.info(f"metrics.jsonl: the lines after step {step} were moved to {discarded.name}")
+            logger.info(
+                f"metrics.jsonl: the run is at step {step}, so lines that no longer apply were moved to "
+                f"{discarded.name}"
+            )
         # the buffer keeps lines that could not be written, and the next flush writes them
         self._file = path.open("ab", buffering=2**20)
         self._trackers = Trackers(self.folder, self.config, step)
@@ -142,7 +146,7 @@ class MetricsLogger:
             logger.warning(f"the plots of the run could not be written: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
-        """Continue logging from an earlier step. As on a resume, move the lines of later steps out of metrics.jsonl."""
+        """Continue logging from an earlier step. As in a resume, move the lines of later steps to a backup file."""
         if self.is_main:
             self.close()
             self._open(step)
@@ -159,10 +163,10 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | None:
-    """Move the lines of all steps after `step` from metrics.jsonl to another file.
+    """Move the lines of all steps after `step` from metrics.jsonl to a backup file.
 
-    Lines that cannot be parsed, and lines of `step` that have a key in `again`, are also moved. The last line that is
-    kept ends with a newline.
+    Lines that cannot be parsed, and lines of `step` with a key in `again`, are also moved. After the call, the last
+    line in metrics.jsonl ends with a newline.
 
     Args:
         path: The path of metrics.jsonl.
@@ -170,10 +174,10 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> Path | No
         again: Keys that will be written again at `step`.
 
     Returns:
-        The path of the other file, or None if no line was moved.
+        The path of the backup file, or None if no line was moved.
 
     Raises:
-        OSError: The disk is full. `path` is unchanged.
+        OSError: A file cannot be read or written. `path` is unchanged.
     """
     keep: list[str] = []
     discard: list[str] = []

@@ -95,7 +95,7 @@ def draw_health(history: History, path: Path) -> bool:
     """Plot the FP8 health samples of a run as heat maps, with one panel for each statistic and GEMM operand.
 
     The vertical axis shows the GEMMs of all layers, and the horizontal axis shows the steps. A red line in a color bar
-    shows the limit above which an alarm begins.
+    marks the alarm limit.
 
     Returns:
         Whether the run has FP8 health samples. Without samples, no file is written.
@@ -136,9 +136,9 @@ def draw_health(history: History, path: Path) -> bool:
 def _draw_panel(
     axis: Any, statistic: str, rows: dict[tuple[str, int], list[float | None]], steps: list[int]
 ) -> Any:
-    """Draw a heat map of one FP8 health statistic with one row per layer, and return the image.
+    """Draw a heat map of one FP8 health statistic with one row per GEMM and layer, and return the image.
 
-    A cell spans the steps since the previous sample.
+    Each cell covers the steps since the previous sample.
     """
     import numpy as np
     from matplotlib.colors import LogNorm

@@ -17,7 +17,7 @@ KERNELS = 10  # rows of the table
 
 
 def make_profiler(steps: list[int] | None, done: int, folder: Path) -> profile | None:
-    """Return a profiler that writes to `folder` after the last step to profile, or earlier if the training ends.
+    """Return a profiler that writes to `folder` after the last step to profile, or earlier if training ends before it.
 
     Use the profiler as a context manager, and call its method `step` after each training step.
 
@@ -26,7 +26,7 @@ def make_profiler(steps: list[int] | None, done: int, folder: Path) -> profile |
         done: Number of completed steps.
 
     Returns:
-        The profiler, or None on ranks other than 0 and if all steps to profile are complete.
+        The profiler, or None if `steps` is None, if all these steps are complete, or on ranks other than 0.
     """
     if steps is None or done >= steps[1] or dist.get_rank() != 0:
         return None
@@ -43,7 +43,7 @@ def make_profiler(steps: list[int] | None, done: int, folder: Path) -> profile |
 def _write(path: Path, profiler: profile) -> None:
     """Write the trace to PATH.json.gz, and the table to PATH.txt. If this fails, log a warning.
 
-    The table shows the kernels, or the operations of the CPU if there is no GPU.
+    The table shows the kernels with the longest total time. Without a GPU, it shows operations of the CPU.
     """
     is_gpu = torch.cuda.is_available()
     device = DeviceType.CUDA if is_gpu else DeviceType.CPU

@@ -30,7 +30,7 @@ FORMER_KEYS = {"proof": "startup_checks", "stages": "phases", "stage": "phase", 
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the entries of run.json, one for each start of the run, or [] if the file is missing or unreadable."""
+    """Return the entries of run.json, one for each launch and resume, or [] if the file is missing or unreadable."""
     try:
         text = folder.run.read_text(encoding="utf-8")
         return json.loads(text, object_hook=lambda item: {FORMER_KEYS.get(k, k): v for k, v in item.items()})[
@@ -43,14 +43,15 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 class RunRecord:
     """Context manager that adds an entry to run.json when a run starts, and updates the entry when the run ends.
 
-    Set `part` while the run does something other than training, for example "export". If run.json cannot be written, a
-    warning is logged.
+    While the run does something other than training, set the attribute `part` to a name such as "export". If run.json
+    cannot be written, a warning is logged.
 
     Args:
         folder: The folder of the run.
-        start: Facts about the start, including "time" (seconds since the epoch), "step" and "tokens".
+        start: The values of the entry, including "time" (seconds since the epoch), "step" and "tokens".
         position: Function that returns the number of completed steps and tokens.
-        expected: Exception type -> how the run ended. Other exceptions are recorded as "failed", with "why".
+        expected: Maps exception types to descriptions of how the run ended. Other exceptions are recorded as "failed",
+            with the message as "why".
         is_main: Whether this is rank 0. Other ranks write nothing.
     """
 
@@ -84,7 +85,7 @@ class RunRecord:
         """Record a change of the precision during the run.
 
         Args:
-            phase: The facts to record, with the keys "step", "phase" (description), "new_phase" (true: a phase of
+            phase: The values to record, with the keys "step", "phase" (description), "new_phase" (true: a phase of
                 precision.schedule, false: fallbacks), "took_s", "fp8" and "startup_checks".
         """
         self.start["phases"].append(phase)
@@ -100,7 +101,7 @@ class RunRecord:
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the command, the version, the commit, and the hash of the resolved configuration."""
+    """Return the command, version and commit of this run, and the hash of `config`, its resolved configuration."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     return {
         "command": sys.argv,
@@ -121,7 +122,7 @@ def sources_sha256(*folders: str) -> str:
 def commit() -> str:
     """Return the git commit of the sources. Without git, return the environment variable GIT_COMMIT or "unknown".
 
-    ", changed since" is appended if files other than benchmark results differ from the commit.
+    If files other than benchmark results differ from the commit, ", changed since" is appended to the commit.
     """
 
     def git(*words: str) -> str:

@@ -10,7 +10,7 @@ EXPORTED_FROM = "exported_from.json"
 
 
 def export_folder_problem(out: Path) -> str:
-    """Return the reason why an export must not replace the folder `out`, or "" if it may replace it."""
+    """Return the reason why an export must not replace the folder `out`, or "" if the export may replace it."""
     if out.is_symlink():
         return f"{out} is a link"
     if out.exists() and not (out / EXPORTED_FROM).exists():

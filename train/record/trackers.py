@@ -32,7 +32,7 @@ class TrackerError(UserError, ValueError):
 
 
 def names(report_to: str | Sequence[str]) -> list[str]:
-    """Return the names of the trackers in the value of the configuration key report_to."""
+    """Return the tracker names in `report_to`, the value of the configuration key, without duplicates and "none"."""
     asked = [report_to] if isinstance(report_to, str) else report_to
     return [name for name in dict.fromkeys(asked) if name != "none"]
 
@@ -55,9 +55,9 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """Group of all configured trackers.
+    """Group of all trackers in the configuration key report_to.
 
-    If a tracker raises an error, a warning is logged, the tracker is dropped, and the run continues.
+    If a tracker raises an error, a warning is logged, and the run continues without this tracker.
 
     Args:
         folder: The folder of the run.
@@ -98,7 +98,10 @@ class Trackers:
 
 
 class Wandb:
-    """Tracker that logs to wandb. It logs offline if there is no API key in WANDB_API_KEY or netrc.
+    """Tracker that logs to wandb.
+
+    The tracker logs offline if WANDB_MODE is "offline", or if WANDB_MODE is not set and there is no API key in
+    WANDB_API_KEY or netrc.
 
     wandb cannot delete metrics. After a rollback or a resume from an earlier step, the wandb run contains the repeated
     steps twice, and only the later values are valid.
@@ -126,8 +129,8 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
             logger.info(
-                "wandb has no API key, so the run is logged offline. To upload it, run: wandb sync "
-                f"{self.run.dir}/.."
+                "wandb logs offline, because WANDB_MODE is offline or there is no API key. To upload the metrics, run: "
+                f"wandb sync {self.run.dir}/.."
             )
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -141,7 +144,7 @@ class Wandb:
 class TensorBoard:
     """Tracker that logs to TensorBoard, in the run's tensorboard/ folder.
 
-    `tensorboard --logdir output` shows all runs.
+    `tensorboard --logdir output` shows all runs in the folder output.
     """
 
     def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int):

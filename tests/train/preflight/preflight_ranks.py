@@ -117,7 +117,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "gemm": {"gemm_tflops": 500.0},
     "gpu": {"machine": {"gpu": "NVIDIA A100", "driver": "2.3.4"}},
     "torch": {"equal": {"torch": "1.0"}},
-    "sources": {"equal": {"the sources in model/ and train/": "0123456789ab"}},
+    "sources": {"equal": {"the hash of model/ and train/": "0123456789ab"}},
 }
 
 
