@@ -51,14 +51,14 @@ def parse(text: str) -> list[re.Match]:
 def numbers(version: str) -> list[int]:
     """Return the release segment of a version as a list of integers, for comparisons.
 
-    For example, "2.11.0+cu130" returns [2, 11, 0].
+    For example, numbers("2.11.0+cu130") returns [2, 11, 0].
     """
     release = re.match(r"\d+(\.\d+)*", version)
     return [int(part) for part in release.group().split(".")] if release else []
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package without a local part such as "+cpu", or None if it is missing."""
+    """Return the version of an installed package without a local part such as "+cpu", or None without the package."""
     try:
         return metadata.version(name).split("+")[0]
     except metadata.PackageNotFoundError:

@@ -35,7 +35,10 @@ class GPURun:
         self.folder, self.config, self.start = folder, config, time.monotonic()
 
     def reports(self, *categories: str) -> list[Any]:
-        """Return the reports that pytest's summary counts in the given categories ("" for setup and teardown)."""
+        """Return the test reports in the given categories of pytest's summary.
+
+        Categories are, for example, "passed" and "skipped". The category "" contains successful setups and teardowns.
+        """
         stats = self.config.pluginmanager.get_plugin("terminalreporter").stats  # type: ignore[union-attr]
         return [report for category in categories for report in stats.get(category, [])]
 

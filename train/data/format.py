@@ -130,7 +130,7 @@ class Manifest:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 shard" or "2,000 shards"."""
+    """Return a number followed by `noun` in the singular or plural, such as "1 shard" or "2,000 shards"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -154,7 +154,7 @@ def read_manifest(folder: str | Path, what: str = "data folder") -> Manifest:
         raise DataError(
             f"{what} {folder} "
             + (
-                "has no manifest.json, so the data is not prepared, or the preparation is unfinished. Run "
+                "has no manifest.json: its data is not prepared, or the preparation is unfinished. Run "
                 f"`python train/prepare_data.py --input {folder} --tokenizer DIR --output NEW`, and pass the folder NEW"
                 if folder.is_dir()
                 else "does not exist. Pass the output folder of a completed run of train/prepare_data.py"

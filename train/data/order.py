@@ -127,7 +127,7 @@ class Mixture:
     all samples of the mixture so far, minus the number of samples drawn from the source.
 
     Args:
-        weights: weights that passed `weight_problems`, or the number of windows in each source.
+        weights: weights for which `weight_problems` returns no problem, or the number of windows in each source.
         names: names of the sources.
         seq_length: tokens per sample.
 
@@ -154,11 +154,11 @@ class Mixture:
         self.weights = [[share / math.fsum(each) for share in each] for each in shares]
 
     def weights_at(self, position: int) -> list[float]:
-        """Return the weights of the sources for the sample at `position`."""
+        """Return the weights of all sources for the sample at `position`. The sum of the weights is 1."""
         return self.weights[bisect.bisect_right(self.starts, position) - 1]
 
     def draw(self, drawn: Drawn, count: int) -> tuple[np.ndarray, Drawn]:
-        """Draw the next samples.
+        """Choose the sources of the next `count` samples.
 
         Args:
             drawn: the numbers of samples drawn so far.

@@ -67,7 +67,7 @@ class TokenSource:
         self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
-        """Read `count` tokens from a shard, starting at token `offset`, or fewer if the shard ends before.
+        """Read `count` tokens from a shard, starting at token `offset`, or fewer if the shard ends earlier.
 
         Raises:
             DataError: if the file was truncated after it was opened, or a token id is not in the vocabulary.

@@ -268,7 +268,7 @@ class SampleStream:
         return json.loads(json.dumps(values))
 
     def describe(self) -> str:
-        """Return a description for the log, with one line per source."""
+        """Return the size, the folder and the weights of each source as text for the log, with one line per source."""
         lines = []
         for index, source in enumerate(self.sources):
             phases = zip(self._mixture.weights, self._mixture.starts, strict=True)

@@ -52,7 +52,7 @@ def score(
     sources: Sequence[Source],
     scored: Callable[[int], Any] = lambda tokens: None,
 ) -> tuple[torch.Tensor, list[str]]:
-    """Compute the loss of a model on batches.
+    """Compute the sums of a model's losses over all batches, separately for each data source.
 
     Args:
         model: The model to evaluate.

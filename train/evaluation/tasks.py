@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Model(HFLM):
-    """Model of the transformers library for the harness, with one BOS token instead of two in perplexity tasks."""
+    """Model class of the lm-eval harness that begins texts with one BOS token instead of two in perplexity tasks."""
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, with one BOS token at its beginning.
@@ -88,8 +88,8 @@ def run_tasks(args: argparse.Namespace) -> dict[str, Any]:
 def exported(checkpoint: Path, run: RunFolder) -> Iterator[Path]:
     """Yield the folder of the exported model for a checkpoint.
 
-    This is hf/ of the run if it contains the export of this checkpoint. Otherwise, the checkpoint is exported to a
-    temporary folder, which is deleted after the `with` block.
+    If hf/ of the run contains the export of this checkpoint, this folder is returned. Otherwise, the checkpoint is
+    exported to a temporary folder, which is deleted after the `with` block.
     """
     if run.exported()[1] == identity(checkpoint):
         yield run.hf

@@ -47,7 +47,8 @@ class Rows(NamedTuple):
     Attributes:
         batch: The token ids and labels.
         sources: Index of the data source of each row.
-        documents: Number of documents to count for each row, or NaN if the rows are a sample of the data.
+        documents: Number of documents that begin or end in each row, for the document count of the source. NaN if
+            only some samples of the data are read.
     """
 
     batch: Batch
@@ -214,7 +215,7 @@ class Documents:
         self.add(Source(name, encoder, text_bytes), documents)
 
     def add(self, source: Source, documents: list[np.ndarray]) -> None:
-        """Add a source with all its documents, or with `samples` evenly spaced documents if it has more.
+        """Add a source with all its documents, or with `samples` evenly spaced documents if the source has more.
 
         Raises:
             DataError: If the source has no documents.

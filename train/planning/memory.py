@@ -331,7 +331,7 @@ def offload_host_gib(s: Setting, node_ranks: int) -> float:
 
 
 def weight_bytes(compute: str) -> int:
-    """Return the number of bytes per model parameter for the given value of precision.compute."""
+    """Return the size of a model weight in bytes, for a value of precision.compute."""
     return 4 if compute == "fp32" else 2
 
 

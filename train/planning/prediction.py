@@ -64,7 +64,7 @@ def about(value: float) -> str:
 
 
 def duration(days: float) -> str:
-    """Format a predicted time in the largest unit in which it is at least 2, or in seconds."""
+    """Format a predicted time, given in days, in the largest unit in which the value is at least 2, or in seconds."""
     unit = next((name for name, per_day in TIME_UNITS.items() if days * per_day >= 2), "seconds")
     return f"{about(days * TIME_UNITS[unit])} {unit}"
 
@@ -125,7 +125,7 @@ class Planned:
 
 
 def optimizer_options(s: Setting) -> list[tuple[str, str, bool, tuple[int, ...]]]:
-    """Return the candidates for the storage of optimizer states, starting with the one that needs the most GPU memory.
+    """Return the candidates for the storage of optimizer states, in decreasing order of their GPU memory.
 
     Returns:
         Tuples of precision.optimizer_states, the data type of the moments, whether the states are offloaded, and the

@@ -158,7 +158,7 @@ class Setting:
 
     @property
     def main_grad(self) -> bool:
-        """Return whether the weight-gradient GEMMs accumulate directly into float32 buffers."""
+        """Return whether the weight-gradient GEMMs accumulate gradients directly in float32 buffers."""
         return self.args.speed.main_grad and self.bf16_optimizer
 
     @property
@@ -168,7 +168,7 @@ class Setting:
 
     @property
     def micro_batch_unit(self) -> int:
-        """Return the number of samples of which the micro-batch size must be a multiple.
+        """Return the smallest valid micro-batch size in samples. All valid sizes are multiples of this number.
 
         The number of rows in an FP8 GEMM (batch size x sequence length) must be divisible by 16, or by 32 with mxfp8.
         """

@@ -86,8 +86,8 @@ class Estimate:
     """The predicted training speed, summed over all ranks.
 
     Attributes:
-        basis: Description of the measurements and data sheets behind the prediction.
         step_s: Time of a training step in seconds.
+        basis: Description of the measurements and data sheets on which the prediction is based.
         within: Relative uncertainty of the prediction, such as 0.06 for 6 %.
     """
 

@@ -135,8 +135,8 @@ def check_resume(
 ) -> None:
     """Check that the run may resume from its checkpoint with the resolved arguments.
 
-    The tokenizer is also compared. The model and the data are compared later, when the run loads the checkpoint. A
-    damaged checkpoint is ignored, because the run skips it.
+    The tokenizer of the data is also compared with the checkpoint. The model and the rest of the data are compared
+    later, when the run loads the checkpoint. A damaged checkpoint is ignored, because the run skips it.
 
     Args:
         source: A source of the training data, or None if the data could not be opened.
@@ -219,7 +219,8 @@ def check_token(args: TrainingArguments) -> None:
     """
     if args.push_to_hub and not os.environ.get("HF_TOKEN"):
         raise ConfigurationError(
-            "push_to_hub needs an access token. Set the environment variable HF_TOKEN", key="push_to_hub"
+            "push_to_hub needs an access token. Set the environment variable HF_TOKEN to the token",
+            key="push_to_hub",
         )
 
 

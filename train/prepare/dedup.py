@@ -75,7 +75,7 @@ def minhash_signature(shingles: np.ndarray, seed: int) -> np.ndarray:
 
 
 def write_signatures(documents: Iterable[Document], kind: str, seed: int, folder: Path, task: int) -> None:
-    """Write the duplicate signatures of a task's documents.
+    """Compute the duplicate signatures (hashes) of the documents in a task, and write them to a file.
 
     The file of a task contains a table, uint64 [1 + number of hashes per document, number of documents]. The first row
     contains the indices of the documents within the task, and the other rows contain the hashes.

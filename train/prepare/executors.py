@@ -41,7 +41,7 @@ class Pipeline:
 
 
 class PreparationError(UserError, RuntimeError):
-    """Error raised for preparation tasks that did not complete. Running the same command again may complete them."""
+    """Error raised if preparation tasks did not complete. Running the same command again may complete the tasks."""
 
     code = "preparation"
     is_transient = True

@@ -259,7 +259,7 @@ PLACE = np.uint64(6364136223846793005)
 def hash_text(text: str) -> int:
     """Return the xxh64 hash of the UTF-8 bytes of a text.
 
-    datatrove's own function passes a str to xxhash, which version 4 does not accept.
+    The corresponding function of datatrove fails with xxhash 4, because it passes a str instead of bytes.
     """
     return xxhash.xxh64_intdigest(text.encode())
 

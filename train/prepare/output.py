@@ -38,7 +38,7 @@ SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
 class ShardWriter:
-    """Writes the documents of one split to shard files.
+    """Writer that appends the documents of one split to shard files.
 
     Args:
         folder: the folder for the shards.
@@ -73,7 +73,7 @@ class ShardWriter:
         self._ends.append(self._tokens)
 
     def close(self) -> None:
-        """Write the current shard, if there is one, to the disk."""
+        """Complete the current shard, if there is one, and flush its files to disk."""
         if self._file is None:
             return
         size = self._file.tell()
@@ -98,7 +98,7 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """Assigns documents to the train and the eval split, and writes the shards of both.
+    """Writer that assigns documents to the train split or the eval split, and writes the shards of both splits.
 
     The attribute `counts` contains for each split how often each token id was written, int64 [vocab_size].
 

@@ -41,7 +41,7 @@ load_encoder = lru_cache(1)(TextEncoder)  # loads the tokenizer once per process
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
-    """Cut off the end of a text for the eval split, at a line end if possible, or else between words.
+    """Cut off the end of a text for the eval split: at a line end if possible, or else at a space, or else anywhere.
 
     Returns:
         The beginning and the end. The end has between `eval_fraction` and twice `eval_fraction` of the characters. The

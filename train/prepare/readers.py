@@ -91,7 +91,7 @@ def check_text(text: Any, where: str) -> Text | Dropped:
 
 
 def describe_damage(path: Path, reason: str, detail: str, error: Exception, lost_rows: int = 0) -> Damaged:
-    """Return the `Damaged` for a file of which a part could not be read.
+    """Return a `Damaged` that describes the unreadable part of a file.
 
     Args:
         detail: description of the part of the file that was read.

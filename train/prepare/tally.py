@@ -117,7 +117,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tally:
-        """Build a tally from its attributes as JSON values."""
+        """Build a tally from a dictionary of its attributes that was saved as JSON."""
         counters: dict[str, Any] = {
             name: Counter(values.get(name)) for name in ("dropped", "by_step", "damaged")
         }

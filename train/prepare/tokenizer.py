@@ -92,7 +92,7 @@ def sample_texts(
             tally.drop(item)
     tally.check(max_dropped, max_damaged_files)
     limited = " (limited by --max_bytes)" * (len(kept) < tally.read)
-    print(f"training on {len(kept):,} of {tally.read:,} documents{limited}", flush=True)
+    print(f"training the tokenizer on {len(kept):,} of {tally.read:,} documents{limited}", flush=True)
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
 
 

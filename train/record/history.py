@@ -136,7 +136,7 @@ def is_number(value: Any) -> bool:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average with bias correction, over a window of about 1/50 of the values."""
+    """Return the bias-corrected exponential moving average of `values`, over a window of about 1/50 of the values."""
     decay = 1 - 1 / max(1.0, len(values) / SMOOTHED_SHARE)
     out, mean, weight = [], 0.0, 0.0
     for value in values:

@@ -101,7 +101,7 @@ class RunRecord:
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the command, version and commit of this run, and the hash of `config`, its resolved configuration."""
+    """Return the command, the version, the commit, and the hash of `config`, the resolved configuration."""
     hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
     return {
         "command": sys.argv,
