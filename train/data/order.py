@@ -107,7 +107,7 @@ def _phases(weights: Weights) -> list[MixturePhase]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How many samples were drawn from the sources of a mixture before a position in the sample order.
+    """The numbers of samples drawn from the sources of a mixture before a position in the sample order.
 
     Attributes:
         position: number of samples drawn from all sources, including samples that rollbacks skip.
@@ -146,7 +146,7 @@ class Mixture:
             if start == stop:
                 raise DataError(
                     f"data.weights[{index}] (phase {index + 1} of {len(phases)}): no sample of {seq_length} tokens "
-                    f"begins in this phase; raise until_tokens {phases[index].until_tokens}, or remove the phase",
+                    f"begins in this phase; raise until_tokens ({phases[index].until_tokens}), or remove the phase",
                     code="stage_without_sample",
                     key=f"data.weights[{index}]",
                 )

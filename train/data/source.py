@@ -199,7 +199,7 @@ def open_held_out(
 
     Args:
         train: the training data.
-        folders: {name: folder} of the training data. The loss on their eval splits is named "eval_loss".
+        folders: {name: folder} of the training data. The loss on the eval splits of these folders is named "eval_loss".
         sets: {name: folder} of additional evaluation sets. The loss on the eval split of a set is named
             "eval_loss/NAME".
 
@@ -252,8 +252,8 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
     """
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
-            f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
-            f"({one.folder} and {other.folder}); prepare both with the same tokenizer",
+            f"data sources {one.name!r} ({one.folder}) and {other.name!r} ({other.folder}) were prepared with "
+            "different tokenizers; prepare both with the same tokenizer",
             code="different_tokenizers",
         )
 

@@ -145,9 +145,9 @@ def _buckets(s: Setting) -> float:
 
 
 def _muon_elements(s: Setting) -> list[int]:
-    """Return the number of elements in a layer's weight matrices that Muon updates, or [] without Muon.
+    """Return the sizes of the weight matrices in a layer that Muon updates, in elements, or [] without Muon.
 
-    Matrices of the same shape are listed once.
+    The size of several matrices with the same shape is listed once.
     """
     if s.args.optim != "muon":
         return []

@@ -83,10 +83,11 @@ LAUNCH_MS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted training speed, summed over all ranks.
+    """The predicted training speed of a run.
 
     Attributes:
         step_s: Time of a training step in seconds.
+        tokens_per_second: Training speed of all ranks together.
         basis: Description of the measurements and data sheets on which the prediction is based.
         within: Relative uncertainty of the prediction, such as 0.06 for 6 %.
     """

@@ -220,8 +220,8 @@ def allowed_error(engine: Any, micro_batches: int) -> float:
 def accumulate_local_gradients(engine: Any, totals: Gradients) -> Iterator[torch.Tensor]:
     """Add the gradients of this rank's micro-batches to `totals` within the `with` block.
 
-    The gradients are read by hooks that run before DeepSpeed's hooks. They are divided by the factor with which
-    DeepSpeed scales the loss for gradient accumulation and fp16.
+    Hooks that run before DeepSpeed's hooks read the gradients, and divide them by the factor with which DeepSpeed
+    scales the loss for gradient accumulation and fp16.
 
     Args:
         engine: The DeepSpeed engine.

@@ -53,9 +53,9 @@ def check_memory(args: TrainingArguments, s: Setting, device_bytes: int) -> str:
     if memory is None or memory.needed_gib(s.ranks) <= available:
         return ""
     return (
-        f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} GiB per GPU, but a GPU has "
-        f"{available:,.1f} GiB ({memory.describe()}). The largest per_device_train_batch_size that is expected to fit "
-        f"is {largest_micro_batch(s, available)}. {memory_advice(args)}"
+        f"warning: {model} are expected to need {memory.needed_gib(s.ranks):,.1f} GiB per GPU ({memory.describe()}), "
+        f"but the smallest GPU on this node has {available:,.1f} GiB. Largest per_device_train_batch_size that is "
+        f"expected to fit: {largest_micro_batch(s, available) or 'none'}. {memory_advice(args)}"
     )
 
 

@@ -323,7 +323,7 @@ def _walk(folder: Path, visited: set[str]) -> Iterator[Path]:
         # A broken link without a suffix may have pointed to a folder. Other files with unknown suffixes are skipped.
         if (_kind(path) or not path.suffix) and not path.is_file():
             raise DataError(
-                f"{path} is a broken link, a pipe or a device, not a regular file; repair the link or remove it",
+                f"{path} is a broken link, a pipe or a device, not a regular file; repair or remove it",
                 code="unreadable",
                 key=str(path),
             )

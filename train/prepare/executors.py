@@ -32,7 +32,7 @@ class Pipeline:
     """A part of a data preparation. The tasks of a pipeline run in parallel, after the previous pipeline is complete.
 
     Attributes:
-        run: function that runs a task, given its index. It is pickled for other processes.
+        run: function that runs the task with the given index. The function is pickled for other processes.
     """
 
     name: str
@@ -57,7 +57,7 @@ def run_local(pipelines: list[Pipeline], folder: Path, workers: int | None) -> N
 
     Raises:
         PreparationError: if a worker process died.
-        Exception: if a task failed. Its exception is raised after the running tasks have completed.
+        Exception: if a task failed. The exception of the task is raised after the running tasks have completed.
     """
     workers = workers or min(os.cpu_count() or 1, 16)
     for pipeline in pipelines:

@@ -303,7 +303,7 @@ def evaluation_texts(file: str, key: str) -> list[str]:
         for item in read_share([source], key, 0, 1):
             if not isinstance(item, Text):
                 raise DataError(
-                    f"--decontaminate cannot read a text: {item}. Repair the file, or pass the key that contains "
+                    f"--decontaminate: a text cannot be read: {item}. Repair the file, or pass the key that contains "
                     "the text as --decontaminate_key",
                     code="evaluation_text_unreadable",
                     key=file,

@@ -252,8 +252,8 @@ class Preparation:
             if not output.overwrite:
                 raise DataError(
                     f"{self.output} contains an unfinished preparation that used other inputs or options "
-                    f"({', '.join(changed)}). To resume it, pass the values in {path}. To start again, pass "
-                    "--overwrite",
+                    f"({', '.join(changed)}). To resume this preparation, pass the values in {path}. To discard "
+                    "it, pass --overwrite",
                     code="other_preparation",
                     key=changed[0],
                 )

@@ -296,8 +296,8 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
     report["unknown_tokens"] = unknown = sum(own.count(unk_id) for own in ids)
     if unknown:
         logger.warning(
-            f"{unknown} of {report['tokens']} tokens in the sampled texts are the unknown token, so the text that they "
-            f"replace is lost. {remedy}"
+            f"the tokenizer loses text: {unknown} of {report['tokens']} tokens in the sampled texts are the unknown "
+            f"token. {remedy}"
         )
     return report
 
