@@ -58,7 +58,7 @@ def numbers(version: str) -> list[int]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed package without a local part such as "+cpu", or None without the package."""
+    """Return the version of a package without a local part such as "+cpu", or None if the package is not installed."""
     try:
         return metadata.version(name).split("+")[0]
     except metadata.PackageNotFoundError:

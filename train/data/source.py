@@ -160,7 +160,7 @@ class TokenSource:
         relative = np.concatenate(found)
         if (np.diff(relative, prepend=0, append=self.seq_length + 1) < 1).any():
             raise DataError(
-                f"{self.folder}: an index file is damaged: the document end offsets in sample {window} of the "
+                f"{self.folder}: an index file is damaged: the document end offsets in window {window} of the "
                 f"{self.split} split do not increase; {COPY_ADVICE}",
                 code="index_not_increasing",
                 key=str(self.folder),

@@ -108,7 +108,7 @@ class Packed:
                     yield Rows(batch, [source for source, _ in ids], [self._begun(*each) for each in ids])
 
     def _begun(self, source: int, window: int) -> float:
-        """Return the number of documents that begin in a sample, or NaN if not all samples are read."""
+        """Return the number of documents that begin in a sample, or NaN if only some samples are evaluated."""
         ends = self.stream.sources[source].document_ends(window)
         return math.nan if self.is_sampled else int(window == 0) + int((ends < self.stream.seq_length).sum())
 

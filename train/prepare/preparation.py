@@ -202,7 +202,7 @@ class Preparation:
         write_durably(results / f"{task:05d}.json", json.dumps(values) + "\n")
 
     def filtered(self, task: int, tally: Tally) -> Iterator[Document]:
-        """Yield the input documents of one task that all filters keep."""
+        """Yield the documents of one task that remain after all filters."""
         return filter_documents(self.read(task, tally), self.steps, self.work(INDEX_FOLDER), tally)
 
     def write_signatures(self, task: int) -> None:

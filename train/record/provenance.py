@@ -86,7 +86,7 @@ class RunRecord:
 
         Args:
             phase: The values to record, with the keys "step", "phase" (description), "new_phase" (true: a phase of
-                precision.schedule, false: fallbacks), "took_s", "fp8" and "startup_checks".
+                precision.schedule, false: fallbacks), "took_s" (seconds), "fp8" and "startup_checks".
         """
         self.start["phases"].append(phase)
         self._write()
