@@ -12,6 +12,7 @@ from typing import Any
 from model.config import GIB, num_parameters
 from train.checkpoint.files import checkpoint_name, committed, excess_checkpoints, identity, step_folders
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.data.format import count
 from train.files import format_size, nearest_existing_path
 from train.planning.memory import (
     checkpoint_bytes,
@@ -114,15 +115,15 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[int
     saves = -(-args.max_steps // args.save_steps) if args.save_steps else 1
     # the number of saves by save_minutes is not known
     most = kept + 1 if args.save_minutes and args.save_total_limit else min(kept + 1, saves)
-    count = int(max(1, most - min(len(there), kept)))
+    added = int(max(1, most - min(len(there), kept)))
     checkpoint = checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim)
     export = num_parameters(sizes) * weight_bytes(compute)
     text = (
         f"a checkpoint takes about {format_size(checkpoint)}, the run adds "
-        f"{'up to' if args.save_total_limit else 'at least'} {count} checkpoints, and "
+        f"{'up to' if args.save_total_limit else 'at least'} {count(added, 'checkpoint')}, and "
         f"the exported model in hf/ takes {format_size(export)}"
     )
-    return checkpoint, checkpoint * count + export, text
+    return checkpoint, checkpoint * added + export, text
 
 
 def check_disk(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
