@@ -22,10 +22,10 @@ def command(main: Callable[..., int | None], system_error: int = 1) -> Callable[
 
     Args:
         main: The function to decorate. It returns an exit status, or None for success.
-        system_error: The exit status to return after an OSError.
+        system_error: The exit status after a system error (OSError), or after an error that may be temporary.
 
     Returns:
-        The decorated function. It returns 2 after an error that the user can fix, and 130 after Ctrl-C.
+        The decorated function. Its exit status is 2 after an error that the user can fix, and 130 after Ctrl-C.
     """
 
     @functools.wraps(main)

@@ -7,8 +7,9 @@
     python train/launch.py --nproc 8 train/evaluate.py output/run data/wiki            # 8 GPUs; also torchrun
     python train/evaluate.py output/run --tasks hellaswag,arc_easy                     # with the lm-eval harness
 
-MODEL is the output_dir of a run, a checkpoint, or the Hugging Face folder of a Mistral, Llama or Qwen3, with or without
-FP8 weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if there is none.
+MODEL is the output_dir of a run, a checkpoint, or a Hugging Face folder with a Mistral, Llama or Qwen3 model, with or
+without FP8 weights. For an output_dir, the newest undamaged checkpoint is evaluated, or hf/ if the run has no
+checkpoint.
 
 DATA is one or more folders written by prepare_data.py, or any input that prepare_data.py can read. Prepared folders
 are evaluated on their whole eval split. To compute the same eval_loss as in the training log, pass the run's
@@ -127,20 +128,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=lambda text: text.split(","),
         metavar="NAME,NAME",
         help="tasks of the lm-eval harness to run instead of computing the loss on DATA; --max_samples limits the "
-        "documents of each task",
+        "number of documents per task",
     )
     add(
         "--task_path",
         type=Path,
         metavar="FOLDER",
-        help="folder with more tasks for --tasks, as YAML files of the harness",
+        help="folder with additional tasks for --tasks, defined in YAML files of the lm-eval harness",
     )
     add("--output", type=json_file, metavar="FILE.json", help="write the results to this JSON file")
     args = parser.parse_intermixed_args(argv)  # DATA may follow options
     if args.tasks and (args.data or args.precision):
-        parser.error("--tasks accepts neither DATA nor --precision: the tasks use the export of the model")
+        parser.error(
+            "--tasks evaluates the exported model, without DATA and --precision. Remove these arguments"
+        )
     if args.tasks and rank_env.world_size() > 1:
-        parser.error("--tasks runs in one process; start it without a launcher")
+        parser.error("--tasks runs in a single process. Start train/evaluate.py without a launcher")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA contains the same path more than once. Pass each path once")
     args.model = Path(local_folder(str(args.model)))
@@ -176,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
-    """Write a report to a JSON file, if a path is given."""
+    """Write `report` to the JSON file `path`. If `path` is None, do nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n")

@@ -4,8 +4,8 @@
     python train/export.py output/run/checkpoints/step-00001000 OUT [--format hf | hf-fp8] [--tokenizer DIR]
     python train/export.py output/run OUT                  # the newest undamaged checkpoint of the run
 
-Load OUT with transformers' AutoModelForCausalLM.from_pretrained, or with any server that supports Mistral. The export
-needs no GPU.
+Load OUT with transformers' AutoModelForCausalLM.from_pretrained, or with an inference server that supports Mistral,
+Llama or Qwen3 models. The export needs no GPU.
 
 With --format hf-fp8, the weights of the decoder layers are stored in FP8. If the model was trained in FP8 with
 Transformer Engine, the stored FP8 values and scales are bit-identical to those used in training. docs/inference.md
@@ -87,9 +87,9 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         Remarks about the weights and the tokenizer for the user.
 
     Raises:
-        CheckpointError: `out` exists and was not written by an export.
-        DataError: `tokenizer` contains no tokenizer, or transformers loads it with token ids outside the model's
-            vocabulary or with other BOS or EOS tokens.
+        CheckpointError: `out` is a link, or it exists and was not written by an export.
+        DataError: `tokenizer` contains no tokenizer, or transformers loads the tokenizer with token ids outside the
+            model's vocabulary or with different BOS or EOS ids.
         PrecisionError: The weights cannot be stored in FP8.
         OSError: `out` cannot be written. It is unchanged.
     """
@@ -179,8 +179,8 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
         Notes about the chat template for the user.
 
     Raises:
-        DataError: transformers loads the tokenizer with token ids outside the model's vocabulary or with other BOS or
-            EOS tokens.
+        DataError: transformers loads the tokenizer with token ids outside the model's vocabulary or with different BOS
+            or EOS ids.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
     if encoder.sha256 in state.tokenizers:
@@ -209,7 +209,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     from train.checkpoint.reshard import load_shard
 
     precision, trained = PrecisionConfig(**state.precision), None
-    how = f"one scale per row; the model was trained in {precision.compute} ({precision.recipe})"
+    how = f"one scale per row, computed from the weights (training precision: {precision.compute})"
     if precision.compute == "fp8" and RECIPES[precision.recipe].package == "te":
         trained = serving.TrainedFP8(
             model.config, state.train_config["model"]["variant"], precision, state.fallbacks
@@ -250,9 +250,9 @@ def write_card(
     step: int,
     tokens: int,
 ) -> None:
-    """Write the model card README.md of an exported model, or keep the existing one if it belongs to the user.
+    """Write the model card README.md of an exported model, or keep a README.md that the user has written.
 
-    The user adds license, language and intended use.
+    In a new card, the license, the language and the intended use are left for the user to fill in.
 
     Args:
         out: The folder of the new export, which contains config.json.
@@ -319,7 +319,8 @@ def hub_id(folder: str) -> str:
 def _run_facts(run: Path, step: int) -> dict[str, str]:
     """Return model card entries about the training, or {} if the run has no metrics.
 
-    The entries are the losses at `step`, the startup check, the GPUs, the package versions and the commit.
+    The entries are the last losses up to `step`, the results of the startup check, the GPUs, the package versions and
+    the commit.
     """
     try:
         history = read_history(run)
@@ -383,7 +384,7 @@ def select_checkpoint(given: Path) -> Path:
     """Return `given` if it is a checkpoint, or the newest undamaged checkpoint if `given` is a run folder.
 
     Raises:
-        CheckpointError: `given` is not a checkpoint and contains none.
+        CheckpointError: `given` is not a checkpoint and contains no undamaged checkpoint.
     """
     if path := find_checkpoint(given):
         return path

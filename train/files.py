@@ -27,9 +27,9 @@ FULL = os.strerror(errno.ENOSPC)  # libraries such as safetensors report a full 
 
 
 def unused_backup_path(path: Path) -> Path:
-    """Return an unused path to which a run can move a file or folder that it discards.
+    """Return an unused path next to `path`, to which the discarded file or folder `path` can be moved.
 
-    The name contains the time in microseconds.
+    The name contains the current time, including microseconds.
     """
     return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
@@ -59,7 +59,7 @@ def to_json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error, with advice for the user if the disk is full or not writable."""
+    """Return the message of an error, with advice if the disk is full or read-only, or a permission is missing."""
     advice = ". Free disk space, change the permissions, or choose another folder"
     return f"{error}{advice if is_persistent(error) else ''}"
 
@@ -112,10 +112,10 @@ def nearest_existing_path(path: Path) -> Path:
 
 
 def data_folder(name: str) -> str:
-    """Return the resolved path of a data folder given in a configuration.
+    """Return the path of a data folder that is named in a configuration.
 
-    A relative path is resolved against the current working directory or, if nothing exists there, against the root of
-    the repository.
+    A relative path refers to the current working directory or, if the folder does not exist there, to the root of the
+    repository.
     """
     elsewhere = REPOSITORY / name
     return str(elsewhere) if not Path(name).exists() and elsewhere.exists() else name

@@ -9,8 +9,8 @@ only where they are missing: Megatron-LM's preprocess_data.py never writes a BOS
 with --append-eod. If the end-of-document id is not the tokenizer's EOS, pass it as --eod_id. It is then replaced by
 EOS. BOS and EOS inside documents are kept and counted. Documents without tokens are skipped and counted.
 
-A hash of its tokens assigns each document to the train or eval split, so identical documents are always in the same
-split. The same datasets and options produce identical files.
+Each document is assigned to the train or eval split by a hash of its tokens, so identical documents are always in the
+same split. The same datasets and options produce identical files.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class IndexedDataset:
 
 
 def open_dataset(prefix: str) -> IndexedDataset:
-    """Open the Megatron dataset PREFIX.idx and PREFIX.bin after checking the whole index and the size of the data.
+    """Open the Megatron dataset PREFIX.idx and PREFIX.bin, and check the whole index and the size of PREFIX.bin.
 
     Raises:
         DataError: if a file is missing or invalid, the two files do not match, or the dataset is empty or multimodal.
@@ -136,7 +136,8 @@ def open_dataset(prefix: str) -> IndexedDataset:
         bin_path,
         size == expected,
         "wrong_size",
-        f"the file has {size} bytes, but the {tokens} {dtype.name} tokens in its index need {expected}: {REMEDY}",
+        f"the file has {size} bytes, but the index lists {tokens} {dtype.name} tokens, which need {expected} bytes. "
+        "Copy both files again, or recreate the dataset",
     )
     logger.info(f"{prefix}: {documents:,} documents, {sequences:,} sequences, {tokens:,} {dtype.name} tokens")
     return IndexedDataset(
@@ -157,7 +158,8 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
         idx,
         is_index,
         "not_an_index",
-        f"the file begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}; pass the PREFIX of a Megatron dataset",
+        f"the file begins with {content[: len(MAGIC)]!r}, but a Megatron index begins with {MAGIC!r} and has at least "
+        f"{HEADER.size} bytes; pass the PREFIX of a Megatron dataset",
     )
     _, version, code, sequences, indices = HEADER.unpack(content)
     _require(
@@ -172,7 +174,8 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
         idx,
         code in INTEGER_TYPES,
         "not_token_ids",
-        f"the ids have the type code {code}, but token ids must be integers ({allowed}): {REMEDY}",
+        f"the type code of the token ids is {code}, but the ids must be integers (type codes: {allowed}). Copy both "
+        "files again, or recreate the dataset with integer ids",
     )
     _require(idx, indices, "bad_document_indices", f"the file contains no document index: {REMEDY}")
     return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
@@ -186,10 +189,10 @@ def _require(path: Path, condition: object, code: str, problem: str) -> None:
 def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the documents of a dataset in order, in blocks of whole documents.
 
-    A block has about BLOCK_TOKENS tokens, or a single longer document.
+    A block has at most BLOCK_TOKENS tokens, or consists of a single longer document.
 
     Yields:
-        (token ids of the block, [n] with the data type of the file; position in the block after each document).
+        (token ids of the block, [n] with the data type of the file; end position of each document in the block).
     """
     begin = done = 0
     while done < len(dataset.ends):
@@ -208,8 +211,8 @@ class Framing:
 
     Attributes:
         eod_id: end-of-document id in the dataset, which is replaced with EOS.
-        counts: "in", the number of documents read; "empty", those skipped because they contain no tokens except BOS and
-            EOS; and "bos_added", "eos_added" and "eod_replaced".
+        counts: number of documents read ("in"), of documents skipped because they contain only BOS and EOS ("empty"),
+            of tokens added ("bos_added", "eos_added"), and of end-of-document ids replaced ("eod_replaced").
     """
 
     encoder: TextEncoder
@@ -217,7 +220,7 @@ class Framing:
     counts: Counter[str] = field(default_factory=Counter)
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
-        """Split a block into documents, and add missing BOS and EOS tokens. Skip documents without other tokens.
+        """Split a block into documents, and add missing BOS and EOS tokens. Skip documents that have only BOS or EOS.
 
         Args:
             tokens, ends: a block from `read_documents`.
@@ -244,7 +247,7 @@ class Framing:
         return documents
 
     def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
-        """Replace `eod_id` with EOS, and check that all ids are in the vocabulary."""
+        """Return `tokens` with `eod_id` replaced by EOS. Check that all ids are in the vocabulary."""
         vocab_size, eos_id = self.encoder.vocab_size, self.encoder.eos_id
         if self.eod_id != eos_id and (is_eod := tokens == self.eod_id).any():
             tokens = np.where(is_eod, np.array(eos_id, dtype=np.int64), tokens)

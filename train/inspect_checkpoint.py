@@ -60,7 +60,7 @@ def find_damage(path: Path, verify: bool) -> list[str] | None:
 
 
 def describe(path: Path) -> list[str]:
-    """Return lines that describe a checkpoint: one about its state and size, and one for each configuration change."""
+    """Return lines of text about a checkpoint: its state and size, its origin, and each configuration change."""
     files = [file.stat() for file in path.glob("*") if file.is_file()]
     size = format_size(sum(file.st_size for file in files))
     written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=0))

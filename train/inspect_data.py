@@ -83,7 +83,7 @@ def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
 
 
 def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
-    """Decode token ids to lines of text. Decoded lines begin with "| ", and BOS and EOS have lines of their own."""
+    """Decode token ids to lines of text. Decoded lines begin with "| ". BOS and EOS are on separate lines."""
     special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
     lines: list[str] = []
     for is_special, run in itertools.groupby(ids, special.__contains__):
@@ -111,7 +111,7 @@ def print_samples(
     seq_length = min(seq_length, tokens - 1)  # the labels are one token ahead of the inputs
     if seq_length < 1:
         print(
-            f"\nno samples: the {split} split has {tokens} tokens, but a sample needs 2; pass another --split"
+            f"\nno samples: the {split} split has {tokens} tokens, but a sample needs at least 2; pass another --split"
         )
         return
     source = TokenSource("inspected", folder, split, seq_length)

@@ -15,12 +15,13 @@ another signal, terminates the ranks immediately.
 Before the launcher starts train/train.py, it checks the configuration and this node (train/preflight).
 
 --supervise prepares the built-in corpus if the run needs it, trains, restarts after a crash, requeues the Slurm job
-after a stop request, and generates sample text at the end. It reads CONFIG once, so that an edit changes neither a
-restart nor a requeued job. Its options are environment variables, which are documented
-at the top of run_training.sh. In a Slurm job with several nodes or a container, srun starts one launcher per node.
+after a stop request, and generates sample text at the end. The supervisor reads CONFIG once, so that a later edit of
+the file affects neither restarts nor requeued jobs. The options of the supervisor are environment variables, which are
+documented at the top of run_training.sh. In a Slurm job with several nodes or a container, srun starts one launcher per
+node.
 
 Exit status: 0 if all ranks returned 0; STOPPED (75) if they stopped on request; INTERRUPTED (130) after Ctrl-C; 2 if
-the command, the configuration or the environment has to be fixed first. Otherwise it is the status of the rank that
+the command, the configuration or the environment has to be fixed first. Otherwise, it is the status of the rank that
 failed first, or 128 + n if signal n killed that rank.
 """
 
@@ -103,8 +104,8 @@ def main(argv: list[str]) -> int:
 def report(error: Exception) -> int:
     """Log an error, and return the exit status: CRASHED if a restart may help, otherwise DO_NOT_RESTART.
 
-    In a restarted job, every error returns CRASHED, because the same checks have passed before. The cause may be
-    temporary, such as an unavailable file system.
+    In a restarted job, every error returns CRASHED, because the first attempt passed the same checks. The cause may
+    therefore be temporary, such as an unavailable file system.
     """
     logger.error(describe_error(error))
     return CRASHED if is_transient(error) or os.environ.get(RESTARTED) else DO_NOT_RESTART
@@ -186,7 +187,8 @@ class Children:
         """Forward a stop request to the child processes as SIGUSR1.
 
         srun forwards SIGUSR1 to its tasks, whereas SIGTERM might terminate srun itself. Ctrl-C is not forwarded to data
-        preparation, because the terminal has already sent it there, and a second signal would interrupt the cleanup.
+        preparation: the terminal has already sent SIGINT to that process, and a second signal would interrupt its
+        cleanup.
         """
         if number == signal.SIGINT:
             self.ends_at_once = self.stop_requested
@@ -243,7 +245,7 @@ class Children:
             self._send(signal.SIGUSR1)
 
     def _wait(self) -> dict[int, int]:
-        """Wait until all child processes have exited, or until the grace period after the first failure is over.
+        """Wait until all child processes have exited, the grace period after a failure is over, or Ctrl-C is repeated.
 
         Returns:
             The failed processes as in `exit_status`. The result is {0: INTERRUPTED} after a second Ctrl-C.
@@ -280,8 +282,8 @@ def report_failure(rank: str, code: int) -> None:
     """
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     reason = (
-        ". The host may have run out of memory. Check dmesg or Slurm's sacct. Use fewer ranks per node, or pass "
-        "--save_async false"
+        ". The host may have run out of memory (check dmesg or Slurm's sacct). If so, use fewer ranks per node, or "
+        "pass --save_async false"
     )
     logger.error(f"rank {rank} {how}{reason if code == -signal.SIGKILL else ''}")
 
@@ -339,7 +341,7 @@ def run_ranks(options: argparse.Namespace, children: Children) -> int:
     """Start the ranks of this node and return their exit status. For train.py, check the configuration first.
 
     Raises:
-        UserError, ValueError: The run cannot start.
+        UserError, ValueError: The configuration or this node does not pass the checks.
     """
     world = options.nnodes * options.nproc
     if Path(options.script).resolve() == TRAIN:
@@ -393,7 +395,9 @@ class Supervisor:
         self.record = Path(f"slurm-{self.slurm_job}-{zlib.crc32(json.dumps(self.argv).encode()):08x}.json")
         first = None
         if setting("SLURM_RESTART_COUNT", "0") != "0" and self.record.is_file():
-            logger.info(f"using the configuration with which this Slurm job first started ({self.record})")
+            logger.info(
+                f"using the configuration that this Slurm job recorded when it first started ({self.record})"
+            )
             self.raw, self.source, first = json.loads(self.record.read_text())
         else:
             self.raw, self.source = read_configuration(self.argv)
@@ -414,9 +418,10 @@ class Supervisor:
         self.options = parse_arguments([*self.rank_options, str(TRAIN)])
 
     def run(self) -> int:
-        """Prepare the data, train, and then either requeue the Slurm job or generate sample text.
+        """Prepare the data and train. Requeue the Slurm job after a stop request, or generate sample text at the end.
 
-        Return the exit status.
+        Returns:
+            The exit status.
         """
         set_environment(self.options.nproc)
         nodes = f" on each of {self.options.nnodes} nodes" if self.options.nnodes > 1 else ""
@@ -491,7 +496,7 @@ class Supervisor:
         """Train once.
 
         Args:
-            last: Progress after the last attempt.
+            last: Progress after the previous attempt.
 
         Returns:
             The exit status, and the progress of the run before and after the attempt.
@@ -501,8 +506,8 @@ class Supervisor:
             found = read_progress(self.folder)
             if last.identity and not found.identity:
                 raise LauncherError(
-                    f"the checkpoints of this run are no longer in {self.folder.checkpoints}. Restore them, or start "
-                    "the run again",
+                    f"the checkpoints of this run are no longer in {self.folder.checkpoints}. Restore them, or "
+                    "start a new run",
                     key="output_dir",
                 )
             before = now = found
@@ -522,7 +527,7 @@ class Supervisor:
         """Run all ranks of this job once and return their exit status.
 
         Args:
-            changes: Keys to change in the configuration with which this job started, and their values.
+            changes: Configuration keys to override for this attempt, and their values.
         """
         if self.children.stop_requested:  # the request came while no rank was running
             return INTERRUPTED if self.children.interrupted else STOPPED
@@ -591,7 +596,7 @@ def rank_options(most: float, by_srun: bool) -> list[str]:
 
 
 def count_devices() -> int:
-    """Return the number of CUDA devices on this node. On a node without a GPU, return 2 (CPU ranks)."""
+    """Return the default number of ranks on this node: one per CUDA device, or 2 on a node without a GPU."""
     devices = cuda_devices()
     if setting("HAS_GPU") == "1" and not devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
@@ -610,13 +615,14 @@ def srun_command() -> list[str]:
     are mounted in the container under the same paths.
 
     Raises:
-        LauncherError: CONTAINER_IMAGE is set outside of a Slurm job.
+        LauncherError: CONTAINER_IMAGE is set outside of a Slurm job, or together with NNODES.
     """
     nodes, image, here = setting("SLURM_NNODES", "1"), setting("CONTAINER_IMAGE"), os.getcwd()
     by_hand = setting("NNODES") or not setting("SLURM_JOB_ID")
     if image and by_hand:
         raise LauncherError(
-            "CONTAINER_IMAGE works only in Slurm jobs with Pyxis. Elsewhere, run this command inside the container",
+            "CONTAINER_IMAGE needs a Slurm job with Pyxis, and NNODES must not be set. Elsewhere, unset "
+            "CONTAINER_IMAGE and run this command inside the container",
             key="CONTAINER_IMAGE",
         )
     if by_hand or (nodes == "1" and not image):

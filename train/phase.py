@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run reads when it starts: its arguments, configuration files and data.
+    """Arguments, configurations and data of a run, which are read once at startup.
 
-    All phases use this object, even if the user edits a file during the run.
+    All phases use this object, so editing a file during the run has no effect.
     """
 
     args: TrainingArguments  # resolved
@@ -104,7 +104,7 @@ class Phase:
 
 
 def resolve_auto(args: TrainingArguments, config: MistralConfig, world_size: int) -> TrainingArguments:
-    """Replace precision.auto with the fastest precision settings, which are found by timing training steps.
+    """Replace precision.auto with the fastest precision settings. Time training steps to find these settings.
 
     Collective: all ranks must call this function.
 
@@ -113,7 +113,7 @@ def resolve_auto(args: TrainingArguments, config: MistralConfig, world_size: int
         config: The model configuration.
 
     Raises:
-        ValueError, PrecisionError: See `autotune`.
+        PrecisionError: The model or GPU does not support the configured precision.
         CheckpointError: The checkpoint to resume from is damaged.
     """
     precision = args.precision
@@ -121,8 +121,8 @@ def resolve_auto(args: TrainingArguments, config: MistralConfig, world_size: int
         return args
     if precision.emulated:
         logger.info(
-            "precision.auto: no GPU is available for measurements. Keeping the configured precision, CUDA graphs "
-            "and attention backend"
+            "precision.auto: no GPU is available for measurements. Keeping the configured values of "
+            "precision.compute, speed.cuda_graphs and model.attention_backend"
         )
         return replace(args, precision=replace(precision, auto=False))
     task = make_task(args, config, world_size)
@@ -195,9 +195,9 @@ def build_phase(run: Run, state: RunState, checkpoint: Path | None, watchdog: Wa
     Collective: all ranks must call this function.
 
     Args:
-        state: The position of the run. Its precision is updated.
+        state: The run state at this position. The field `precision` is updated.
         checkpoint: The checkpoint at this position, or None for a new run.
-        watchdog: Watchdog that reports a part of the start that hangs.
+        watchdog: Watchdog that ends the run if a startup step hangs.
     """
     number = phase_at(run.args, state.step, state.consumed_tokens)
     args = phase_arguments(run.args, number)
@@ -286,7 +286,7 @@ def build_model_and_precision(
         args: The arguments of one phase.
         config: The model configuration.
         checkpoint: The checkpoint to resume from. If None, the weights come from model.init_from.
-        fallbacks: Module name -> recipe (see `Precision`).
+        fallbacks: Recipe of each module that fell back to a safer recipe, by module name.
 
     Raises:
         ValueError: `build_model` refuses the configuration.
@@ -376,13 +376,14 @@ def calibrate_scales(
 ) -> float | None:
     """Calibrate the FP8 scales on the next micro-batch, unless the checkpoint has FP8 state for this precision.
 
-    For new random weights, also log how much the FP8 gradients differ from those in bf16.
+    For new random weights, also log how much the FP8 gradients differ from the bf16 gradients.
 
     Args:
         args: The arguments of one phase.
 
     Returns:
-        The relative error of the first FP8 gradients on rank 0. None on other ranks, or if it was not measured.
+        On rank 0, the relative error of the first FP8 gradients compared with bf16. None on other ranks, or if the
+        error was not measured.
     """
     if not precision.fp8 or precision.torchao:
         return None
@@ -405,7 +406,7 @@ def calibrate_scales(
     if not (exact and gradients):
         return None
     error = relative_error(gradients, exact)
-    found = f"the first FP8 gradients of the decoder layers differ from those in bf16 by {error:.1%}"
+    found = f"the first FP8 gradients of the decoder layers differ from the bf16 gradients by {error:.1%}"
     if error <= MAX_GRADIENT_ERROR:
         logger.info(found)
     else:
@@ -415,7 +416,8 @@ def calibrate_scales(
             else 'Set model.initialization to "scaled"'
         )
         logger.warning(
-            f"{found}. Above {MAX_GRADIENT_ERROR:.0%}, the model may train worse than in bf16. {remedy}"
+            f"{found}. If they differ by more than {MAX_GRADIENT_ERROR:.0%}, the model may train worse than in bf16. "
+            f"{remedy}"
         )
     return error
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Predict the memory, speed and duration of a run: `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
 
-CONFIG is a training configuration or a model. A model is given as a name in model/configs, a config.json or its folder,
-and is planned with train_args/train_config_fp8.json. Any training key can be overridden, for example with
-`--gradient_checkpointing true --deepspeed ds_config_zero3.json`.
+CONFIG is a training configuration or a model. A model is the name of a file in model/configs, a config.json, or a
+folder with a config.json, and is planned with train_args/train_config_fp8.json. Any training key can be overridden, for
+example with `--gradient_checkpointing true --deepspeed ds_config_zero3.json`.
 
 The command prints the GPU memory by component, the largest micro-batch that fits, tokens/s, days, GPU-hours, the size
 of a checkpoint, recommended settings with the options to pass, and a comparison of 1 to 1,024 GPUs. Each speed is
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokens",
         type=parse_tokens,
-        help="total number of training tokens, such as 600B, for which --max_steps is printed (default: max_steps "
-        "times the tokens per step)",
+        help="total number of training tokens, such as 600B; the plan lists the --max_steps for this number (default: "
+        "max_steps times the tokens per step)",
     )
     parser.add_argument(
         "--network",
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (p := planned.configured).fits:
         raise PlanError(
             f"the configuration needs {p.needed_gib:,.1f} GiB per GPU, but {p.gpu.name} has "
-            f"{p.gpu.memory_gib:.1f} GiB. Pass the options of a recommended setting"
+            f"{p.gpu.memory_gib:.1f} GiB. Pass the options of a setting that the plan recommends"
         )
 
 

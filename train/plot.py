@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         options.runs[0] / "loss.png" if len(options.runs) == 1 else Path("comparison.png")
     )
     if output.suffix.lower() != ".png" or output.is_dir():
-        parser.error(f"--output is {output}, but must be a file name that ends in .png")
+        parser.error(f"--output is {output}, but it must be the path of a file that ends in .png")
     histories = [read_history(path) for path in dict.fromkeys(options.runs)]
     print(table(histories))
     for history in histories:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Tokenize text into training shards: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
 
-Each document is stored as BOS + tokens + EOS. Text never produces special ids: a literal "</s>" is encoded as text. A
-hash of its text assigns each document to the train or eval split, so identical texts are always in the same split. If
-the only input is one text file, such as input.txt, its end becomes the eval split instead (--eval_by). Use --split_on
-to divide a text file into several documents.
+Each document is stored as BOS + tokens + EOS. Text never produces special ids: a literal "</s>" is encoded as text.
+Each document is assigned to the train or eval split by a hash of its text, so identical texts are always in the same
+split. If the only input is one text file, such as input.txt, the end of the file becomes the eval split instead
+(--eval_by). Use --split_on to divide a text file into several documents.
 
 Before the preparation, the tokenizer is checked on a sample of the texts. The command fails if transformers computes
 different token ids. Text that the tokenizer loses and unknown tokens are logged and recorded in manifest.json under
@@ -148,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--decontaminate_ngram",
         type=between(1, 100),
         default=13,
-        help="length of the n-grams for --decontaminate, in words (default: 13). Shorter evaluation texts are ignored",
+        help="length of the n-grams for --decontaminate, in words (default: 13). Texts with fewer words are ignored",
     )
     add(
         "--dedup",
@@ -159,7 +159,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.language_model and not args.languages:
-        parser.error("--language_model has no effect without --languages. Pass both options or neither")
+        parser.error(
+            "--language_model has no effect without --languages. Add --languages, or remove --language_model"
+        )
     return args
 
 

@@ -23,7 +23,7 @@ PORT = "29500"
 
 
 class LauncherError(UserError, ValueError):
-    """An error raised if environment variables do not correctly describe this rank, or are invalid for a launcher.
+    """An error raised if the environment does not describe this rank correctly, or a launcher setting is invalid.
 
     `key` names the variable or configuration key to fix.
     """
@@ -107,8 +107,8 @@ def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
             raise LauncherError(
-                f"{name} is {environment[name]}, but {launcher.name} reports {value}. Unset {name}, or start "
-                "a matching number of tasks",
+                f"{name} is {environment[name]}, but {launcher.name} reports {value}. Unset {name} to use the "
+                f"value of {launcher.name}, or correct the launch command",
                 code="launcher_contradicted",
                 key=name,
             )

@@ -1,4 +1,4 @@
-"""Run a training from start to export. Read this file from top to bottom.
+"""Execute a training run from startup to export. Read this file from top to bottom.
 
 run -> run_training -> start_run -> build_phase (phase.py) -> Trainer.fit (trainer.py) -> export_last
 
@@ -107,11 +107,11 @@ def hang_folder(args: TrainingArguments) -> Path | None:
 
 
 def run_training(args: TrainingArguments, inputs: Inputs) -> None:
-    """Train with one Trainer for each precision of the run, then export the model.
+    """Train each phase of the run with its own Trainer, then export the model.
 
     Args:
         args: The resolved arguments.
-        inputs: The files of the run.
+        inputs: The model configuration and the data of the run.
     """
     began, is_main = round(time.time(), 1), dist.get_rank() == 0
     configure_logging(args.log_level, dist.get_rank(), has_file=True)
@@ -171,7 +171,7 @@ def start_run(args: TrainingArguments, inputs: Inputs, watchdog: Watchdog) -> tu
     """Run the preflight checks and build the first phase, without writing to the run folder.
 
     Returns:
-        The arguments, files and data of the run; its position; and the phase of its next step.
+        The arguments and data of the run, the run state before the next step, and the phase of the next step.
 
     Raises:
         PreflightError: The software, files or configuration of the ranks differ, or the gradients of the first step are
@@ -211,7 +211,9 @@ def describe_change(
     """Return the entry for run.json that describes a new phase, and log it.
 
     Args:
-        before: Index of the previous phase. It equals that of `phase` if a module fell back to a safer recipe.
+        before: Index of the previous phase in precision.schedule. If the phase was rebuilt because a module fell back
+            to a safer recipe, this is also the index of `phase`.
+        took_s: Time in seconds to rebuild the model and the engine.
     """
     is_new_phase = phase.number != before
     change = describe_phase(args.precision, phase.number) if is_new_phase else "precision.on_trouble"
@@ -227,7 +229,7 @@ def describe_change(
 
 
 def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Export the last checkpoint to hf/, unless it was already exported or does not exist. Call on rank 0 only."""
+    """Export the last checkpoint to hf/, unless it is None or already exported. Call on rank 0 only."""
     if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
             f"training is complete; exporting {checkpoint}. If the export fails, run the same "
@@ -247,7 +249,7 @@ def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | N
 
 
 def upload(folder: Path, repository: str) -> None:
-    """Upload an exported model to the Hugging Face Hub, in a process of its own. If this fails, log a warning.
+    """Upload an exported model to the Hugging Face Hub in a separate process. If the upload fails, log a warning.
 
     The process reads the access token from the environment variable HF_TOKEN.
     """
@@ -260,7 +262,8 @@ def upload(folder: Path, repository: str) -> None:
         logger.info(f"push_to_hub: uploaded {folder} to {repository}")
         return
     logger.warning(
-        f"push_to_hub: the upload failed:\n{done.stderr.strip()}\nTo repeat it: {shlex.join(['hf', *arguments])}"
+        f"push_to_hub: the upload failed:\n{done.stderr.strip()}\n"
+        f"To repeat the upload: {shlex.join(['hf', *arguments])}"
     )
 
 
@@ -299,13 +302,13 @@ def open_run(args: TrainingArguments, inputs: Inputs, train: SampleStream, watch
 
 
 def load_start_position(run: Run, watchdog: Watchdog) -> tuple[RunState, Path | None]:
-    """Find the position at which the run starts, and the checkpoint to resume from.
+    """Choose the checkpoint to resume from, and return the run state before the next step.
 
     Returns:
         The run state, and the path of the checkpoint. The path is None for a new run.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or this run cannot continue from it.
+        CheckpointError: The checkpoint is damaged, or this run cannot resume from it.
         ConfigurationError: The checkpoint is past max_steps, or a later phase of precision.schedule has no steps.
     """
     args = run.args
@@ -392,7 +395,7 @@ def open_run_folder(run: Run, state: RunState, checkpoint: Path | None) -> Metri
 
 
 def describe_start(run: Run, state: RunState, phase: Phase) -> dict[str, Any]:
-    """Return the facts about this start of the run for run.json, or {} on ranks other than 0.
+    """Return the entry of this job for run.json, or {} on ranks other than 0. A resumed run adds a new entry.
 
     Collective: all ranks must call this function.
     """

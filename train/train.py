@@ -127,7 +127,7 @@ def end_after_error(error: Exception, arguments: TrainingArguments | None) -> in
     text = (
         f"{describe_error(error)}\n(set FP8_TRACEBACK=1 for a traceback)"
         if is_expected
-        else "the connection to another rank was lost, so this rank exits. The other rank reports the cause"
+        else "the connection to another rank was lost, so this rank exits. See the errors of the other ranks"
         if is_lost
         else memory or str(error)
     )

@@ -1,4 +1,4 @@
-"""Train one phase of a run: take its steps, and log, evaluate and save as configured.
+"""Train one phase of a run: run the optimizer steps, and log, evaluate and save as configured.
 
 A step waits for the GPU only for logging, FP8 health checks, evaluation and saving. It waits for a background save only
 if the next save is due. All ranks must call the methods at the same points.
@@ -81,7 +81,7 @@ class Trainer:
     Args:
         state: The position of the run, which the Trainer updates in place.
         metrics: Logger for the metrics of the whole run.
-        stop_vote: Agreement of all ranks on stop requests.
+        stop_vote: Vote by which all ranks agree on whether to stop.
     """
 
     def __init__(self, run: Run, phase: Phase, state: RunState, metrics: MetricsLogger, stop_vote: StopVote):
@@ -125,7 +125,7 @@ class Trainer:
             TrainingError: max_skipped_steps consecutive steps were skipped, the loss of a step is not finite although
                 the step was not skipped, or GEMMs no longer run in FP8.
             ReplicaError: The weights differ between ranks.
-            SaveError: A save failed, and on_save_failure is "stop" or it was the last save.
+            SaveError: A save failed, and on_save_failure is "stop" or the failed save was the last one.
         """
         # Without a terminal, disable=None disables the bar, and the log lines show the progress.
         bar = tqdm(
@@ -163,7 +163,7 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Return the path of the checkpoint of the current step, or None if save_strategy is "no"."""
+        """Return the path of the checkpoint of the current step, or None if this step has no checkpoint."""
         if self.state.step == self.phase.first_step:
             return self.phase.first_checkpoint
         return (
@@ -288,8 +288,8 @@ class Trainer:
     def _vote(self) -> tuple[bool, bool]:
         """Return whether to stop and whether a save is due after save_minutes, with the same result on all ranks.
 
-        Only rank 0 checks the time, because clocks differ. It requests no save while a background save is in progress,
-        because the step would have to wait for that save.
+        Only rank 0 checks the time, because clocks differ. Rank 0 requests no save while a background save is in
+        progress, because the step would have to wait for that save.
         """
         minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
         is_late = bool(minutes) and time.monotonic() - self.last_save >= 60 * minutes
@@ -462,7 +462,7 @@ class Trainer:
         if not background:
             self._finish_save(is_last)
         self.watchdog.renew(
-            f"continuing from step {self.state.step}; its checkpoint is saved or still being written in the background"
+            f"continuing after step {self.state.step}; the checkpoint is saved or still being written in the background"
         )
         self._start_clock()
 
@@ -487,11 +487,11 @@ class Trainer:
                 f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
             )
         except SaveError as error:
-            logger.warning(f"{error}. The value of on_save_failure is {self.args.on_save_failure}")
+            logger.warning(f"{error} (on_save_failure: {self.args.on_save_failure})")
             if is_last or self.args.on_save_failure == "stop":
                 raise
         finally:  # all ranks agree on the result
-            self.watchdog.renew("the save is complete")
+            self.watchdog.renew("the save has ended")
 
     def _write_metrics(self, values: dict[str, Any]) -> None:
         self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
